@@ -30,17 +30,23 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, read_config
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import Costs, TableCosts
+from xcloud.plan.costs import Costs
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.prediction import Prediction
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import BoundaryCodec, CompressorCosts, Curve, Piece, Profile, Way
+from xcloud.plan.profile import (
+    BoundaryCodec,
+    CompressorCosts,
+    Curve,
+    DirectionCurves,
+    Piece,
+    Profile,
+)
 from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.simulator import Simulator
 
 FREE_LINE = ("free", 1e10, 0.0)
 LINES = [FREE_LINE, ("30 Mbit/s", 30e6, 0.0), ("10 Mbit/s, 20 ms", 10e6, 0.01),
@@ -72,7 +78,7 @@ def compare(steps: int, overrides: list[str]) -> list[dict[str, Any]]:
         for schedule in SCHEDULES:
             found = measure(schedule, rate, latency_s, steps, overrides)
             if known is None:
-                known = found["averaged"]
+                known = found["costs"]
             forecast = predict(found, known)
             errors = [p.step_s / found["step_s"] - 1 for p in (found["replay"], forecast)]
             print(
@@ -105,17 +111,12 @@ def measure(
     found = {
         "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),
         "experiment": experiment,
-        "averaged": costs.averaged(),
+        "costs": costs,
     }
     return found | {"replay": predict(found, costs)}
 
 
 def predict(found: dict[str, Any], costs: Costs) -> Prediction:
-    if isinstance(costs, TableCosts):
-        costs = TableCosts(
-            costs.forward_s, costs.backward_s, costs.forward, costs.backward, costs.updates,
-            control_bytes=costs.control_bytes,
-        )  # fmt: skip
     experiment = found["experiment"]
     return simulate(
         experiment.schedule, experiment.cluster, costs, agrees=True,
@@ -162,8 +163,8 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
     piece = Piece(
         "block", Curve([(1, 0.01)]), Curve([(1, 0.02)]), 0, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1
     )
-    way = Way(Curve([(1, 1e6)]))
-    small = Way(Curve([(1, 1.3e5)]), Curve([(1, 1e-3)]), Curve([(1, 1e-3)]))
+    way = DirectionCurves(Curve([(1, 1e6)]))
+    small = DirectionCurves(Curve([(1, 1.3e5)]), Curve([(1, 1e-3)]), Curve([(1, 1e-3)]))
     compressors = {
         NO_COMPRESSION: CompressorCosts("none", [BoundaryCodec(way, way)]),
         "int4": CompressorCosts("int4", [BoundaryCodec(small, small)]),
@@ -175,8 +176,9 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
     pricer = Pricer(Profile(pieces, compressors), arranged, 64)
     splits = splits_of(pieces, 4, most=100_000)
     space = Space(
-        Plan("pipeline", splits[0], 8, None, NO_COMPRESSION), {"pipeline": splits}, counts,
+        Plan("pipeline", splits[0], GPipe(8), NO_COMPRESSION), {"pipeline": splits}, counts,
         [*compressors], ("split", "micro_batches", "schedule", "compression"),
+        [GPipe(), OneForwardOneBackward(), ZeroBubble()],
     )  # fmt: skip
     started_s = time.perf_counter()
     ranked = search(pricer, space, 5)

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from benchmarks.machine import ran_on, say_where
 from benchmarks.predictions import BASE, BLOCKS, COMPRESSORS, SMALL, Bench
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.parallel.schedule import GPipe
 from xcloud.plan.plans import NO_COMPRESSION, Plan
 from xcloud.plan.search import crossings, step_at
 from xcloud.record.summary import SUMMARY_FILE, read_summary
@@ -57,13 +58,13 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     say_where()
     bench = Bench(SMALL)
-    plan = Plan("pipeline", (BLOCKS // 2, BLOCKS), given.micro_batches, None, NO_COMPRESSION)
-    line, factor = LinkProfile(1e9), bench.work_factor.value
-    named = dict(crossings(step_at(bench.pricer(line, factor), plan), CODECS))
+    plan = Plan("pipeline", (BLOCKS // 2, BLOCKS), GPipe(given.micro_batches), NO_COMPRESSION)
+    line = LinkProfile(1e9)
+    named = dict(crossings(step_at(bench.pricer(line), plan), CODECS))
     seen: dict[str, dict[float, Measured]] = {name: {} for name in CODECS}
     points = []
     for mbit in given.mbit:
-        there = bench.pricer(replace(line, bandwidth_bits_per_s=1e6 * mbit), factor)
+        there = bench.pricer(replace(line, bandwidth_bits_per_s=1e6 * mbit))
         uncompressed_s = there.step_s(plan)
         ratios = measure(mbit, given.micro_batches, given.updates)
         for name in CODECS:

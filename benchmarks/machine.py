@@ -7,7 +7,7 @@ import os
 import torch
 
 from xcloud.base.project import commit
-from xcloud.planner.profile_key import processor
+from xcloud.planner.trial import processor
 
 
 def ran_on() -> dict[str, str]:

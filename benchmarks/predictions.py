@@ -2,7 +2,7 @@
 
     python -m benchmarks.predictions [--points 64] [--small] [--json FILE]
 
-Profiles anew a causal language model (6 blocks of 384, batches of 32 x 64 tokens: steps of a
+Tries anew a causal language model (6 blocks of 384, batches of 32 x 64 tokens: steps of a
 second; --small: 6 of 256, 8 x 64: a fifth of one), then runs points of split x micro-batches x
 schedule x compressor x line x strategy, in random order: two ranks of one thread over an emulated
 line, through run.py's own launch and wiring (ranks are forked from a process that has imported
@@ -10,13 +10,12 @@ torch). 8 timed steps each, after 2 (of local updates 4). Half of the points are
 digest of their names: whoever works on the prediction looks at the others (--half open).
 benchmarks/crossings.py checks the bandwidths below which a compressor is said to pay.
 
-Before the points one trial run (planner/trial.py; pipeline, 3 | 3 blocks, no compressor, a free
-line) finds the work factor, as for a user. A shared machine changes its speed from one minute to
-the next. So before and after each point the same small work is timed (planner/reference.py), in as
-many processes at once as there are ranks. Errors are told three times: "as predicted", with the
-work factor, which is what a user gets; "as profiled", without it; and "at its speed", as profiled
-but all seconds of work in the profile multiplied by (reference around the point) / (reference in
-the profile). Where the references before and after differ by more than a tenth, the point is
+Before the points one trial run (planner/trial.py) records what work takes, as for a user. A shared
+machine changes its speed from one minute to the next. So before and after each point the same
+small work is timed (`reference_s`), in as many processes at once as there are ranks, as it was
+during the trial. Errors are told twice: "as predicted", which is what a user gets; and "at its
+speed", predicted with all seconds of work multiplied by (reference around the point) / (reference
+around the trial). Where the references before and after differ by more than a tenth, the point is
 measured again, at most twice: whatever its error is, which that rule does not know.
 
 Run it alone on the machine, and without chrt: beside other work, ranks then computed undisturbed
@@ -27,17 +26,19 @@ where the machine is restless.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import io
 import json
 import os
 import random
 import statistics
 import struct
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,28 +52,37 @@ from tests.configs import composed
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job import config as configs
 from xcloud.launch import processes as launch
+from xcloud.launch.local import run
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import OFF_SPEED, Profile, stretched
+from xcloud.plan.profile import Profile, profile_from
 from xcloud.planner.planning import Planner
-from xcloud.planner.reference import reference_s
-from xcloud.planner.trial import measured_s, steps_of_run
+from xcloud.planner.trial import table_of
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.summary import read_run
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY
 WARM_UP_LOCAL = EVERY  # the first merge makes buffers
-AS_PREDICTED, AS_PROFILED, AT_SPEED = "as predicted", "as profiled", "at its speed"
+AS_PREDICTED, AT_SPEED = "as predicted", "at its speed"
+OFF_SPEED = 0.1  # share by which the machine's speed may differ around a point
 REFERENCE_S = 0.7  # how long each reference is measured
 MOST_ATTEMPTS = 3  # at a point
 COMPRESSORS = ("none", "fp16_int8", "int8", "int4_int8", "int4")
-SCHEDULES = ((None, None), (2, None), (3, None), (3, 3))  # in flight, in memory: GPipe, 1F1B, ZB
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b, 2 in flight": lambda m: OneForwardOneBackward(m, 2),
+    "1f1b, 3 in flight": lambda m: OneForwardOneBackward(m, 3),
+    "zero bubble, 3 in flight": lambda m: ZeroBubble(m, 3, 3),
+}
 LINES = {
     "1 Gbit/s": LinkProfile(1e9), "100 Mbit/s": LinkProfile(1e8), "30 Mbit/s": LinkProfile(3e7),
     "10 Mbit/s": LinkProfile(1e7), "100 Mbit/s, 50 ms": LinkProfile(1e8, 0.025),
     "30 Mbit/s, 150 ms": LinkProfile(3e7, 0.075),
 }  # fmt: skip
 BASE = (
-    "+exp=lora_clm", "plan=show", "plan.max_age_days=0", "tracker=none",
+    "+exp=lora_clm", "plan=show", "tracker=none",
     "model.lora=null", "model.own.num_texts=2000", f"model.own.num_layers={BLOCKS}",
     "model.own.num_heads=8", "model.own.num_kv_heads=4", "model.own.pretraining.steps=0",
     "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8",
@@ -103,7 +113,9 @@ class Point(NamedTuple):
     def name(self) -> str:
         plan, ends = self.plan, self.plan.ends
         cut = "whole" if len(ends) == 1 else f"{ends[0]}|{ends[1] - ends[0]}"
-        settings = f"m={plan.micro_batches} {plan.schedule_label} {plan.compression}"
+        m = plan.micro_batches
+        label = next(name for name, make in SCHEDULES.items() if make(m) == plan.schedule)
+        settings = f"m={m} {label} {plan.compression}"
         return f"{plan.strategy} {cut} {settings}, {self.line}"
 
     @property
@@ -113,12 +125,11 @@ class Point(NamedTuple):
 
 
 class Result(NamedTuple):
-    """predicted: with the work factor. profiled_s: predicted without it; at_speed_s: at the
-    machine's speed during the point. references_s: before the first attempt and after each."""
+    """at_speed_s: predicted at the machine's speed during the point. references_s: before the
+    first attempt and after each."""
 
     point: Point
     predicted: Priced
-    profiled_s: float
     at_speed_s: float
     step_s: float
     references_s: list[float]
@@ -127,8 +138,7 @@ class Result(NamedTuple):
         return self.predicted_s(sort) / self.step_s - 1
 
     def predicted_s(self, sort: str) -> float:
-        both = {AS_PROFILED: self.profiled_s, AT_SPEED: self.at_speed_s}
-        return both.get(sort, self.predicted.step_s)
+        return self.at_speed_s if sort == AT_SPEED else self.predicted.step_s
 
     @property
     def is_steady(self) -> bool:
@@ -136,32 +146,39 @@ class Result(NamedTuple):
 
     @property
     def steady_step_s(self) -> float:
-        """What it would have taken at the profile's speed, so that plans can be compared."""
-        return self.step_s * self.profiled_s / self.at_speed_s
+        """What it would have taken at the trial's speed, so that plans can be compared."""
+        return self.step_s * self.predicted.step_s / self.at_speed_s
 
 
 class Bench:
-    def __init__(self, size: Size) -> None:
+    """sleeps: the blocks do (benchmarks/sleeping_blocks.py), so that a busy machine takes as long
+    as a quiet one but for messages, compressors and the norm."""
+
+    def __init__(self, size: Size, sleeps: bool = False) -> None:
         self.size, self.config = size, composed(*BASE, *size.settings)
+        if sleeps:
+            self.config.task = {"_target_": "tests.toy.ToyTask", "num_samples": 400}
+            self.config.model = {
+                "_target_": "benchmarks.sleeping_blocks.SleepingBlocks", "blocks": BLOCKS,
+                "blocks_per_stage": None,
+            }  # fmt: skip
         self.config.plan.strategies.local_updates.averaging.every = EVERY
         job = configs.job_from_config(self.config)
         assert job.plan is not None
-        trial_s = partial(measured_s, self.config, job, job.plan.trial_steps)  # type: ignore[arg-type]
-        planner = Planner(job, job.plan, configs.built(self.config, "cluster"), trial_s)  # type: ignore[arg-type]
-        self.cluster, self.strategies = planner.cluster, planner.arranged
-        self.profile: Profile = planner.profile()[0]
-        assert self.profile.work_factor is not None
-        self.work_factor = self.profile.work_factor
+        self.planner = Planner(job, job.plan, configs.built(self.config, "cluster"))  # type: ignore[arg-type]
+        self.cluster, self.strategies = self.planner.cluster, self.planner.arranged
+        before_s = reference_of_both_s()
+        self.profile = self.planner.trial(self.config).measured()
+        self.reference_s = (before_s + reference_of_both_s()) / 2
 
-    def pricer(self, line: LinkProfile, factor: float) -> Pricer:
+    def pricer(self, line: LinkProfile, factor: float = 1.0) -> Pricer:
         """factor: of all seconds of work in the profile."""
-        profile = stretched(self.profile, factor)
         cluster = replace(self.cluster, wan=line)
         arranged = {
             name: Arranged(found.strategy, found.strategy.arrange(cluster))
             for name, found in self.strategies.items()
         }
-        return Pricer(profile, arranged, self.size.batch)
+        return Pricer(stretched(self.profile, factor), arranged, self.size.batch)
 
     def step_s(self, plan: Plan, line: LinkProfile) -> float:
         """Of a run: the median step, of ranks the mean (see steps_of_run). Where replicas average
@@ -175,9 +192,7 @@ class Bench:
         config.training.max_steps = warm_up + TIMED
         config.cluster.wan.bandwidth_bits_per_s = line.bandwidth_bits_per_s
         config.cluster.wan.latency_s = line.latency_s
-        kind = type(plan.schedule)
-        target = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
-        config.schedule = target | asdict(plan.schedule)  # type: ignore[call-overload]
+        config.schedule = table_of(plan.schedule)
         if len(plan.ends) > 1:
             config.model.blocks_per_stage = [plan.ends[0]]
         with tempfile.TemporaryDirectory() as folder:
@@ -190,17 +205,58 @@ class Bench:
         return statistics.mean(map(statistics.median, places.values()))
 
 
+def stretched(profile: Profile, factor: float) -> Profile:
+    """With all seconds of work multiplied; lines stay."""
+
+    def multiplied(value: Any, name: str = "") -> Any:
+        is_time = name.endswith("_s") and name != "measured_at_s"
+        if isinstance(value, dict) and "points" in value:
+            return {"points": [[b, y * factor if is_time else y] for b, y in value["points"]]}
+        if isinstance(value, dict):
+            return {k: v if k == "lines" else multiplied(v, k) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [multiplied(entry) for entry in value]
+        return value * factor if is_time else value
+
+    return profile_from(multiplied(asdict(profile)))  # type: ignore[call-overload]
+
+
+def reference_s(lasting_s: float = REFERENCE_S) -> float:
+    """Median seconds of forward, backward and update of a small Transformer layer on one thread:
+    how fast this machine is just now."""
+    torch.set_num_threads(1)
+    layer = torch.nn.TransformerEncoderLayer(256, 8, 512, dropout=0.0, batch_first=True)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    hidden, found = torch.ones(4, 64, 256), list[float]()
+    until_s = time.perf_counter() + lasting_s
+    while time.perf_counter() < until_s:
+        started_s = time.perf_counter()
+        layer.zero_grad()
+        layer(hidden).square().mean().backward()
+        optimizer.step()
+        found.append(time.perf_counter() - started_s)
+    return statistics.median(found)
+
+
+def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
+    """Run it without a word on stdout. Seconds of each step, as its summary counts them."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run(config, run_dir, more_follows=True)
+    steps = read_run(run_dir / EVENTS_FILE).steps
+    return dict(zip(steps.step, steps["step_s"], strict=True))
+
+
 def reference_of_both_s() -> float:
-    """planner/reference.py's in two processes at once, the mean."""
-    device, (ours, theirs) = torch.device("cpu"), os.pipe()
+    """`reference_s` in two processes at once, the mean."""
+    ours, theirs = os.pipe()
     child = os.fork()
     if not child:
         try:
-            os.write(theirs, struct.pack("d", reference_s(device, 1, REFERENCE_S)))
+            os.write(theirs, struct.pack("d", reference_s()))
         finally:
             os._exit(0)
     os.close(theirs)
-    own_s = reference_s(device, 1, REFERENCE_S)
+    own_s = reference_s()
     with open(ours, "rb") as answer:
         (other_s,) = struct.unpack("d", answer.read())
     os.waitpid(child, 0)
@@ -214,14 +270,14 @@ def are_alike(before_s: float, after_s: float) -> bool:
 def all_points() -> list[Point]:
     """In an order drawn once for all. Every fifth is without a pipeline."""
     pipelines = [
-        Point(line, Plan("pipeline", (cut, BLOCKS), m, in_flight, compression, in_memory))
-        for line, cut, m, (in_flight, in_memory), compression in product(
-            LINES, (2, 3, 4), (1, 2, 4, 8), SCHEDULES, COMPRESSORS
+        Point(line, Plan("pipeline", (cut, BLOCKS), make(m), compression))
+        for line, cut, m, (name, make), compression in product(
+            LINES, (2, 3, 4), (1, 2, 4, 8), SCHEDULES.items(), COMPRESSORS
         )
-        if in_flight is None or in_flight < m
+        if name == "gpipe" or getattr(make(m), "num_in_flight", 0) < m
     ]
     others = [
-        Point(line, Plan(strategy, (BLOCKS,), m, None, compression))
+        Point(line, Plan(strategy, (BLOCKS,), GPipe(m), compression))
         for line, strategy, m, compression in product(
             LINES, ("data_parallel", "local_updates"), (2, 4), COMPRESSORS
         )
@@ -237,15 +293,12 @@ def all_points() -> list[Point]:
 
 
 def measure(bench: Bench, number: int, half: str) -> list[Result]:
-    predicting, profiled = (
-        {name: bench.pricer(line, factor) for name, line in LINES.items()}
-        for factor in (bench.work_factor.value, 1.0)
-    )
-    chosen: list[tuple[Point, float]] = []
+    predicting = {name: bench.pricer(line) for name, line in LINES.items()}
+    chosen: list[Point] = []
     for point in all_points():
-        profiled_s = profiled[point.line].step_s(point.plan)
-        if profiled_s <= bench.size.longest_s and half in ("both", point.half.replace(" ", "-")):
-            chosen.append((point, profiled_s))
+        foreseen_s = predicting[point.line].step_s(point.plan)
+        if foreseen_s <= bench.size.longest_s and half in ("both", point.half.replace(" ", "-")):
+            chosen.append(point)
     if len(chosen) < number:
         print(
             f"{len(chosen)} points whose step is to take at most {bench.size.longest_s:g} s",
@@ -255,7 +308,7 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
     random.shuffle(chosen)
     found = []
     reference = reference_of_both_s()
-    for point, profiled_s in chosen:
+    for point in chosen:
         priced = predicting[point.line].price(point.plan)
         line, references_s = LINES[point.line], [reference]
         while True:
@@ -264,11 +317,10 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
             if are_alike(*references_s[-2:]) or len(references_s) > MOST_ATTEMPTS:
                 break
         reference = references_s[-1]
-        factor = statistics.mean(references_s[-2:]) / bench.profile.reference_s
+        factor = statistics.mean(references_s[-2:]) / bench.reference_s
         at_speed_s = bench.pricer(line, factor).step_s(point.plan)
-        found.append(Result(point, priced, profiled_s, at_speed_s, step_s, references_s))
-        print(f"{found[-1].error(AS_PREDICTED):+7.1%} {found[-1].error(AS_PROFILED):+7.1%} "
-              f"{found[-1].error(AT_SPEED):+7.1%} at x "
+        found.append(Result(point, priced, at_speed_s, step_s, references_s))
+        print(f"{found[-1].error(AS_PREDICTED):+7.1%} {found[-1].error(AT_SPEED):+7.1%} at x "
               f"{factor:.2f}  {step_s:.3f} s  {point.name}  ({point.half}; {priced.bound})"
               f"{'' if len(references_s) == 2 else f' attempt {len(references_s) - 1}'}",
               flush=True)  # fmt: skip
@@ -276,7 +328,7 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
 
 
 def tell(results: Sequence[Result]) -> Iterator[str]:
-    for sort, half in product((AS_PREDICTED, AS_PROFILED, AT_SPEED), ("open", "held out", "")):
+    for sort, half in product((AS_PREDICTED, AT_SPEED), ("open", "held out", "")):
         errors = [r.error(sort) for r in results if half in ("", r.point.half)]
         if errors:
             sizes = [abs(error) for error in errors]
@@ -309,6 +361,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=64)
     parser.add_argument("--half", choices=("both", "open", "held-out"), default="both")
     parser.add_argument("--small", action="store_true", help="steps of a fifth of a second")
+    parser.add_argument("--sleeping", action="store_true", help="on a busy machine, see Bench")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -316,18 +369,15 @@ def main() -> None:
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         warm_ranks.import_first("transformers")
         try:
-            bench = Bench(SMALL if given.small else LARGE)
+            bench = Bench(SMALL if given.small or given.sleeping else LARGE, given.sleeping)
             written["profile"] = dict(bench.profile.of)
-            written["profile_reference_s"] = bench.profile.reference_s
-            written["work_factor"] = asdict(bench.work_factor)
+            written["trial_reference_s"] = bench.reference_s
             results = measure(bench, given.points, given.half)
             written["points"] = [
                 {"name": r.point.name, "half": r.point.half,
                  "error_as_predicted": r.error(AS_PREDICTED),
-                 "error_as_profiled": r.error(AS_PROFILED),
                  "error_at_speed": r.error(AT_SPEED),
-                 "predicted_s": r.predicted.step_s, "predicted_as_profiled_s": r.profiled_s,
-                 "predicted_at_speed_s": r.at_speed_s,
+                 "predicted_s": r.predicted.step_s, "predicted_at_speed_s": r.at_speed_s,
                  "measured_s": r.step_s, "references_s": r.references_s,
                  "spent_s": dict(r.predicted.spent_s)}
                 for r in results

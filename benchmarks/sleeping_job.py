@@ -15,6 +15,7 @@ from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, read_usage
 from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.launch.local import run
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
@@ -22,10 +23,11 @@ from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,
     Curve,
+    DirectionCurves,
     Piece,
     Profile,
-    Way,
 )
+from xcloud.planner.trial import table_of
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges
 LINE = {
@@ -35,7 +37,8 @@ LINE = {
 
 
 class Job(NamedTuple):
-    """clouds: ranks of each. in_flight, in_memory: as in Plan. batch: samples of an update."""
+    """clouds: ranks of each. in_flight: None = GPipe; in_memory: of zero bubble, None = 1F1B.
+    batch: samples of an update."""
 
     clouds: Sequence[int]
     micro_batches: int
@@ -54,8 +57,15 @@ class Job(NamedTuple):
     def plan(self) -> Plan:
         num_stages = 2 if self.is_whole else len(self.clouds)
         ends = (num_stages,) if self.is_whole else tuple(range(1, num_stages + 1))
-        return Plan(self.strategy, ends, self.micro_batches, self.in_flight, NO_COMPRESSION,
-                    self.in_memory)  # fmt: skip
+        return Plan(self.strategy, ends, self.schedule, NO_COMPRESSION)
+
+    @property
+    def schedule(self) -> Schedule:
+        if self.in_flight is None:
+            return GPipe(self.micro_batches)
+        if self.in_memory is None:
+            return OneForwardOneBackward(self.micro_batches, self.in_flight)
+        return ZeroBubble(self.micro_batches, self.in_flight, self.in_memory)
 
     def config(self, steps: int) -> dict[str, Any]:
         cloud = "xcloud.cluster.layout.Cloud"
@@ -70,9 +80,7 @@ class Job(NamedTuple):
              "training.checkpoint.every_minutes=0", "compression=none",
              f"strategy={self.strategy}"],
         )  # fmt: skip
-        schedule = self.plan.schedule
-        kind = f"{type(schedule).__module__}.{type(schedule).__qualname__}"
-        found["schedule"] = {"_target_": kind, **vars(schedule)}
+        found["schedule"] = table_of(self.schedule)
         found["task"] = {"_target_": "tests.toy.ToyTask", "num_samples": 4 * self.batch}
         found["model"] = {
             "_target_": "benchmarks.sleeping_model.SleepingModel", "sample_s": self.sample_s,
@@ -101,7 +109,7 @@ def profile_of(num_stages: int, sample_s: float) -> Profile:
         )
         for i in range(num_stages)
     ]  # fmt: skip
-    boundary = BoundaryCodec(Way(num_bytes), Way(num_bytes))
+    boundary = BoundaryCodec(DirectionCurves(num_bytes), DirectionCurves(num_bytes))
     averaging = AveragingCodec(num_stages * STAGE_BYTES)
     return Profile(pieces, {NO_COMPRESSION: CompressorCosts("none", [boundary], averaging)})
 

@@ -8,9 +8,9 @@ from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,
     Curve,
+    DirectionCurves,
     Piece,
     Profile,
-    Way,
 )
 
 
@@ -28,7 +28,7 @@ def piece(
 
 def codec(num_bytes: float, seconds: float = 0.0) -> BoundaryCodec:
     """Bytes and seconds of each end for a sample."""
-    way = Way(Curve([(1, num_bytes)]), Curve([(1, seconds)]), Curve([(1, seconds)]))
+    way = DirectionCurves(Curve([(1, num_bytes)]), Curve([(1, seconds)]), Curve([(1, seconds)]))
     return BoundaryCodec(way, way)
 
 

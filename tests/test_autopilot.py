@@ -27,19 +27,22 @@ from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State, is_marked
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
-from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
-from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways
+from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule
+from xcloud.plan.costs import Direction
+from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec_costs
 from xcloud.record.summary import RunStatistics
 from xcloud.training.batch_plan import PinnedBatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
 NONE = Compression(Chain(), Chain())
 INT4 = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))
 TRAINING = Training(12, batch_size=8, optimizer=Optimizer(0.1, 1))
 BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]
-WAYS = [dict.fromkeys(BOTH_WAYS, Way(1.0)), dict.fromkeys(BOTH_WAYS, Way(0.25, 1e-8, 2e-8))]
+WAYS = [
+    dict.fromkeys(BOTH_WAYS, Direction(4_000_000)),
+    dict.fromkeys(BOTH_WAYS, Direction(1_000_000, 0.04, 0.08)),
+]
 
 
 def measured(bits_per_s: float, num_bytes: float = 1e6, step_s: float = 10.0) -> Measured:
@@ -335,8 +338,9 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     )  # type: ignore[arg-type]
     pilot.prepare(small, torch.device("cpu"))
     assert pilot.forecast is not None
-    int8, int4 = pilot.forecast._ways
-    assert 0.25 < int8[0, "forward"].ratio < 0.3 and 0.12 < int4[0, "backward"].ratio < 0.16
+    int8, int4 = pilot.forecast.codecs
+    for way in BOTH_WAYS:
+        assert 0.4 < int4[way].num_bytes / int8[way].num_bytes < 0.6
     assert min(way.compress_s for way in [*int8.values(), *int4.values()]) > 0
 
 
@@ -355,7 +359,7 @@ def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
         (["plan=show"], "plan= prices one compression"),
         (["compression=phased_example"], "changes with boundary or phase"),
         (["autopilot.worth=0.9"], "autopilot.worth"),
-        (["autopilot.micro_batches=[0]"], "autopilot.micro_batches must be"),
+        (["autopilot.micro_batches=[0]"], r"autopilot.micro_batches\[0\] must be"),
         (["autopilot.micro_batches=[64]", "training.batch_size=32"], "may choose gpipe m=64, but"),
         (["autopilot.in_flight=[2]"], "in_flight"),
         (
@@ -397,7 +401,10 @@ def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
     boundary = Boundary((counts, BoundaryField("hidden", (8,), torch.float32, "counted")), 8192)
     timed: list[TensorSpec] = []
     monkeypatch.setattr(
-        "xcloud.rank.autopilot._way", lambda codec, specs, device: timed.extend(specs) or Way(1.0)
+        "xcloud.rank.autopilot.time_codec",
+        lambda codec, fields, rows, device: (
+            timed.extend(f.spec(rows) for f in fields) or Direction(1)
+        ),
     )
-    assert len(list(_ways(0, boundary, INT4, 16, torch.device("cpu")))) == 2
+    assert len(list(codec_costs(0, boundary, INT4, 16, torch.device("cpu")))) == 2
     assert [spec.shape for spec in timed] == [(MOST_ROWS, 8)] * 2

@@ -16,25 +16,24 @@ from xcloud.contracts.task import Task, TaskData
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,
-    classification_from_demo,
-    classification_from_files,
+    DemoClassification,
+    DemoCrossLingual,
+    FolderClassification,
+    FolderCrossLingual,
 )
-from xcloud.tasks.corpus.demo_labelled import DemoAnswers, DemoReviews, DemoSizes
-from xcloud.tasks.cross_lingual import cross_lingual_from_demo, cross_lingual_from_files
-from xcloud.tasks.glue import TASKS, glue_from_demo, glue_from_files
-from xcloud.tasks.text_pairs import TextPairs
+from xcloud.tasks.labels import GLUE
+from xcloud.tasks.text_task import TextPairs
 from xcloud.tasks.tokenizer import TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
 TEXT, LABEL, NONE = frozenset({"text", "types"}), frozenset({"label"}), frozenset[str]()
-SIZES = DemoSizes(60, 10, 20)
 
 
 @pytest.fixture(scope="module")
 def task() -> Classification:
-    return Classification(
-        DemoAnswers(SIZES), "qnli", classes=("entailment", "not_entailment"),
-        tokenizer=SmallTokenizer(), max_length=24,
+    return DemoClassification(
+        name="qnli", num_train=60, num_dev=10, num_test=20, tokenizer=SmallTokenizer(),
+        max_length=24,
     )  # fmt: skip
 
 
@@ -99,8 +98,8 @@ def test_settings_and_sizes_change_the_fingerprint(
 ) -> None:
     for other in (
         replace(task, max_length=25),
-        replace(task, metrics=("f1",)),
-        replace(task, corpus=DemoAnswers(DemoSizes(61, 10, 20))),
+        replace(task, num_train=61),
+        replace(task, corpus_seed=8),
         replace(task, tokenizer=SmallTokenizer(2)),
     ):
         assert other.load(NONE, 1).fingerprint() != data.fingerprint()
@@ -144,7 +143,7 @@ def test_a_trained_model_can_be_used_later(task: Classification, tmp_path: Path)
     labels = json.loads((tmp_path / "labels.json").read_text())
     assert labels == {"kind": "classes", "classes": ["entailment", "not_entailment"]}
     text = TextPairs.load(tmp_path, 24)
-    corpus = task.corpus.read(frozenset({"text"})).splits["dev"].texts
+    corpus = task.read(frozenset({"text"})).splits["dev"].texts
     batch = text.batch(corpus["first"][:3], corpus["second"][:3])
     assert torch.equal(batch["text"], whole.batch("dev", torch.arange(3))["text"])
     assert torch.equal(batch["types"], whole.batch("dev", torch.arange(3))["types"])
@@ -159,8 +158,8 @@ def test_a_cloud_that_sees_nothing_needs_no_file_where_sizes_are_given(tmp_path:
     sizes = {"train": 30, "dev": 4, "test": 5}
 
     def view(path: Path, fields: frozenset[str], sizes: dict[str, int]) -> ClassificationData:
-        task = glue_from_files(
-            "sst2", str(path), tokenizer=SmallTokenizer(), sizes=sizes  # type: ignore[arg-type]
+        task = FolderClassification(
+            name="sst2", path=str(path), tokenizer=SmallTokenizer(), sizes=sizes  # type: ignore[arg-type]
         )  # fmt: skip
         return task.load(fields, 1)
 
@@ -181,8 +180,8 @@ def write(folder: Path, rows: list[tuple[str, str]], name: str = "train") -> Non
 
 
 def own(folder: Path, **settings: object) -> ClassificationData:
-    task = classification_from_files(
-        str(folder), tokenizer=SmallTokenizer(), dev_share=2, test_share=2, **settings
+    task = FolderClassification(
+        path=str(folder), tokenizer=SmallTokenizer(), dev_share=2, test_share=2, **settings
     )  # type: ignore[arg-type]
     return task.load(ALL, 1)
 
@@ -229,18 +228,18 @@ def test_values_are_learned_and_scored_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_every_glue_task_has_its_own_score(tmp_path: Path) -> None:
-    main = {name: next(iter(task.metrics)) for name, task in TASKS.items()}
+    main = {name: next(iter(task.metrics)) for name, task in GLUE.items()}
     assert main == {
         "sst2": "accuracy", "cola": "matthews", "mrpc": "f1", "qnli": "accuracy", "qqp": "f1",
         "stsb": "pearson", "mnli": "accuracy", "rte": "accuracy", "wnli": "accuracy",
     }  # fmt: skip
-    for name in TASKS:
-        task = glue_from_files(name, str(tmp_path))
+    for name in GLUE:
+        task = FolderClassification(name=name, path=str(tmp_path))
         assert next(iter(task.scores)) == main[name] and task.name == name
 
 
 def test_languages_are_scored_apart_and_their_mean_first() -> None:
-    task = cross_lingual_from_demo(
+    task = DemoCrossLingual(
         num_train=20, num_dev=4, num_test=12, tokenizer=SmallTokenizer(), max_length=48
     )
     data = task.load(LABEL, 1)
@@ -254,14 +253,14 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
     assert list(data.signature()) == ["accuracy", "accuracy_en", "accuracy_es"]
     assert data.signature()["accuracy"].startswith("mean over en, es of")
     assert list(data.score("dev", {0: [0]})) == ["accuracy"]
-    only = cross_lingual_from_demo(train_language="es", languages=["en"], num_test=5,
+    only = DemoCrossLingual(train_language="es", languages=["en"], num_test=5,
                                    num_train=5, num_dev=1)  # fmt: skip
     assert only.load(LABEL, 1).num_samples("test") == 5
     for settings, said_ in [({"languages": ["de"]}, "en, es"), ({"name": "pawsx"}, "xnli only")]:
         with pytest.raises(ConfigError, match=said_):
-            cross_lingual_from_demo(**settings)  # type: ignore[arg-type]
+            DemoCrossLingual(**settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"task\.name must be one of xnli, pawsx"):
-        cross_lingual_from_files("xnil", "somewhere")
+        FolderCrossLingual(name="xnil", path="somewhere")
 
 
 @pytest.mark.parametrize(
@@ -270,25 +269,27 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
         ({"max_length": 4}, "task.max_length"),
         ({"kind": "class"}, "task.kind"),
         ({"metrics": ["acuracy"]}, "'acuracy' is not a score for classes; choose from accuracy"),
-        ({"metrics": "accuracy"}, "must be a list such as"),
+        ({"metrics": "accuracy"}, "task.metrics must be a list"),
         ({"kind": "value", "metrics": ["f1"]}, "not a score for value"),
-        ({"classes": ["a"]}, "two different names"),
-        ({"classes": "ab"}, "a list of names"),
+        ({"classes": ["a"]}, "task.classes must be a list"),
+        ({"classes": ["a", "a"]}, "two different names"),
+        ({"name": "sst2", "classes": ["a", "b"]}, "follow from task.name=sst2"),
+        ({"classes": "ab"}, "task.classes must be a list"),
         ({"classes": ["a", "b"], "kind": "value"}, "null with task.kind=value"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Classification(DemoReviews(SIZES), **settings)  # type: ignore[arg-type]
+        FolderClassification(path="x", **settings)  # type: ignore[arg-type]
 
 
 def test_wrong_fields_and_demo_names_are_refused(task: Classification) -> None:
     with pytest.raises(ConfigError, match="text, types and label"):
         task.load(frozenset({"source"}), 1)
     with pytest.raises(ConfigError, match=r"the demo has sst2 and qnli only; for mrpc"):
-        glue_from_demo("mrpc")
+        DemoClassification(name="mrpc")
     with pytest.raises(ConfigError, match="the demo has only classes"):
-        classification_from_demo(kind="value")
+        DemoClassification(kind="value")
 
 
 def test_a_trained_tokenizer_learns_from_public_sentences_alone(
@@ -302,7 +303,7 @@ def test_a_trained_tokenizer_learns_from_public_sentences_alone(
         return ready
 
     monkeypatch.setattr(TrainedTokenizer, "prepare", prepare)
-    monkeypatch.setattr("xcloud.tasks.classification.TOKENIZER_TEXTS", 50)
+    monkeypatch.setattr("xcloud.tasks.public_text.TOKENIZER_TEXTS", 50)
     write(tmp_path, [("confidential", "0"), ("confidential", "1")] * 10)
-    classification_from_files(str(tmp_path), tokenizer=TrainedTokenizer(500)).load(ALL, 1)
+    FolderClassification(path=str(tmp_path), tokenizer=TrainedTokenizer(500)).load(ALL, 1)
     assert len(seen) == 50 and "confidential" not in " ".join(seen)

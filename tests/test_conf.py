@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from tests.configs import CONF, build, by_hydra, composed
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.liveness import Liveness
+from xcloud.contracts.task import Task
 from xcloud.electra.model import MultilingualElectra
 from xcloud.job import config as configs
 
@@ -20,7 +21,8 @@ def options(group: str) -> list[str]:
 
 # Models that can do an experiment's task: those of translation, or the one it names itself.
 MODELS = {
-    "abnet": ("abnet", "transformer"),
+    "abnet_iwslt": ("abnet", "transformer"),
+    "abnet_table2": ("abnet",),
     "bert_split": ("lowrank",),
     "electra": ("electra",),
     "lora_clm": ("causal",),
@@ -48,6 +50,52 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
 
     assert found.profile == profile
     assert found.name == exp
+
+
+def task_of(task: str, data: str, **settings: object) -> Task:
+    """The files of conf/task and conf/data without Hydra: whichever model goes with them."""
+    parts = [OmegaConf.load(CONF / "task" / f"{task}.yaml"),
+             OmegaConf.load(CONF / "data" / f"{data}.yaml"), settings]  # fmt: skip
+    shared = {"cache_dir": ".cache", "model": {"checkpoint": "some/model"}}
+    config = OmegaConf.create({**shared, "task": OmegaConf.merge(*parts)})
+    OmegaConf.resolve(config)
+    configs.check_keys(OmegaConf.to_container(config.task), "task")
+    made: Task = instantiate(config.task, _convert_="all")
+    return made
+
+
+@pytest.mark.parametrize("data", options("data"))
+def test_every_data_set_builds(data: str) -> None:
+    task, _, profile = data.rpartition("_")
+    made = task_of(task, data, **({} if profile in ("demo", "small") else {"path": "some/name"}))
+    assert made.describe() and made.max_length in (64, 128, 384, 512)
+
+
+@pytest.mark.parametrize("name", ["sst2", "cola", "mrpc", "qnli", "qqp", "stsb", "mnli", "rte",
+                                  "wnli"])  # fmt: skip
+def test_every_glue_task_builds_by_its_name(name: str) -> None:
+    for profile in ("files", "paper"):
+        assert task_of("glue", f"glue_{profile}", path="x", name=name).describe().startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "said"),
+    [
+        ("glue", {"name": "sst3"}, "task.name must be one of sst2"),
+        ("glue", {"name": "mrpc"}, "the demo has sst2 and qnli only"),
+        ("glue", {"max_train_samples": 3}, "unknown setting 'task.max_train_samples'"),
+        ("squad", {"stride": 0}, "task.stride must be"),
+        ("xnli", {"languages": ["de"]}, "one of en, es, got 'de'"),
+        ("classification", {"metrics": ["bleu"]}, "'bleu' is not a score for classes"),
+    ],
+)
+def test_a_wrong_setting_of_a_task_is_named(
+    task: str, settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(Exception) as raised:
+        task_of(task, f"{task}_demo", **settings)
+    cause = raised.value if isinstance(raised.value, ConfigError) else raised.value.__cause__
+    assert isinstance(cause, ConfigError) and said in str(cause)
 
 
 def test_the_generators_of_electra_share_no_language() -> None:
@@ -119,10 +167,6 @@ def test_the_encoder_follows_the_tokenizer_of_the_task() -> None:
 
     assert "some/encoder, cut in block 3, rank 8 by svd" in found.headline
     assert "some/encoder" in repr(found.model.public_text)  # type: ignore[attr-defined]
-
-
-def test_the_hub_corpus_builds() -> None:
-    build("+exp=abnet_iwslt", "data=translation_hub", "task.path=owner/name")
 
 
 def test_what_a_user_sets_arrives() -> None:
@@ -262,7 +306,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be dealt evenly to the 4"),
+        (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be spread evenly over the 4"),
         (["strategy=hybrid", "cluster=u_shape", "+cluster.clouds.c._target_="
           "xcloud.cluster.layout.Cloud", "+cluster.clouds.d.stages=[3]",
           "+cluster.clouds.d._target_=xcloud.cluster.layout.Cloud",
@@ -292,7 +336,7 @@ def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:
 
     assert str(raised.value) == (
         "model.backbone.name_or_path follows from task.tokenizer.name_or_path, which the chosen "
-        "task (translation_from_demo) does not have: this model and this task do not fit "
+        "task (DemoTranslation) does not have: this model and this task do not fit "
         "together; choose another of the two"
     )
 

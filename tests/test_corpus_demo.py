@@ -8,24 +8,19 @@ from itertools import pairwise
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.tasks.corpus.demo_grammar import DemoGrammar
-from xcloud.tasks.corpus.demo_labelled import (
-    DemoAnswers,
-    DemoInference,
-    DemoReviews,
-    DemoSizes,
-    demo_stories,
-)
+from xcloud.tasks.classification import Classification, DemoClassification, DemoCrossLingual
+from xcloud.tasks.question_answering import DemoQuestionAnswering
+from xcloud.tasks.translation import DemoTranslation
 
-BOTH = frozenset({"es", "en"})
+BOTH = frozenset({"source", "target"})
 ALL = frozenset({"text", "label"})
-SIZES = DemoSizes(1000, 100, 200)
+SIZES = {"num_train": 1000, "num_dev": 100, "num_test": 200}
+REVIEWS = DemoClassification(**SIZES)  # type: ignore[arg-type]
+CORPORA = [REVIEWS, DemoClassification(name="qnli", **SIZES), DemoCrossLingual(**SIZES)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("corpus", [DemoReviews(SIZES), DemoAnswers(SIZES), DemoInference(SIZES)])
-def test_splits_share_no_sample_and_labels_are_balanced(
-    corpus: DemoReviews | DemoAnswers | DemoInference,
-) -> None:
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_splits_share_no_sample_and_labels_are_balanced(corpus: Classification) -> None:
     found = corpus.read(ALL)
     seen: set[tuple[str, ...]] = set()
     for split, rows in found.splits.items():
@@ -42,28 +37,29 @@ def test_splits_share_no_sample_and_labels_are_balanced(
 
 
 def test_labels_do_not_follow_the_sample_number() -> None:
-    labels = DemoReviews(SIZES).read(ALL).splits["train"].texts["label"]
+    labels = REVIEWS.read(ALL).splits["train"].texts["label"]
     assert 400 < sum(a == b for a, b in pairwise(labels)) < 600
 
 
 def test_answers_stand_in_their_stories_once_asked() -> None:
-    for stories in demo_stories(DemoSizes(30, 3, 3)).values():
-        for found in stories:
-            assert len({asked for asked, _, _ in found.questions}) == 3
-            for _, answer, start in found.questions:
-                assert found.text[start : start + len(answer)] == answer
-    assert len(demo_stories(DemoSizes(31, 3, 3))["train"]) == 11
+    splits = DemoQuestionAnswering(num_train=31, num_dev=3, num_test=3).read().splits
+    for rows in splits.values():
+        for story in rows.texts["paragraph"]:
+            assert len({question.text for question in story.questions}) == 3
+            for ((answer, start),) in (question.answers for question in story.questions):
+                assert story.context[start : start + len(answer)] == answer
+    assert splits["train"].num_rows == 11  # three questions each, rounded up
 
 
 def test_a_language_that_the_demo_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="en, es, got 'fr'"):
-        DemoInference(SIZES, "fr")
+    with pytest.raises(ConfigError, match="one of en, es, got 'fr'"):
+        DemoCrossLingual(train_language="fr")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"task\.num_train"):
-        DemoSizes(0)
+        DemoClassification(num_train=0)
 
 
 def test_splits_share_no_sentence_on_either_side() -> None:
-    corpus = DemoGrammar(num_pairs=3000, num_dev=300, num_test=300).read("es", "en", BOTH)
+    corpus = DemoTranslation(num_pairs=3000, num_dev=300, num_test=300).read(BOTH)
     assert {split: rows.num_rows for split, rows in corpus.splits.items()} == {
         "train": 2400,
         "dev": 300,
@@ -75,10 +71,10 @@ def test_splits_share_no_sentence_on_either_side() -> None:
 
 
 def test_only_the_visible_side_is_given() -> None:
-    corpus = DemoGrammar(num_pairs=100, num_dev=10, num_test=10)
-    seen = corpus.read("es", "en", frozenset({"es"}))
-    assert all(set(rows.texts) == {"es"} for rows in seen.splits.values())
-    assert corpus.read("es", "en", frozenset()).agreed == seen.agreed
+    corpus = DemoTranslation(num_pairs=100, num_dev=10, num_test=10)
+    seen = corpus.read(frozenset({"source"}))
+    assert all(set(rows.texts) == {"source"} for rows in seen.splits.values())
+    assert corpus.read(frozenset()).agreed == seen.agreed
 
 
 @pytest.mark.parametrize(
@@ -86,9 +82,9 @@ def test_only_the_visible_side_is_given() -> None:
 )
 def test_nonsense_is_refused_when_built(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"task\.num_"):
-        DemoGrammar(**settings)
+        DemoTranslation(**settings)
 
 
 def test_other_languages_are_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"es and en only.*task\.path"):
-        DemoGrammar().read("de", "en", BOTH)
+        DemoTranslation(source="de").check()

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.corpus.folder import Folder
-from xcloud.tasks.corpus.pairs import Pairs
-from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, chosen_rows
+from xcloud.tasks.corpus.rows import Corpus, Rows, chosen_rows
+from xcloud.tasks.translation import FolderTranslation, learnable
 
-BOTH = frozenset({"es", "en"})
+SOURCE, BOTH = frozenset({"source"}), frozenset({"source", "target"})
 PAIRS = [(f"hola {i}", f"hello {i}") for i in range(100)]
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
@@ -40,18 +39,12 @@ def write_lines(folder: Path, name: str, pairs: list[tuple[str, str]]) -> None:
     )
 
 
-def read(
-    path: Path,
-    visible: frozenset[str] = BOTH,
-    sampling: Sampling = Sampling(),  # noqa: B008
-    **settings: object,
-) -> Parallel:
-    source = Folder(str(path), **settings)  # type: ignore[arg-type]
-    return Pairs(source, sampling=sampling).read("es", "en", visible)
+def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
+    return FolderTranslation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
 
 
 def pairs_of(rows: Rows) -> list[tuple[str, str]]:
-    return list(zip(rows.texts["es"], rows.texts["en"], strict=True))
+    return list(zip(rows.texts["source"], rows.texts["target"], strict=True))
 
 
 def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
@@ -70,8 +63,8 @@ def test_other_columns_are_dropped_and_choice_of_languages_is_by_header(tmp_path
     rows = [("a", "b", "c")] * 100
     write_tsv(tmp_path / "train.tsv", rows, "en\tfr\tes")  # type: ignore[arg-type]
     corpus = read(tmp_path)
-    assert set(corpus.splits["train"].texts["es"]) == {"c"}
-    assert set(corpus.splits["train"].texts["en"]) == {"a"}
+    assert set(corpus.splits["train"].texts["source"]) == {"c"}
+    assert set(corpus.splits["train"].texts["target"]) == {"a"}
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz"])
@@ -83,7 +76,7 @@ def test_json_lines_of_both_forms(tmp_path: Path, ending: str) -> None:
         path.unlink()
         content = gzip.compress(content) if ending.endswith("gz") else content
         (tmp_path / f"train.{ending}").write_bytes(content)
-    corpus = read(tmp_path, sampling=Sampling(dev_share=10, test_share=10))
+    corpus = read(tmp_path, dev_share=10, test_share=10)
     everything = [pair for rows in corpus.splits.values() for pair in pairs_of(rows)]
     assert sorted(everything) == sorted(PAIRS)
 
@@ -104,10 +97,10 @@ def test_a_one_sided_cloud_never_opens_the_other_file(tmp_path: Path) -> None:
     write_lines(tmp_path, "train", PAIRS)
     whole = read(tmp_path)
     (tmp_path / "train.en.gz").write_bytes(b"not gzip at all")
-    seen = read(tmp_path, frozenset({"es"}))
-    assert seen.splits["train"].texts == {"es": whole.splits["train"].texts["es"]}
+    seen = read(tmp_path, SOURCE)
+    assert seen.splits["train"].texts == {"source": whole.splits["train"].texts["source"]}
     (tmp_path / "train.en.gz").unlink()  # the other cloud's file need not be here
-    assert read(tmp_path, frozenset({"es"})).agreed == whole.agreed
+    assert read(tmp_path, SOURCE).agreed == whole.agreed
     nothing = read(tmp_path, frozenset())
     assert nothing.splits["test"].num_rows == whole.splits["test"].num_rows
     assert all(not rows.texts for rows in nothing.splits.values())
@@ -115,21 +108,24 @@ def test_a_one_sided_cloud_never_opens_the_other_file(tmp_path: Path) -> None:
 
 def test_a_table_may_hold_one_column_only(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("es\n" + "\n".join(es for es, _ in PAIRS) + "\n\n")
-    seen = read(tmp_path, frozenset({"es"}), sampling=Sampling(10, 10))
+    seen = read(tmp_path, SOURCE, dev_share=10, test_share=10)
     assert sum(rows.num_rows for rows in seen.splits.values()) == 101  # an empty line is a row
 
 
 def test_held_out_rows_are_the_same_in_every_cloud_and_in_no_two_splits(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", PAIRS)
-    both = read(tmp_path, sampling=Sampling(dev_share=0.1, test_share=7))
-    es, en = (read(tmp_path, frozenset({s}), sampling=Sampling(0.1, 7)) for s in ("es", "en"))
+    both = read(tmp_path, dev_share=0.1, test_share=7)
+    sides = {
+        side: read(tmp_path, frozenset({side}), dev_share=0.1, test_share=7)
+        for side in ("source", "target")
+    }
     assert {s: r.num_rows for s, r in both.splits.items()} == {"train": 83, "dev": 10, "test": 7}
     assert sorted(p for rows in both.splits.values() for p in pairs_of(rows)) == sorted(PAIRS)
     for split, rows in both.splits.items():
-        assert es.splits[split].texts["es"] == rows.texts["es"]
-        assert en.splits[split].texts["en"] == rows.texts["en"]
+        for side, seen in sides.items():
+            assert seen.splits[split].texts == {side: rows.texts[side]}
     assert both.remarks == ["dev held out of train, seed 0", "test held out of train, seed 0"]
-    other = read(tmp_path, sampling=Sampling(0.1, 7, seed=1))
+    other = read(tmp_path, dev_share=0.1, test_share=7, split_seed=1)
     assert other.splits["dev"].texts != both.splits["dev"].texts
     assert other.agreed != both.agreed
 
@@ -138,8 +134,7 @@ def test_samples_are_drawn_by_row_number_and_said(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", PAIRS)
     write_tsv(tmp_path / "dev.tsv", PAIRS[:20])
     write_tsv(tmp_path / "test.tsv", PAIRS[:4])
-    sampling = Sampling(max_train_pairs=30, max_eval_pairs=5)
-    corpus = read(tmp_path, sampling=sampling)
+    corpus = read(tmp_path, max_train_samples=30, max_eval_samples=5)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [30, 5, 4]
     kept = pairs_of(corpus.splits["train"])
     assert kept == sorted(kept, key=PAIRS.index) and kept != PAIRS[:30]
@@ -160,13 +155,13 @@ def test_files_of_other_names_are_taken_when_asked(tmp_path: Path) -> None:
         tmp_path, train_file=["news2009.tsv", "news2008*"], dev_file="news2010", test_file="*11*"
     )
     train = corpus.splits["train"]
-    assert train.num_rows == 200 and train.texts["es"][0].startswith("news2009")
-    assert corpus.splits["test"].texts["es"][0].startswith("news2011")
+    assert train.num_rows == 200 and train.texts["source"][0].startswith("news2009")
+    assert corpus.splits["test"].texts["source"][0].startswith("news2011")
 
 
 def test_a_dev_file_used_for_training_is_not_dev_too(tmp_path: Path) -> None:
     write_tsv(tmp_path / "dev.tsv", PAIRS)
-    corpus = read(tmp_path, train_file="dev.tsv", sampling=Sampling(10, 10))
+    corpus = read(tmp_path, train_file="dev.tsv", dev_share=10, test_share=10)
     assert {s: r.num_rows for s, r in corpus.splits.items()} == {
         "train": 80,
         "dev": 10,
@@ -224,10 +219,9 @@ def test_malformed_files_say_what_was_expected(
 
 def test_a_wrong_column_is_found_before_any_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_bytes(b"fr\ten\na\tb\n")
-    pairs = Pairs(Folder(str(tmp_path)))
-    pairs.check("fr", "en")
+    FolderTranslation(path=str(tmp_path), source="fr").check()
     with pytest.raises(DataError, match=r"train\.tsv: no column es; it has fr, en"):
-        pairs.check("es", "en")
+        FolderTranslation(path=str(tmp_path)).check()
 
 
 def test_unequal_sides_of_a_line_pair_are_counted(tmp_path: Path) -> None:
@@ -243,8 +237,8 @@ def test_unequal_sides_of_a_line_pair_are_counted(tmp_path: Path) -> None:
 def test_a_missing_folder_says_what_to_put_where(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist; task\.path must be a folder with train"):
         read(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"task\.path must name the folder"):
-        Folder("")
+    with pytest.raises(ConfigError, match=r"task\.path must be a text, got ''"):
+        FolderTranslation(path="")
     (tmp_path / "corpus.tsv").touch()
     with pytest.raises(DataError, match="is a file"):
         read(tmp_path / "corpus.tsv")
@@ -254,16 +248,16 @@ def test_a_missing_folder_says_what_to_put_where(tmp_path: Path) -> None:
     "settings",
     [
         {"dev_share": 0},
-        {"dev_share": 0.5},
+        {"dev_share": 0.6},
         {"test_share": True},
         {"test_share": -0.1},
-        {"max_train_pairs": 0},
-        {"max_eval_pairs": 1.5},
+        {"max_train_samples": 0},
+        {"max_eval_samples": 1.5},
     ],
 )
 def test_nonsense_shares_are_refused_when_built(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"task\."):
-        Sampling(**settings)  # type: ignore[arg-type]
+        FolderTranslation(path="x", **settings)  # type: ignore[arg-type]
 
 
 def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
@@ -271,7 +265,7 @@ def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"need 120 rows, but train has 100; lower task\.dev_share"
     ):
-        read(tmp_path, sampling=Sampling(60, 60))
+        read(tmp_path, dev_share=60, test_share=60)
 
 
 @needs_shared
@@ -294,8 +288,7 @@ def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
 def test_real_corpora_are_read(
     folder: str, source: str, settings: dict[str, object], rows: tuple[int, int, int]
 ) -> None:
-    files = Folder(str(SHARED / folder), **settings)  # type: ignore[arg-type]
-    corpus = Pairs(files).read(source, "en", frozenset({source}))
+    corpus = read(SHARED / folder, SOURCE, source=source, **settings)
     assert tuple(corpus.splits[s].num_rows for s in ("train", "dev", "test")) == rows
 
 
@@ -307,26 +300,26 @@ def test_further_texts_are_read_where_their_side_is_seen_and_without_those_that_
     write_tsv(tmp_path / "test.tsv", [("no", "no")])
     further = tmp_path / "further.es.gz"
     further.write_bytes(gzip.compress("uno\nsí\n\n dos \nno\n".encode()))
-    corpus = Pairs(
-        Folder(str(tmp_path)),
+    corpus = FolderTranslation(
+        path=str(tmp_path),
         source_monolingual_file=str(further),
         target_monolingual_file=str(tmp_path / "nowhere.en"),
     )
-    seen = corpus.read("es", "en", frozenset({"es"}))
-    assert seen.monolingual == {"es": ["uno", "dos"]}
-    assert seen.texts("es") == [*(es for es, _ in PAIRS), "uno", "dos"]
+    seen = corpus.read(SOURCE)
+    assert seen.further == {"source": ["uno", "dos"]}
+    assert learnable(seen, "source") == [*(es for es, _ in PAIRS), "uno", "dos"]
     assert "2 further texts in es (2 of dev or test left out)" in seen.remarks
     assert seen.splits["train"].num_rows == len(PAIRS)
     with pytest.raises(DataError, match=r"nowhere\.en: cannot be read"):
-        corpus.read("es", "en", BOTH)
+        corpus.read(BOTH)
     further.write_bytes(gzip.compress(b"\n"))
     with pytest.raises(DataError, match=r"task\.source_monolingual_file=.*: no text in it"):
-        corpus.read("es", "en", frozenset({"es"}))
-    with pytest.raises(ConfigError, match=r"task\.source_monolingual_file must be the path"):
-        Pairs(Folder(str(tmp_path)), source_monolingual_file=3)  # type: ignore[arg-type]
+        corpus.read(SOURCE)
+    with pytest.raises(ConfigError, match=r"task\.source_monolingual_file must be a text"):
+        FolderTranslation(path="x", source_monolingual_file=3)  # type: ignore[arg-type]
 
 
 @needs_shared
 def test_tatoeba_leaves_train_extra_alone() -> None:
-    corpus = read(SHARED / "tatoeba_es_en", frozenset({"en"}))
+    corpus = read(SHARED / "tatoeba_es_en", frozenset({"target"}))
     assert corpus.splits["train"].num_rows == 112_995

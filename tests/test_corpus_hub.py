@@ -10,12 +10,11 @@ import pytest
 
 from xcloud import hub as hub_access
 from xcloud.base.errors import DataError
-from xcloud.tasks.corpus.hub import HubSet
-from xcloud.tasks.corpus.pairs import Pairs
-from xcloud.tasks.corpus.text import Parallel, Sampling
+from xcloud.tasks.corpus.rows import Corpus
+from xcloud.tasks.translation import HubTranslation
 
 datasets = pytest.importorskip("datasets")
-BOTH = frozenset({"es", "en"})
+BOTH = frozenset({"source", "target"})
 ROWS = [{"translation": {"es": f"hola {i}", "en": f"hello {i}"}} for i in range(40)]
 
 
@@ -23,11 +22,8 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Parallel:
-    of_pairs = {k: v for k, v in settings.items() if k.endswith("_column") or k == "sampling"}
-    names = {k: v for k, v in settings.items() if k not in of_pairs}
-    source = HubSet(str(path), **names)  # type: ignore[arg-type]
-    return Pairs(source, **of_pairs).read("es", "en", visible)  # type: ignore[arg-type]
+def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
+    return HubTranslation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -45,8 +41,8 @@ def test_translation_dicts_in_a_local_folder_without_network(
     corpus = read(folder)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [40, 3, 2]
     assert corpus.splits["test"].texts == {
-        "es": ["hola 3", "hola 4"],
-        "en": ["hello 3", "hello 4"],
+        "source": ["hola 3", "hola 4"],
+        "target": ["hello 3", "hello 4"],
     }
 
 
@@ -54,18 +50,18 @@ def test_parquet_with_columns_of_other_names(tmp_path: Path) -> None:
     rows = {"spanish": ["uno", None, "tres"] * 10, "english": ["one", "two", "three"] * 10}
     datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "train-00000-of-00001.parquet"))
     columns = {"source_column": "spanish", "target_column": "english"}
-    corpus = read(tmp_path, sampling=Sampling(3, 3), **columns)
+    corpus = read(tmp_path, dev_share=3, test_share=3, **columns)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [24, 3, 3]
-    assert set(corpus.splits["train"].texts["es"]) == {"uno", "", "tres"}
+    assert set(corpus.splits["train"].texts["source"]) == {"uno", "", "tres"}
     assert corpus.remarks == ["dev held out of train, seed 0", "test held out of train, seed 0"]
-    with pytest.raises(DataError, match=r"no column en, es; there are: spanish, english"):
+    with pytest.raises(DataError, match=r"no column en, es; it has spanish, english"):
         read(tmp_path)
 
 
 def test_only_the_visible_side_is_kept_and_rows_are_counted_without(folder: Path) -> None:
     whole = read(folder)
-    seen = read(folder, frozenset({"en"}))
-    assert seen.splits["train"].texts == {"en": whole.splits["train"].texts["en"]}
+    seen = read(folder, frozenset({"target"}))
+    assert seen.splits["train"].texts == {"target": whole.splits["train"].texts["target"]}
     assert seen.agreed == whole.agreed
     nothing = read(folder, frozenset())
     assert [rows.num_rows for rows in nothing.splits.values()] == [40, 3, 2]
@@ -79,8 +75,8 @@ def test_split_names_may_be_chosen_and_must_exist(folder: Path) -> None:
 
 
 def test_a_language_that_is_not_there_is_named(folder: Path) -> None:
-    with pytest.raises(DataError, match="no 'fr' in its translations, only: es, en"):
-        Pairs(HubSet(str(folder))).read("fr", "en", frozenset({"fr"}))
+    with pytest.raises(DataError, match="no column fr; it has es, en"):
+        read(folder, frozenset({"source"}), source="fr")
 
 
 def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +97,7 @@ def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatc
     hub_access.go_offline_if_unreachable.cache_clear()
     try:
         with pytest.raises(DataError, match=r"nobody/nothing: the hub cannot be reached.*folder"):
-            Pairs(HubSet("nobody/nothing")).read("es", "en", BOTH)
+            HubTranslation(path="nobody/nothing").read(BOTH)
     finally:
         hub_access.go_offline_if_unreachable.cache_clear()
     assert len(tried) == 1  # left alone the library retries for 23 s

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.corpus.text import Parallel, Sampling
-from xcloud.tasks.corpus.wit3 import Wit3
+from xcloud.tasks.corpus.rows import Corpus
+from xcloud.tasks.translation import Wit3Translation
 
-BOTH = frozenset({"es", "en"})
+BOTH = frozenset({"source", "target"})
 HEAD = "<url>http://www.ted.com/talks/{n}</url>\n<keywords>talks, science</keywords>\n"
 SIDE_ONLY = {"es": "<reviewer>Ana</reviewer>\n<translator>Luis</translator>\n", "en": ""}
 SETS = ("dev2010", "tst2010", "tst2011", "tst2012")
@@ -34,21 +34,21 @@ def write_archive(folder: Path, pair: str = "es-en", release: str = "IWSLT14.TED
     return folder
 
 
-def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Parallel:
-    return Wit3(str(path), **settings).read("es", "en", visible)  # type: ignore[arg-type]
+def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:
+    return Wit3Translation(path=str(path), **settings).read(visible)  # type: ignore[arg-type]
 
 
 def test_tagged_lines_are_skipped_and_rows_stay_aligned(tmp_path: Path) -> None:
     corpus = read(write_archive(tmp_path))
     train = corpus.splits["train"]
     assert train.num_rows == 50
-    assert train.texts["es"][11] == "es 1.1 Q&A <laughs>"
-    assert [t[3:] for t in train.texts["es"]] == [t[3:] for t in train.texts["en"]]
+    assert train.texts["source"][11] == "es 1.1 Q&A <laughs>"
+    assert [t[3:] for t in train.texts["source"]] == [t[3:] for t in train.texts["target"]]
 
 
 def test_sets_are_joined_and_bare_ampersands_allowed(tmp_path: Path) -> None:
     corpus = read(write_archive(tmp_path))
-    assert corpus.splits["dev"].texts["en"] == ["en R&D 1 x", "en R&D 2 x", "en R&D 3 x"]
+    assert corpus.splits["dev"].texts["target"] == ["en R&D 1 x", "en R&D 2 x", "en R&D 3 x"]
     assert corpus.splits["test"].num_rows == 9
     assert read(tmp_path, test=["tst2011"]).splits["test"].num_rows == 3
 
@@ -64,8 +64,8 @@ def test_a_one_sided_cloud_needs_its_own_files_only(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.en*"):
         if path.name.endswith((".en", ".en.xml")):
             path.unlink()
-    seen = read(tmp_path, frozenset({"es"}))
-    assert seen.splits["test"].texts == {"es": whole.splits["test"].texts["es"]}
+    seen = read(tmp_path, frozenset({"source"}))
+    assert seen.splits["test"].texts == {"source": whole.splits["test"].texts["source"]}
     nothing = read(tmp_path, frozenset())
     assert [r.num_rows for r in nothing.splits.values()] == [50, 3, 9]
     with pytest.raises(DataError, match=r"train\.tags\.es-en\.en is missing"):
@@ -73,7 +73,7 @@ def test_a_one_sided_cloud_needs_its_own_files_only(tmp_path: Path) -> None:
 
 
 def test_an_empty_dev_list_is_held_out_of_train(tmp_path: Path) -> None:
-    corpus = read(write_archive(tmp_path), dev=[], sampling=Sampling(dev_share=5))
+    corpus = read(write_archive(tmp_path), dev=[], dev_share=5)
     assert (corpus.splits["train"].num_rows, corpus.splits["dev"].num_rows) == (45, 5)
     assert corpus.remarks == ["dev held out of train, seed 0"]
 
@@ -85,9 +85,9 @@ def test_what_is_missing_is_said_with_the_way_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"IWSLT14\.TED\.tst2013\.es-en\.\w\w\.xml is missing"):
         read(tmp_path, test=["tst2013"])
     with pytest.raises(ConfigError, match=r"task\.path"):
-        Wit3("")
+        Wit3Translation(path="")
     with pytest.raises(ConfigError, match=r"task\.test must be a list"):
-        Wit3(str(tmp_path), test="tst2010")
+        read(tmp_path, test="tst2010")
 
 
 def test_a_broken_archive_is_refused(tmp_path: Path) -> None:

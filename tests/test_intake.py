@@ -16,9 +16,8 @@ from tests.toy import toy_config
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.job import config as configs
-from xcloud.record.event_kinds import EVENT_KINDS, OF_RANK_0
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, OF_RANK_0
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.wire_audit import audit_file
@@ -155,7 +154,7 @@ def test_the_table_of_events_names_every_event_and_field_that_a_rank_reports() -
             if first.value in OF_RANK_0:
                 known = {*OF_RANK_0[first.value].split()}
             else:
-                known = {*EVENT_KINDS[first.value].needs, *EVENT_KINDS[first.value].may}
+                known = KINDS[first.value].model_fields.keys()
             fields = {k.arg for k in call.keywords if k.arg} - {"now", "cloud", "samples_text"}
             assert fields <= known, (file, first.value, fields)
             seen.add(first.value)

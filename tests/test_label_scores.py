@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from xcloud.tasks.answer_scores import exact_match, normalised, word_f1
-from xcloud.tasks.label_scores import accuracy, f1, macro_f1, matthews, pearson, spearman
+from xcloud.tasks.labels import accuracy, f1, macro_f1, matthews, pearson, spearman
+from xcloud.tasks.question_answering import exact_match, normalised, word_f1
 
 RIGHT = [1, 1, 1, 0, 0, 0, 0, 1]
 SAID = [1, 1, 0, 0, 0, 1, 0, 1]  # 3 of 4 ones found, 1 of 4 zeros taken for a one

@@ -13,15 +13,20 @@ import pytest
 
 from xcloud import hub as hub_access
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.classification import Classification, classification_from_files
-from xcloud.tasks.corpus.folder import FolderByLanguage, LabelledFolder
-from xcloud.tasks.corpus.hub import HubByLanguage, HubSet
-from xcloud.tasks.corpus.labelled import ColumnChoice, Labelled, LabelledCorpus, interleaved
-from xcloud.tasks.corpus.paragraphs import Paragraphs, num_questions
-from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
-from xcloud.tasks.cross_lingual import cross_lingual_from_files
-from xcloud.tasks.glue import glue_from_files, glue_from_hub
-from xcloud.tasks.question_answering import QuestionAnswering, squad_from_files
+from xcloud.tasks.classification import (
+    Classification,
+    FolderClassification,
+    FolderCrossLingual,
+    HubClassification,
+    HubCrossLingual,
+)
+from xcloud.tasks.corpus.rows import Corpus, Rows, interleaved
+from xcloud.tasks.paragraphs import size
+from xcloud.tasks.question_answering import (
+    FolderQuestionAnswering,
+    HubQuestionAnswering,
+    QuestionAnswering,
+)
 
 ALL, TEXT, LABEL = frozenset({"text", "label"}), frozenset({"text"}), frozenset({"label"})
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -38,7 +43,7 @@ def singles(name: str, num: int) -> list[list[str]]:
     return [[f"{name} {i}", str(i % 2)] for i in range(num)]
 
 
-def cells(corpus: Parallel, split: str, column: str) -> list[str]:
+def cells(corpus: Corpus, split: str, column: str) -> list[str]:
     return list(corpus.splits[split].texts[column])  # type: ignore[index]
 
 
@@ -50,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_all_splits_as_they_are(folder: Path) -> None:
-    corpus = Labelled(LabelledFolder(str(folder))).read(ALL)
+    corpus = FolderClassification(path=str(folder)).read(ALL)
     assert cells(corpus, "train", "first") == [f"train {i}" for i in range(100)]
     assert cells(corpus, "test", "label") == ["0", "1", "0", "1", "0"]
     assert list(corpus.remarks) == ["columns sentence → label"]
@@ -58,8 +63,8 @@ def test_all_splits_as_they_are(folder: Path) -> None:
 
 @pytest.mark.parametrize("visible", [TEXT, LABEL, frozenset[str]()], ids=sorted)
 def test_only_visible_columns_are_kept(folder: Path, visible: frozenset[str]) -> None:
-    corpora: list[LabelledCorpus] = [
-        Labelled(LabelledFolder(str(folder))), Labelled(HubSet(str(folder / "hub")))
+    corpora: list[Classification] = [
+        FolderClassification(path=str(folder)), HubClassification(path=str(folder / "hub"))
     ]  # fmt: skip
     (folder / "hub").mkdir()
     for name in ("train", "validation", "test"):
@@ -75,14 +80,14 @@ def test_only_visible_columns_are_kept(folder: Path, visible: frozenset[str]) ->
 
 def test_without_labelled_test_the_dev_set_is_the_test(folder: Path) -> None:
     write_tsv(folder / "test.tsv.gz", ["index", "sentence"], [["0", "hidden"]])
-    corpus = Labelled(LabelledFolder(str(folder)), sampling=Sampling(dev_share=8)).read(ALL)
+    corpus = FolderClassification(path=str(folder), dev_share=8).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [92, 8, 10]
     assert cells(corpus, "test", "first") == [f"dev {i}" for i in range(10)]
     train, dev = cells(corpus, "train", "first"), cells(corpus, "dev", "first")
     assert not set(train) & set(dev) and len({*train, *dev}) == 100
     assert "test: the dev set, as there is no labelled test set" in corpus.remarks
     with pytest.raises(DataError, match="no column label, so it cannot be scored"):
-        Labelled(LabelledFolder(str(folder), test_file="test")).read(ALL)
+        FolderClassification(path=str(folder), test_file="test").read(ALL)
 
 
 def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
@@ -90,13 +95,13 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", header, [["0", "q", "a", "h", "p", "2.5", "yes"]] * 200)
 
     def read(**choice: object) -> Mapping[str, Sequence[str]]:
-        columns = ColumnChoice(**choice)  # type: ignore[arg-type]
-        return Labelled(LabelledFolder(str(tmp_path)), columns).read(ALL).splits["train"].texts
+        task = FolderClassification(path=str(tmp_path), **choice)  # type: ignore[arg-type]
+        return task.read(ALL).splits["train"].texts
 
     assert {key: found[0] for key, found in read().items()} == {
         "first": "p", "second": "h", "label": "yes"
     }  # fmt: skip
-    assert read(num_texts=1)["first"][0] == "q"
+    assert read(name="sst2")["first"][0] == "q"
     assert read(kind="value")["label"][0] == "2.5"
     named = read(text_columns=["question", "answer"], label_column="id")
     assert (named["second"][0], named["label"][0]) == ("a", "0")
@@ -107,8 +112,8 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said):
             read(**choice)
     for choice, said in [
-        ({"text_columns": ["a", "b", "c"]}, "must name 1 or 2 columns"),
-        ({"text_columns": ["a"], "num_texts": 2}, "must name 2 columns"),
+        ({"text_columns": ["a", "b", "c"]}, "task.text_columns must be"),
+        ({"text_columns": ["a"], "name": "mrpc"}, "must name 2 columns"),
         ({"kind": "clases"}, "classes, value"),
     ]:
         with pytest.raises(ConfigError, match=said):
@@ -118,14 +123,14 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
 def test_a_folder_of_no_usual_columns_lists_them(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", ["x", "y"], [["1", "2"]])
     with pytest.raises(DataError, match=r"has the columns x, y; .*task.text_columns"):
-        Labelled(LabelledFolder(str(tmp_path))).check()
+        FolderClassification(path=str(tmp_path)).check()
     write_tsv(tmp_path / "train.tsv", ["text", "y"], [["1", "2"]])
     with pytest.raises(DataError, match=r"none has a usual label name.*task.label_column"):
-        Labelled(LabelledFolder(str(tmp_path))).check()
-    with pytest.raises(DataError, match="none has a usual name for two texts"):
-        glue_from_files("mrpc", str(tmp_path)).check()
+        FolderClassification(path=str(tmp_path)).check()
+    with pytest.raises(DataError, match="none has a usual name for 2 text"):
+        FolderClassification(name="mrpc", path=str(tmp_path)).check()
     with pytest.raises(DataError, match=r"does not exist; task.path must be a folder"):
-        Labelled(LabelledFolder(str(tmp_path / "nowhere"))).check()
+        FolderClassification(path=str(tmp_path / "nowhere")).check()
 
 
 def test_languages_in_file_names(tmp_path: Path) -> None:
@@ -133,34 +138,34 @@ def test_languages_in_file_names(tmp_path: Path) -> None:
         for split in ("train", "dev", "test"):
             write_tsv(tmp_path / f"{split}.{language}.tsv", ["text", "label"], [[language, "1"]])
     for language in ("en", "de"):
-        corpus = Labelled(LabelledFolder(str(tmp_path), language=language)).read(ALL)
+        corpus = FolderClassification(path=str(tmp_path), language=language).read(ALL)
         assert cells(corpus, "train", "first") == cells(corpus, "test", "first") == [language]
     with pytest.raises(DataError, match="no training file"):
-        Labelled(LabelledFolder(str(tmp_path), language="fr")).check()
+        FolderClassification(path=str(tmp_path), language="fr").check()
 
 
 def test_cola_and_mnli_name_their_files_in_their_own_way(tmp_path: Path) -> None:
     for name, num in (("in_domain_train", 200), ("in_domain_dev", 4), ("out_of_domain_dev", 3)):
         write_tsv(tmp_path / "cola" / f"{name}.tsv", ["sentence", "label"], singles(name, num))
-    corpus = glue_from_files("cola", str(tmp_path / "cola")).corpus.read(ALL)
+    corpus = FolderClassification(name="cola", path=str(tmp_path / "cola")).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [196, 4, 7]
     assert "part" not in corpus.splits["test"].texts
     pairs = ["sentence1", "sentence2", "gold_label"]
     for name, num in (("train", 200), ("dev_matched", 3), ("dev_mismatched", 3)):
         write_tsv(tmp_path / "mnli" / f"{name}.tsv", pairs, [[name, "b", "neutral"]] * num)
-    corpus = glue_from_files("mnli", str(tmp_path / "mnli")).corpus.read(ALL)
+    corpus = FolderClassification(name="mnli", path=str(tmp_path / "mnli")).read(ALL)
     assert cells(corpus, "test", "part") == ["matched", "mismatched"] * 3
     assert cells(corpus, "test", "first")[:2] == ["dev_matched", "dev_mismatched"]
 
 
-def test_json_lines_may_hold_numbers_as_labels_only(tmp_path: Path) -> None:
+def test_json_lines_may_hold_numbers(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label": i % 3} for i in range(200)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = Labelled(LabelledFolder(str(tmp_path))).read(ALL)
+    corpus = FolderClassification(path=str(tmp_path)).read(ALL)
     assert set(cells(corpus, "train", "label")) == {"0", "1", "2"}
-    (tmp_path / "train.jsonl").write_text('{"text": 5, "label": 1}\n')
-    with pytest.raises(DataError, match=r"line 1: no text under 'text'.*task.text_columns"):
-        Labelled(LabelledFolder(str(tmp_path))).read(TEXT)
+    (tmp_path / "train.jsonl").write_text('{"text": 5, "label": 1}\n{"label": 0}\n')
+    with pytest.raises(DataError, match=r"line 2: no text under 'text'.*task.text_columns"):
+        FolderClassification(path=str(tmp_path)).read(TEXT)
 
 
 def test_parts_are_interleaved_and_sampled_alike() -> None:
@@ -180,13 +185,13 @@ def by_language(folder: Path) -> None:
 
 def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
     by_language(tmp_path)
-    corpus = Labelled(FolderByLanguage(str(tmp_path)), sampling=Sampling(dev_share=5)).read(ALL)
+    corpus = FolderCrossLingual(path=str(tmp_path), dev_share=5).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [15, 5, 90]
     assert "no training file: dev.en.tsv is the training set" in corpus.remarks
     assert cells(corpus, "test", "part")[:4] == ["en", "de", "zh", "en"]
     write_tsv(tmp_path / "train.en.tsv", ["premise", "hypothesis", "label"], [["p", "h", "x"]] * 9)
-    source = FolderByLanguage(str(tmp_path), "en", ["zh", "de"])
-    corpus = Labelled(source, sampling=Sampling(max_eval_pairs=4)).read(TEXT)
+    task = FolderCrossLingual(path=str(tmp_path), languages=["zh", "de"], max_eval_samples=4)
+    corpus = task.read(TEXT)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [9, 4, 8]
     first = cells(corpus, "test", "first")
     assert [x.removeprefix("zh") for x in first[::2]] == [
@@ -194,29 +199,29 @@ def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
     ]
     assert "label" not in corpus.splits["test"].texts
     for arguments, said in [
-        (("fr",), "no train.fr.tsv and no dev.fr.tsv"),
-        (("en", ["fr"]), "no test.fr.tsv"),
+        ({"train_language": "fr"}, "no train.fr.tsv and no dev.fr.tsv"),
+        ({"languages": ["fr"]}, "no test.fr.tsv"),
     ]:
         with pytest.raises(DataError, match=said):
-            Labelled(FolderByLanguage(str(tmp_path), *arguments)).check()
-    with pytest.raises(ConfigError, match="a list such as"):
-        FolderByLanguage(str(tmp_path), "en", "de")
+            FolderCrossLingual(path=str(tmp_path), **arguments).check()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"task\.languages must be a list"):
+        FolderCrossLingual(path=str(tmp_path), languages="de")  # type: ignore[arg-type]
 
 
 def test_every_tested_language_must_have_labels(tmp_path: Path) -> None:
     by_language(tmp_path)
     write_tsv(tmp_path / "test.de.tsv", ["premise", "hypothesis"], [["p", "h"]])
     with pytest.raises(DataError, match=r"test\.de\.tsv: no column label.*task\.languages"):
-        Labelled(FolderByLanguage(str(tmp_path))).check()
+        FolderCrossLingual(path=str(tmp_path)).check()
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task.max_train_samples must be"):
-        glue_from_files("sst2", str(tmp_path), max_train_samples=0)
+        FolderClassification(name="sst2", path=str(tmp_path), max_train_samples=0)
     with pytest.raises(ConfigError, match=r"task.name must be one of sst2, cola"):
-        glue_from_files("sst3", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"task.path must name"):
-        glue_from_files("sst2")
+        FolderClassification(name="sst3", path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"task.path must be a text"):
+        FolderClassification(path="")
 
 
 def hub_folder(folder: Path, test_label: int = -1) -> Path:
@@ -228,13 +233,15 @@ def hub_folder(folder: Path, test_label: int = -1) -> Path:
 
 
 def test_glue_in_the_hubs_form_is_tested_on_its_dev_set(tmp_path: Path) -> None:
-    corpus = Labelled(HubSet(str(hub_folder(tmp_path / "hub")), hidden_test=True)).read(ALL)
+    corpus = HubClassification(
+        path=str(hub_folder(tmp_path / "hub")), name="sst2", config="default"
+    ).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [98, 2, 4]
     assert Counter(cells(corpus, "test", "label")) == {"0": 4}
-    asked = Labelled(HubSet(str(tmp_path / "hub"), test="validation")).read(ALL)
+    asked = HubClassification(path=str(tmp_path / "hub"), test="validation").read(ALL)
     assert cells(asked, "test", "first") == cells(corpus, "test", "first")
     with pytest.raises(DataError, match=r"no split .tset. for task\.test; there are: train"):
-        Labelled(HubSet(str(tmp_path / "hub"), test="tset")).read(ALL)
+        HubClassification(path=str(tmp_path / "hub"), test="tset").read(ALL)
 
 
 def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
@@ -247,10 +254,10 @@ def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
     }
     loaded["test"] = loaded["test"].remove_columns("label")
     monkeypatch.setattr("xcloud.tasks.corpus.hub.load_hub", lambda *arguments: loaded)
-    corpus = Labelled(HubSet("owner/name")).read(ALL)
+    corpus = HubClassification(path="owner/name").read(ALL)
     assert cells(corpus, "test", "first") == ["validation"] * 100
     with pytest.raises(DataError, match=r"cannot be scored; choose another task\.test"):
-        Labelled(HubSet("owner/name", test="test")).read(ALL)
+        HubClassification(path="owner/name", test="test").read(ALL)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
@@ -259,9 +266,9 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
     monkeypatch.setattr(hub_access, "_answers", lambda url: False)
     hub_access.go_offline_if_unreachable.cache_clear()
     for corpus in (
-        glue_from_hub("mrpc").corpus,
-        Labelled(HubByLanguage("facebook/xnli", "en", ["de"])),
-        Paragraphs(HubSet("rajpurkar/squad")),
+        HubClassification(path="nyu-mll/glue", name="mrpc"),
+        HubCrossLingual(languages=["de"]),
+        HubQuestionAnswering(path="rajpurkar/squad"),
     ):
         with pytest.raises(
             DataError, match="the hub cannot be reached and no copy is in the cache"
@@ -273,16 +280,16 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
 @pytest.mark.parametrize(
     ("task", "rows"),
     [
-        (partial(glue_from_files, "sst2"), (66_003, 1_346, 872)),
-        (partial(glue_from_files, "qnli"), (41_114, 839, 957)),
-        (partial(glue_from_files, "cola"), (8_380, 171, 1_043)),
-        (partial(glue_from_files, "mrpc"), (3_576, 500, 1_725)),
-        (partial(glue_from_files, "stsb"), (5_749, 1_500, 1_379)),
-        (classification_from_files, (5_343, 109, 500)),
-        (partial(classification_from_files, kind="value"), (4_500, 500, 4_927)),
-        (partial(cross_lingual_from_files, "pawsx"), (1_960, 40, 13_824)),
-        (partial(cross_lingual_from_files, "xnli"), (2_441, 49, 75_150)),
-        (squad_from_files, (6_731, 151, 1_774)),
+        (partial(FolderClassification, name="sst2"), (66_003, 1_346, 872)),
+        (partial(FolderClassification, name="qnli"), (41_114, 839, 957)),
+        (partial(FolderClassification, name="cola"), (8_380, 171, 1_043)),
+        (partial(FolderClassification, name="mrpc"), (3_576, 500, 1_725)),
+        (partial(FolderClassification, name="stsb"), (5_749, 1_500, 1_379)),
+        (FolderClassification, (5_343, 109, 500)),
+        (partial(FolderClassification, kind="value"), (4_500, 500, 4_927)),
+        (partial(FolderCrossLingual, name="pawsx"), (1_960, 40, 13_824)),
+        (partial(FolderCrossLingual, name="xnli"), (2_441, 49, 75_150)),
+        (FolderQuestionAnswering, (6_731, 151, 1_774)),
     ],
     ids=[
         "sst2",
@@ -302,10 +309,10 @@ def test_real_corpora_are_read(
     rows: tuple[int, int, int],
     request: pytest.FixtureRequest,
 ) -> None:
-    corpus = task(path=str(SHARED / request.node.callspec.id)).corpus
-    if isinstance(corpus, Paragraphs):
-        found = corpus.read().splits
-        assert tuple(num_questions(found[s]) for s in ("train", "dev", "test")) == rows
+    made = task(path=str(SHARED / request.node.callspec.id))
+    if isinstance(made, QuestionAnswering):
+        splits = made.read().splits
+        assert tuple(size(splits[s]) for s in ("train", "dev", "test")) == rows
     else:
-        splits = corpus.read(LABEL).splits
+        splits = made.read(LABEL).splits
         assert tuple(splits[s].num_rows for s in ("train", "dev", "test")) == rows

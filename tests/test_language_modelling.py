@@ -12,10 +12,12 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
-from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
-from xcloud.tasks.corpus.documents import DemoStories, DocumentFolder
-from xcloud.tasks.language_modelling import LanguageData, LanguageModelling
-from xcloud.tasks.packing import PackedTable, pack, pieces_of
+from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
+from xcloud.tasks.language_modelling import (
+    DemoLanguageModelling,
+    FolderLanguageModelling,
+    LanguageData,
+)
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -56,9 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def task(data: Path, tokenizer: Path, **settings: Any) -> LanguageModelling:
-    return LanguageModelling(
-        DocumentFolder(str(data)), PretrainedTokenizer(str(tokenizer)),
+def task(data: Path, tokenizer: Path, **settings: Any) -> FolderLanguageModelling:
+    return FolderLanguageModelling(
+        path=str(data), tokenizer=PretrainedTokenizer(str(tokenizer)),
         **({"max_length": 64} | settings),
     )  # fmt: skip
 
@@ -157,13 +159,13 @@ def test_a_file_without_a_blank_line_is_said_to_be_one_document(tmp_path: Path) 
     for split in ("dev", "test"):
         (tmp_path / f"{split}.txt").write_text("a line\nanother\na third\n")
     said = "dev has 3 lines and no blank one, so it is one document: is task.document=line meant?"
-    remarks = DocumentFolder(str(tmp_path)).read().remarks
+    remarks = FolderLanguageModelling(path=str(tmp_path)).read().remarks
     assert said in remarks and not any("train" in remark for remark in remarks)
-    assert not DocumentFolder(str(tmp_path), document="file").read().remarks
+    assert not FolderLanguageModelling(path=str(tmp_path), document="file").read().remarks
 
 
 def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: Path) -> None:
-    task = LanguageModelling(DemoStories(), PretrainedTokenizer(str(tmp_path)))
+    task = DemoLanguageModelling(tokenizer=PretrainedTokenizer(str(tmp_path)))
     with pytest.raises(DataError, match="holds no tokenizer"):
         task.check()
     (tmp_path / "tokenizer.json").touch()
@@ -174,7 +176,7 @@ def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: 
 def test_what_a_document_is_can_be_said(tmp_path: Path, document: str, count: int) -> None:
     for split in ("train", "dev", "test"):
         written(tmp_path, f"{split}.txt", "One line.", "Another.", "", "", "Second text.")
-    rows = DocumentFolder(str(tmp_path), document=document).read().splits["train"]  # type: ignore[arg-type]
+    rows = FolderLanguageModelling(path=str(tmp_path), document=document).read().splits["train"]  # type: ignore[arg-type]
     assert rows.num_rows == count
 
 
@@ -218,10 +220,12 @@ def test_perplexity_is_that_of_all_guessed_tokens(tmp_path: Path, folder: Path) 
 
 
 def test_the_demo_splits_share_no_text() -> None:
-    parallel = DemoStories(30, 10, 10).read()
-    texts = [text for rows in parallel.splits.values() for text in rows.texts["text"]]
+    task = DemoLanguageModelling(
+        num_train=30, num_dev=10, num_test=10, tokenizer=TrainedTokenizer(400)
+    )
+    texts = [text for rows in task.read().splits.values() for text in rows.texts["text"]]
     assert len(set(texts)) == len(texts) == 50
-    data = LanguageModelling(DemoStories(30, 10, 10), TrainedTokenizer(400)).load(ALL, 0)
+    data = task.load(ALL, 0)
     assert data.weight(torch.arange(data.num_samples("train"))) > 500
 
 
@@ -242,8 +246,11 @@ def test_a_tokenizer_comes_back_from_its_folder(tmp_path: Path, folder: Path) ->
     [
         ([{"messages": [{"role": "user", "content": "Hm"}]}], "no message of the role assistant"),
         ([{"messages": "Hm"}], 'neither "text" nor "messages"'),
-        ([{"text": "a b"}, {"messages": CHAT}], "plain texts and chats are mixed"),
-        ([{"messages": [*CHAT[:1], {"role": "assistant"}]}], "train.jsonl, line 1: neither"),
+        (
+            [{"text": "a b"}, {"messages": CHAT}],
+            "line 2: no text under 'text'; its keys: messages",
+        ),
+        ([{"messages": [*CHAT[:1], {"role": "assistant"}]}], "train.jsonl, row 1: neither"),
     ],
 )
 def test_a_file_that_cannot_be_learned_from_is_named(

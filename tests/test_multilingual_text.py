@@ -16,10 +16,9 @@ from xcloud.electra.parts import Generator
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.models.checkpoint import export_bert
 from xcloud.models.encoder import Encoder, EncoderConfig
-from xcloud.tasks.corpus.monolingual import DemoText, HubText
-from xcloud.tasks.corpus.text_folder import FolderText
+from xcloud.tasks.corpus.multilingual import DemoText, FolderText, HubText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
-from xcloud.tasks.token_table import TokenTable
+from xcloud.tasks.tables import TokenTable
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, Tokenizer, TrainedTokenizer
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -80,7 +79,7 @@ def test_what_is_missing_or_malformed_is_said_in_words(folder: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         FolderText(str(folder / "nowhere")).check(["es"])
     (folder / "x.es.jsonl").write_text('{"body": "uno"}\n')
-    with pytest.raises(DataError, match=r"x\.es\.jsonl, line 1: no JSON object with text"):
+    with pytest.raises(DataError, match=r"x\.es\.jsonl, line 1: no text under 'text'"):
         list(source.read("es"))
     (folder / "train.de.gz").unlink()
     (folder / "train.de").write_text("eins\n")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from xcloud.contracts.model import TokenIds
-from xcloud.tasks.pair_table import PairTable
-from xcloud.tasks.token_table import TokenTable
+from xcloud.tasks.tables import PairTable, TokenTable
 
 IDS = TokenIds(100, pad=0, bos=1, eos=2, mask=3)
 

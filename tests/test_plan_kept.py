@@ -9,6 +9,7 @@ from tests.plan_pieces import COMPRESSORS, EIGHT, codec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.gradient_averaging import GradientAveraging
+from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
@@ -35,7 +36,7 @@ def test_kept_rows_make_steps_of_later_epochs_shorter_by_what_fits() -> None:
     costs = CompressorCosts("none", [FROZEN], AveragingCodec(32_000))
     slow = replace(TWO, wan=LinkProfile(4e6, 0.01))
     priced = pricer(costs, slow)
-    plan = Plan("pipeline", (4, 8), 4, None, NO_COMPRESSION)
+    plan = Plan("pipeline", (4, 8), GPipe(4), NO_COMPRESSION)
 
     def found(megabytes: int, num_steps: int = 50) -> OverEpochs:
         told = over_epochs(priced, plan, Keeping(megabytes * 10**6, 200, num_steps))
@@ -55,7 +56,7 @@ def test_kept_rows_make_steps_of_later_epochs_shorter_by_what_fits() -> None:
     short = found(200, num_steps=5)
     assert short.mean_s == first_s and short.at_the_end is priced
     assert all_kept.at_the_end.step_s(plan) == all_kept.later_epochs_s
-    whole = Plan("data_parallel", (8,), 4, None, NO_COMPRESSION)
+    whole = Plan("data_parallel", (8,), GPipe(4), NO_COMPRESSION)
     assert over_epochs(priced, whole, Keeping(1, 200, 50)) is None
     assert over_epochs(pricer(COMPRESSORS[NO_COMPRESSION]), plan, Keeping(1, 200, 50)) is None
 
@@ -64,7 +65,7 @@ def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     priced = pricer(CompressorCosts("none", [FROZEN]))
-    plan = Plan("pipeline", (4, 8), 4, None, NO_COMPRESSION)
+    plan = Plan("pipeline", (4, 8), GPipe(4), NO_COMPRESSION)
     space = Space(plan, {"pipeline": [plan.ends]}, [4], [NO_COMPRESSION], ["schedule"])
     ranked = search(priced, space, 1)
     epochs = over_epochs(priced, ranked.best[0].plan, Keeping(10**9, 200, 50))

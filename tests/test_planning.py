@@ -1,7 +1,7 @@
 """Planning a job: from its settings to a profile, a table and the settings that are run."""
 
 import json
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,49 +9,57 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests import combinations
 from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
-from tests.toy import ToyStage, toy_config
+from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import encode_frame
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.precision import BlockInt
-from xcloud.contracts.model import Batch, StageOutput
 from xcloud.job import config as configs
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import GPipe
+from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, ZeroBubble
+from xcloud.plan import codec_timer
+from xcloud.plan.codec_timer import Stopwatch
+from xcloud.plan.costs import Direction
+from xcloud.plan.plans import Plan
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
-from xcloud.plan.stopwatch import MOST_TIMES, Stopwatch
-from xcloud.planner import codec_profiling, planning, profiling, reference
+from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned
-from xcloud.planner.profiling import BUDGET_S
 from xcloud.record.summary import read_summary
 
 
 @pytest.fixture(autouse=True)
-def steady(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What the machine's reference takes, in place of measuring it."""
-    now = {"reference_s": 0.01}
-    for module in (planning, profiling):
-        monkeypatch.setattr(module, "reference_s", lambda device, threads: now["reference_s"])
-    return now
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Trials run with their ranks in threads. The jobs that ran."""
+    made: list[Any] = []
+
+    def in_threads(config: Any, run_dir: Path, more_follows: bool) -> None:
+        made.append(configs.job_from_config(config))
+        combinations.run(made[-1], run_dir, monkeypatch)
+
+    monkeypatch.setattr(trial, "run", in_threads)
+    return made
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
-    """A job of two clouds, of which the profile is kept in tmp_path; without a trial."""
+    """A job of two clouds, of which the profile is kept in tmp_path; with a short trial."""
     config = OmegaConf.create(toy_config("two_clouds", [*overrides]))
-    config.plan.trial_steps = 0
+    config.plan.trial_steps, config.plan.micro_batches = 1, [2, 4]
+    for name in ("fp16_int8", "int4_int8"):
+        del config.plan.compressors[name]
     config.cache_dir = str(tmp_path / "cache")
     return config
 
 
-def test_show_measures_once_tells_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steady: dict[str, float]
+def test_show_makes_one_trial_prints_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tried: list[Any]
 ) -> None:
     config = toy(tmp_path, "plan=show", "cluster/wan=line_8m")
     config.cluster.wan.bandwidth_bits_per_s = 1e5
@@ -59,7 +67,7 @@ def test_show_measures_once_tells_and_runs_nothing(
     assert planned(config, tmp_path / "run") is None
 
     said = capsys.readouterr().out
-    assert "measuring 2 stages of toy model" in said
+    assert "updates of the job over a free line" in said and len(tried) == 1
     assert "int4         any bandwidth" in said or "bit/s" in said
     assert "best m = " in said and "by (2" not in said
     found = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
@@ -73,13 +81,7 @@ def test_show_measures_once_tells_and_runs_nothing(
 
     assert planned(config, tmp_path / "again") is None
     said = capsys.readouterr().out
-    assert "measuring" not in said and "profile may not hold" not in said
-
-    steady["reference_s"] = 0.0125
-    assert planned(config, tmp_path / "later") is None
-    assert "this machine now takes 1.25 times as long" in capsys.readouterr().out
-    table = json.loads((tmp_path / "later" / PLAN_FILE).read_text())
-    assert len(table["profile"]["stale"]) == 1 and "max_age_days=0" in table["profile"]["stale"][0]
+    assert "trial of before" in said and "profile may not hold" not in said and len(tried) == 1
 
 
 def test_a_profile_of_something_else_is_named_and_used(
@@ -103,7 +105,7 @@ def test_a_profile_of_something_else_is_named_and_used(
     assert table["own"]["predicted_step_time_s"] > 800
     assert table["profile"]["stale"]
     (_, last) = read_profile(file).pieces
-    assert 0 < last.weights_s.at(4) < last.backward_s.at(4) and last.put_off_bytes.at(4) > 0
+    assert 0 < last.weights_s.at(4) and last.put_off_bytes.at(4) > 0
 
 
 def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -> None:
@@ -152,34 +154,15 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
     assert configs.job_from_config(chosen).model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
 
 
-def test_a_slow_first_run_leaves_as_many_to_take_the_median_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiling and first allocations take longer than all the rest of a small model."""
-    forward, turns = ToyStage.forward, list[int]()
-
-    def slow_at_first(stage: ToyStage, received: Message | None, batch: Batch) -> StageOutput:
-        if stage.stage == 0:
-            turns.append(len(batch["ids"]))
-            if len(turns) == 1:
-                time.sleep(2 * BUDGET_S)
-        return forward(stage, received, batch)
-
-    monkeypatch.setattr(ToyStage, "forward", slow_at_first)
-
-    planned(toy(tmp_path, "plan=show"), tmp_path / "run")
-
-    assert turns.count(min(turns)) == 2 + MOST_TIMES + 1 + MOST_TIMES // 2  # whole and split
-
-
 def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=show", "cluster.clouds.cloud_b.num_ranks=2")
     allowed, config.cluster.clouds.cloud_b.shard = configs.job_from_config(config), True
     forbidden = configs.job_from_config(config)
 
-    assert Planner(allowed, allowed.plan, allowed.cluster, float).splits_backward
-    found = Planner(forbidden, forbidden.plan, forbidden.cluster, float)
-    assert not found.splits_backward
+    kinds = [type(s) for s in Planner(allowed, allowed.plan, allowed.cluster).schedules]
+    assert kinds == [GPipe, OneForwardOneBackward, ZeroBubble]
+    found = Planner(forbidden, forbidden.plan, forbidden.cluster)
+    assert [type(s) for s in found.schedules] == kinds[:2]
     assert "puts off" in found.not_planned["schedule=zero_bubble"]
 
 
@@ -192,33 +175,29 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
         frames.append(encode_frame(*given))
         return frames[-1]
 
-    monkeypatch.setattr(codec_profiling, "encode_frame", framed)
+    monkeypatch.setattr(codec_timer, "encode_frame", framed)
     trained = {"weight": torch.nn.Parameter(torch.zeros(4, 8))}
 
-    found = codec_profiling.averaging_codec(trained, Compression(), Stopwatch(torch.device("cpu")))
+    found = codec_timer.time_averaging(trained, Compression(), Stopwatch(torch.device("cpu")))
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
 
 
-def test_codecs_are_timed_on_all_rows_of_samples_of_unequal_length() -> None:
+def test_a_codec_is_timed_on_a_whole_message_with_its_frame() -> None:
     fields = (
         BoundaryField("counts", (), torch.int64),
         BoundaryField("hidden", (8,), torch.float32, rows="counted"),
     )
-    boundary = Boundary(fields, max_rows_per_sample=4)
-    messages = {
-        b: {"counts": torch.full((b,), 3), "hidden": torch.randn(3 * b, 8)} for b in (2, 4)
-    }
-    compression = Compression(Chain(svd=Svd(0.6)), Chain(int8=BlockInt(8)))
-
-    found = codec_profiling.boundary_codec(
-        boundary, compression, messages, messages, Stopwatch(torch.device("cpu"))
+    few, many = (
+        codec_timer.time_codec(Chain(svd=Svd(0.6)), fields, rows, torch.device("cpu"))
+        for rows in (6, 12)
     )
-
-    assert found.forward.decompress_s.at(4.0) > 0
-    # Of 12 rows of 8 the factors have rank 5: 5 x (12 + 8) values in FP32, and 4 counts.
-    more = found.forward.num_bytes.at(4.0) - found.forward.num_bytes.at(2.0)
-    assert more >= 4 * (5 * (12 + 8) - 4 * (6 + 8)) + 2 * 8
+    assert few.compress_s > 0 and many.decompress_s > 0
+    # Of 12 rows of 8 the factors have rank 5: 5 x (12 + 8) values in FP32; and a count each.
+    assert many.num_bytes - few.num_bytes == 4 * (5 * (12 + 8) - 4 * (6 + 8)) + 8 * 6
+    assert many.times(0.5) == Direction(
+        round(many.num_bytes / 2), many.compress_s / 2, many.decompress_s / 2
+    )
 
 
 def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_alone() -> None:
@@ -226,13 +205,11 @@ def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_
     trained = {"weight": torch.nn.Parameter(torch.full((4, 8), 0.3)),
                "bias": torch.nn.Parameter(torch.full((8,), -0.7))}  # fmt: skip
 
-    found = codec_profiling.around_averaging_s(trained, Stopwatch(device))
+    found = codec_timer.time_around_averaging(trained, Stopwatch(device))
 
-    assert min(found) > 0 and codec_profiling.around_averaging_s({}, Stopwatch(device)) == (0, 0)
-    assert all(parameter.grad is None for parameter in trained.values())
+    assert min(found) > 0 and codec_timer.time_around_averaging({}, Stopwatch(device)) == (0, 0)
     assert torch.equal(trained["weight"], torch.full((4, 8), 0.3))
     assert torch.equal(trained["bias"], torch.full((8,), -0.7))
-    assert reference.reference_s(device, threads + 1, lasting_s=0.0) > 0
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
 
 
@@ -243,15 +220,62 @@ def test_without_a_plan_the_config_stays() -> None:
     assert "plan" not in configs.plain_settings(config)  # as in runs of earlier releases
 
 
-class BackwardFirst(GPipe):
-    pass
+@dataclass(frozen=True)
+class InPairs:
+    """A schedule of one's own: two forwards, two backwards. A class and its settings are all."""
+
+    num_micro_batches: int = 4
+
+    @property
+    def label(self) -> str:
+        return f"in pairs m={self.num_micro_batches}"
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        found: list[Action] = []
+        for first in range(0, self.num_micro_batches, 2):
+            pair = range(first, min(first + 2, self.num_micro_batches))
+            found += [Action("forward", stage, i) for i in pair]
+            found += [Action("backward", stage, i) for i in pair]
+        return found
 
 
-def test_a_schedule_of_ones_own_is_not_priced_as_the_one_it_derives_from(tmp_path: Path) -> None:
-    config = toy(tmp_path, "plan=show")
-    config.schedule._target_ = f"{BackwardFirst.__module__}.BackwardFirst"
-    with pytest.raises(ConfigError, match=r"schedules like BackwardFirst.* are not priced yet"):
-        planned(config, tmp_path / "run")
+OWN = {"_target_": f"{InPairs.__module__}.InPairs", "num_micro_batches": 4}
+
+
+def test_a_schedule_of_ones_own_is_planned(tmp_path: Path, tried: list[Any]) -> None:
+    config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")
+    config.plan.schedules, config.plan.search = {"mine": OWN}, ["schedule"]
+    config.schedule.num_micro_batches = 2
+
+    chosen = configs.job_from_config(planned(config, tmp_path / "run"))
+
+    assert tried[0].schedules[0] == GPipe(2)
+    table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    assert table["num_plans"] == 2, "GPipe, and the one that conf does not know"
+    planner = Planner(*planned_job(config))
+    pricer = Pricer(read_profile(kept(tmp_path)), planner.arranged, 8)
+    steps = {s: pricer.step_s(Plan("pipeline", (1, 2), s, "none")) for s in (GPipe(2), InPairs(2))}
+    best = min(steps.values())
+    assert steps[chosen.schedule] == pytest.approx(best, rel=1e-9)
+    assert table["predicted_step_time_s"] == pytest.approx(best)
+
+    config.schedule = OWN  # and as the job's own it is in the trial
+    config.plan.mode = "show"
+    planned(config, tmp_path / "again")
+    assert tried[1].schedules[0] == InPairs(4)
+    table = json.loads((tmp_path / "again" / PLAN_FILE).read_text())
+    assert table["own"]["schedule"] == "in pairs"
+
+
+def planned_job(config: Any) -> tuple[Any, Any, Any]:
+    job: Any = configs.job_from_config(config)
+    return job, job.plan, configs.built(config, "cluster")
+
+
+def kept(tmp_path: Path) -> Path:
+    """The profile of the one trial that was made."""
+    (file,) = (tmp_path / "cache" / "profiles").iterdir()
+    return file
 
 
 def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:

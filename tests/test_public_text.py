@@ -41,5 +41,5 @@ def test_the_lines_of_a_file_are_drawn_by_the_seed(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"public_text\.path .*nowhere.* cannot be read"):
         PublicText(TOKENIZER, str(tmp_path / "nowhere")).sentences(1, tmp_path)
-    with pytest.raises(ConfigError, match=r"public_text\.path must be a file or null"):
+    with pytest.raises(ConfigError, match=r"public_text\.path must be a text or null"):
         PublicText(TOKENIZER, 7)  # type: ignore[arg-type]

@@ -14,22 +14,29 @@ from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import Head
 from xcloud.contracts.task import Task, TaskData
-from xcloud.tasks.corpus.hub import HubSet
-from xcloud.tasks.corpus.paragraphs import Paragraph, Paragraphs, Question, read_paragraphs
+from xcloud.tasks.paragraphs import Paragraph, Question, Windows, window_starts
 from xcloud.tasks.question_answering import (
+    DemoQuestionAnswering,
+    FolderQuestionAnswering,
+    HubQuestionAnswering,
     QuestionAnsweringData,
-    squad_from_demo,
-    squad_from_files,
 )
-from xcloud.tasks.windows import Windows, window_starts
 
 ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()
-SMALL = {"tokenizer": SmallTokenizer(), "max_length": 40, "max_question": 16, "stride": 8}
+SMALL: dict[str, Any] = {
+    "num_train": 30,
+    "num_dev": 6,
+    "num_test": 9,
+    "tokenizer": SmallTokenizer(),
+    "max_length": 40,
+    "max_question": 16,
+    "stride": 8,
+}
 
 
 @pytest.fixture(scope="module")
 def data() -> QuestionAnsweringData:
-    return squad_from_demo(30, 6, 9, **SMALL).load(ALL, 1)  # type: ignore[arg-type]
+    return DemoQuestionAnswering(**SMALL).load(ALL, 1)
 
 
 def right_answers(data: QuestionAnsweringData, split: str) -> dict[int, list[int]]:
@@ -41,7 +48,7 @@ def right_answers(data: QuestionAnsweringData, split: str) -> dict[int, list[int
 
 
 def test_it_is_a_task_whose_samples_are_windows(data: QuestionAnsweringData) -> None:
-    task: Task = squad_from_demo(30, 6, 9, **SMALL)  # type: ignore[arg-type]
+    task: Task = DemoQuestionAnswering(**SMALL)
     as_data: TaskData = data
     assert task.describe() == "squad (demo stories)"
     assert as_data.head == Head("span", 2)
@@ -118,7 +125,7 @@ def test_windows_cover_the_text(length: int, fits: int, stride: int, starts: lis
 
 
 def test_text_and_labels_must_be_seen_by_one_rank() -> None:
-    task = squad_from_demo(30, 6, 9, **SMALL)  # type: ignore[arg-type]
+    task = DemoQuestionAnswering(**SMALL)
     with pytest.raises(ConfigError, match="Give the first and the last stage to one owner"):
         task.load(frozenset({"label"}), 1)
     with pytest.raises(ConfigError, match="text, types and label"):
@@ -126,7 +133,7 @@ def test_text_and_labels_must_be_seen_by_one_rank() -> None:
 
 
 def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringData) -> None:
-    view = squad_from_demo(30, 6, 9, **SMALL).load(NONE, 1)  # type: ignore[arg-type]
+    view = DemoQuestionAnswering(**SMALL).load(NONE, 1)
     assert view.fingerprint() == data.fingerprint()
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
@@ -155,18 +162,21 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
         row("Japanese Japan", {"text": "Japan", "answer_start": 9}),
         row("unsuccessfully", "success"),
     ]
-    write(tmp_path / "train.jsonl.gz", rows)
-    found = [p.questions[0].answers[0][1] for p in read_paragraphs(tmp_path / "train.jsonl.gz")]
+    for name in ("train", "dev", "test"):
+        write(tmp_path / f"{name}.jsonl.gz", rows)
+    read = FolderQuestionAnswering(path=str(tmp_path)).read().splits["train"].texts["paragraph"]
+    found = [p.questions[0].answers[0][1] for p in read]
     assert found == [12, 0, 9, 2]
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (row("a b", "c"), "line 1: the answer 'c' is not at that place"),
+        (row("a b", "c"), "paragraph 1: the answer 'c' is not at that place"),
         (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
-        ({"text": "a"}, 'expected {"context", "qas"'),
+        ({"context": "a", "qas": [{}]}, 'expected {"context", "qas"'),
+        ({"text": "a"}, "no text under 'id'; its keys: text"),
     ],
 )
 def test_malformed_paragraphs_are_named(
@@ -174,7 +184,7 @@ def test_malformed_paragraphs_are_named(
 ) -> None:
     write(tmp_path / "train.jsonl", [content])
     with pytest.raises(DataError) as raised:
-        squad_from_files(str(tmp_path)).load(ALL, 1)
+        FolderQuestionAnswering(path=str(tmp_path)).load(ALL, 1)
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -186,16 +196,18 @@ def test_the_official_files_without_a_test_set(tmp_path: Path) -> None:
 
     official("train", 40)
     official("dev", 5)
-    data = squad_from_files(str(tmp_path), dev_share=3, tokenizer=SmallTokenizer()).load(ALL, 1)
+    data = FolderQuestionAnswering(
+        path=str(tmp_path), dev_share=3, tokenizer=SmallTokenizer()
+    ).load(ALL, 1)
     assert [data.num_samples(s) for s in ("train", "dev", "test")] == [37, 3, 5]
-    assert "test: the dev set, as there is no test set" in data.describe()
-    few = squad_from_files(str(tmp_path), max_train_samples=6, max_eval_samples=2,
+    assert "test: the dev set, as there is no labelled test set" in data.describe()
+    few = FolderQuestionAnswering(path=str(tmp_path), max_train_samples=6, max_eval_samples=2,
                            tokenizer=SmallTokenizer(), dev_share=3)  # fmt: skip
     found = few.load(ALL, 1)
     assert [found.num_samples(s) for s in ("train", "dev", "test")] == [6, 2, 2]
     (tmp_path / "train-v1.1.json").write_text('{"a": 1}\n')
     with pytest.raises(DataError, match=r"must be named \.jsonl"):
-        squad_from_files(str(tmp_path)).load(ALL, 1)
+        FolderQuestionAnswering(path=str(tmp_path)).load(ALL, 1)
 
 
 def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
@@ -206,14 +218,14 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
             for i in range(num)
         ]  # fmt: skip
         write(tmp_path / f"{name}.jsonl", rows)
-    reading = Paragraphs(HubSet(str(tmp_path))).read()
-    assert [len(reading.splits[s]) for s in ("train", "dev", "test")] == [29, 1, 2]
-    assert reading.splits["test"][1].questions[1].ident == "validation3"
+    reading = HubQuestionAnswering(path=str(tmp_path)).read()
+    assert [reading.splits[s].num_rows for s in ("train", "dev", "test")] == [29, 1, 2]
+    assert reading.splits["test"].texts["paragraph"][1].questions[1].ident == "validation3"
     unanswerable = {"text": [], "answer_start": []}
     write(tmp_path / "train.jsonl", [{"id": "1", "context": "c", "question": "why?",
                                       "answers": unanswerable}] * 9)  # fmt: skip
     with pytest.raises(DataError, match=r"^[^(]*: the question 'why\?' has no answer; SQuAD 2\.0"):
-        Paragraphs(HubSet(str(tmp_path))).read()
+        HubQuestionAnswering(path=str(tmp_path)).read()
 
 
 @pytest.mark.parametrize(
@@ -228,4 +240,4 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        squad_from_demo(**settings)
+        DemoQuestionAnswering(**settings)

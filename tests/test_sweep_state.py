@@ -54,7 +54,9 @@ def test_a_failed_point_is_said_and_the_others_go_on(
     assert runs.names == ["none s1", "none s2", "none s3"]
     said = capsys.readouterr().out
     failed = next(line for line in said.splitlines() if line.startswith("none s1: FAILED"))
-    assert "asked to fail; the others go on" in failed and said.index(failed) < said.index("[2/3]")
+    assert "asked to fail; the others continue" in failed and said.index(failed) < said.index(
+        "[2/3]"
+    )
     assert "1 of 3 points failed" in said and "sweep=s" in said.splitlines()[-1]
     assert "asked to fail" in (folder / "points.csv").read_text()
 

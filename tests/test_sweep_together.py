@@ -21,8 +21,7 @@ from xcloud.rank.interleaved import (
     join_turns,
 )
 from xcloud.record.summary import read_summary
-from xcloud.record.tracked_values import final_metrics
-from xcloud.record.tracking import NullTracker
+from xcloud.record.tracking import NullTracker, final_metrics
 from xcloud.sweep.interleaving import InterleavingServer, StepRatio, record, reference_of
 from xcloud.sweep.points import Point
 from xcloud.sweep.results import from_folder, rows_of
@@ -192,7 +191,7 @@ def test_a_sweep_reports_ratios_with_intervals_of_the_points_that_came_to_their_
     assert (found.rounds, found.to) == (NUM_STEPS // STEPS_PER_TURN - 1, "none")
     assert final_metrics(summaries["int8+int8_s1"])["step_time_ratio_low"] == found.low
     assert "step_time_ratio" not in summaries["int8+int8_s2"]
-    assert "asked to fail; the others go on" in capsys.readouterr().out
+    assert "asked to fail; the others continue" in capsys.readouterr().out
     text = table(folder)
     assert "in brackets the 95 % interval" in text and f"{found.ratio:.3f} (" in text
     assert "one after another" not in text and not TimedRuns.has_ended

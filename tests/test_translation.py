@@ -14,19 +14,19 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
-from xcloud.contracts.task import Task, TaskData
-from xcloud.tasks.corpus.demo_grammar import DemoGrammar
-from xcloud.tasks.corpus.text import SPLITS, Parallel
-from xcloud.tasks.token_table import TokenTable
+from xcloud.contracts.task import SPLITS, Task, TaskData
+from xcloud.tasks.corpus.rows import Corpus
+from xcloud.tasks.tables import TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (
+    DemoTranslation,
+    FolderTranslation,
+    HubTranslation,
     Translation,
     TranslationData,
     TranslationText,
-    translation_from_demo,
-    translation_from_files,
-    translation_from_hub,
-    translation_from_paper,
+    Wit3Translation,
+    learnable,
 )
 
 SOURCE, TARGET = frozenset({"source"}), frozenset({"target"})
@@ -35,8 +35,10 @@ BOTH = SOURCE | TARGET
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Translation:
-    return Translation(
-        DemoGrammar(num_pairs=300, num_dev=20, num_test=30),
+    return DemoTranslation(
+        num_pairs=300,
+        num_dev=20,
+        num_test=30,
         source_tokenizer=TrainedTokenizer(400),
         target_tokenizer=TrainedTokenizer(350),
         max_length=12,
@@ -137,8 +139,8 @@ def test_nothing_of_the_other_sides_text_is_kept(task: Translation) -> None:
     "change",
     [
         {"max_length": 13},
-        {"corpus": DemoGrammar(num_pairs=300, num_dev=20, num_test=30, seed=8)},
-        {"corpus": DemoGrammar(num_pairs=300, num_dev=21, num_test=30)},
+        {"corpus_seed": 8},
+        {"num_dev": 21},
         {"source": "en", "target": "es"},
     ],
     ids=str,
@@ -155,8 +157,8 @@ def test_line_files_of_unequal_length_show_in_the_fingerprint(
 ) -> None:
     for side, rows in (("es", 200), ("en", 201)):
         (tmp_path / f"train.{side}").write_text("uno two\n" * rows)
-    own = translation_from_files(
-        str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
+    own = FolderTranslation(
+        path=str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
         target_tokenizer=TrainedTokenizer(270), dev_share=5, test_share=5,
     )  # fmt: skip
     assert own.load(SOURCE, 1).fingerprint() != own.load(TARGET, 1).fingerprint()
@@ -172,8 +174,8 @@ def test_weight_counts_predicted_target_tokens(data: TranslationData) -> None:
 def test_empty_sides_stay_samples(task: Translation, tmp_path: Path) -> None:
     rows = ["es\ten", "\tonly English", "sólo español\t", *["uno\tone"] * 60]
     (tmp_path / "train.tsv").write_text("\n".join(rows) + "\n")
-    own = translation_from_files(
-        str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
+    own = FolderTranslation(
+        path=str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
         target_tokenizer=TrainedTokenizer(270), dev_share=1, test_share=1,
     ).load(BOTH, 1)  # fmt: skip
     assert own.num_samples("train") == 60
@@ -243,7 +245,7 @@ def test_a_language_that_cannot_be_cut_into_words_is_refused_before_a_run(
         monkeypatch.delitem(
             sys.modules, f"sacrebleu.tokenizers.tokenizer_{tokenizer}", raising=False
         )
-    monkeypatch.setattr(type(task.corpus), "check", lambda *arguments: None)
+    monkeypatch.setattr(type(task), "check_source", lambda *arguments: None)
     with pytest.raises(ConfigError, match=rf"pip install 'sacrebleu\[{target}\]'"):
         replace(task, target=target).check()
 
@@ -293,19 +295,19 @@ def test_a_token_table_is_a_sequence_of_sentences() -> None:
     [
         ({"max_length": 2}, r"task\.max_length"),
         ({"source": "en"}, "both 'en'"),
-        ({"target": ""}, r"task\.target must name"),
+        ({"target": ""}, r"task\.target must be a text"),
         ({"num_pairs": 0}, "num_pairs"),
     ],
 )
 def test_nonsense_is_refused_when_built(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        translation_from_demo(**settings)  # type: ignore[arg-type]
+        DemoTranslation(**settings)  # type: ignore[arg-type]
 
 
 def test_a_path_is_asked_for_by_its_config_name() -> None:
-    for make in (translation_from_files, translation_from_paper, translation_from_hub):
+    for make in (FolderTranslation, Wit3Translation, HubTranslation):
         with pytest.raises(ConfigError, match=r"task\.path"):
-            make()
+            make(path="")
 
 
 def test_unknown_fields_are_refused(task: Translation) -> None:
@@ -313,43 +315,31 @@ def test_unknown_fields_are_refused(task: Translation) -> None:
         task.load(frozenset({"labels"}), 1)
 
 
-def test_each_factory_builds_its_corpus(tmp_path: Path) -> None:
-    tasks = [
-        translation_from_demo(num_pairs=3000, corpus_seed=9),
-        translation_from_files(
-            str(tmp_path), source="de", target="fr", train_file="a*", max_train_pairs=10
-        ),
-        translation_from_paper(str(tmp_path), test=["tst2010"]),
-        translation_from_hub("owner/name", "en-es", dev_share=100),
-    ]
-    sources = [getattr(task.corpus, "source", task.corpus) for task in tasks]
-    assert [type(source).__name__ for source in sources] == [
-        "DemoGrammar", "Folder", "Wit3", "HubSet"
-    ]  # fmt: skip
-    assert all(task.describe() for task in tasks)
+def test_an_archive_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="WIT3 site"):
-        tasks[2].load(BOTH, 1)
+        Wit3Translation(path=str(tmp_path)).load(BOTH, 1)
 
 
 def test_further_sentences_have_no_translation_and_are_learned_from() -> None:
-    pairs = DemoGrammar(60, num_dev=10, num_test=10)
-    more = DemoGrammar(60, num_dev=10, num_test=10, num_monolingual=30)
-    everything = frozenset({"es", "en"})
-    before, found = (g.read("es", "en", everything) for g in (pairs, more))
+    sizes = {"num_dev": 10, "num_test": 10}
+    pairs, more, every = (
+        DemoTranslation(num_pairs=60, **sizes),
+        DemoTranslation(num_pairs=60, num_monolingual=30, **sizes),
+        DemoTranslation(num_pairs=120, **sizes),
+    )
+    before, found = pairs.read(BOTH), more.read(BOTH)
     assert found.splits == before.splits and found.agreed != before.agreed
 
-    sides = {lang: set(found.monolingual[lang]) for lang in ("es", "en")}
-    of_pairs = dict(
-        pairs_of(DemoGrammar(120, num_dev=10, num_test=10).read("es", "en", everything))
-    )
+    sides = {side: set(found.further[side]) for side in ("source", "target")}
+    of_pairs = dict(pairs_of(every.read(BOTH)))
     assert all(len(side) == 30 for side in sides.values())
-    assert not {of_pairs[text] for text in sides["es"]} & sides["en"]
-    for lang, side in sides.items():
-        assert not side & {text for rows in found.splits.values() for text in rows.texts[lang]}
-        assert len(found.texts(lang)) == 40 + 30
-    assert set(more.read("es", "en", frozenset({"es"})).monolingual) == {"es"}
+    assert not {of_pairs[text] for text in sides["source"]} & sides["target"]
+    for key, side in sides.items():
+        assert not side & {text for rows in found.splits.values() for text in rows.texts[key]}
+        assert len(learnable(found, key)) == 40 + 30
+    assert set(more.read(SOURCE).further) == {"source"}
 
 
-def pairs_of(corpus: Parallel) -> list[tuple[str, str]]:
+def pairs_of(corpus: Corpus) -> list[tuple[str, str]]:
     rows = list(corpus.splits.values())
-    return [pair for r in rows for pair in zip(r.texts["es"], r.texts["en"], strict=True)]
+    return [pair for r in rows for pair in zip(r.texts["source"], r.texts["target"], strict=True)]

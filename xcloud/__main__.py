@@ -53,8 +53,8 @@ COMMANDS = {
         'translate outputs/DATE/TIME "El gato duerme."',
     ),
     "plan": Command(
-        "xcloud.planner.paper",
-        "plan a job on paper: what it would take and cost on clouds that a file describes",
+        "xcloud.planner.what_if",
+        "what if: what a job would take and cost on clouds that a file describes",
         "plan docs/plans/eight_clouds.yaml",
     ),
     "torchrun": Command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from xcloud.contracts.model import Batch, Head, TokenIds
 
 Split = Literal["train", "dev", "test"]
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 Answers = Literal["sample", "span"]
 """What an understanding task predicts: one label per sample, or a span in it."""
 
@@ -103,3 +105,13 @@ class Task(Protocol):
 
     def load(self, fields: frozenset[str], seed: int) -> TaskData:
         """Read only these fields. Raises DataError: what is missing and how to get it."""
+
+
+def asks_for_sizes(task: Task) -> bool:
+    """Whether ranks that read no field can be given the row counts, as `task.sizes`, which is not
+    set."""
+    return getattr(task, "sizes", ()) is None
+
+
+def with_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
+    return replace(task, sizes=sizes)  # type: ignore[type-var]

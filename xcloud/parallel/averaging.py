@@ -19,7 +19,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import MEMORY, State, StatefulParts, load_states, split_state, states_of
+from xcloud.comm.state import MEMORY, State, StatefulParts, load_states, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
@@ -201,33 +201,29 @@ class _Symmetric(Averager):
         state = states_of(self._codecs)
         for step, under_way in self._steps.items():
             weight = torch.tensor([under_way.weight], dtype=torch.float64)
-            sent = {"weight": (weight,), **under_way.sent}
-            state |= {
-                f"{_UNDER_WAY}.{step}.{name}.{i}": part
-                for name, parts in sent.items()
-                for i, part in enumerate(parts)
-            }
+            for name, parts in {"weight": (weight,), **under_way.sent}.items():
+                state |= {f"{_UNDER_WAY}.{step}.{name}.{i}": part for i, part in enumerate(parts)}
         return state
 
     def load_state_dict(self, state: State) -> None:
         """Restores, and sends again what was under way."""
-        under_way = {n: value for n, value in state.items() if n.startswith(_UNDER_WAY)}
-        steps = {n.removeprefix(f"{_UNDER_WAY}."): value for n, value in under_way.items()}
+        under_way = {n: value for n, value in state.items() if n.startswith(f"{_UNDER_WAY}.")}
         load_states(self._codecs, state, "an averager", own=under_way)
-        self._steps = {}
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
-        numbers = sorted({name.partition(".")[0] for name in steps}, key=int)
-        for number, parts in split_state(steps, numbers, "messages under way").items():
-            names = dict.fromkeys(name.partition(".")[0] for name in parts)
+        steps: dict[int, dict[str, dict[int, Tensor]]] = {}
+        for key, value in under_way.items():
+            step, name, i = key.removeprefix(f"{_UNDER_WAY}.").split(".")
+            parts = steps.setdefault(int(step), {}).setdefault(name, {})
+            parts[int(i)] = torch.as_tensor(value)
+        self._steps = {}
+        for number, messages in sorted(steps.items()):
+            weight = float(messages.pop("weight")[0])
             sent = {
-                name: tuple(torch.as_tensor(own[str(i)]) for i in range(len(own)))
-                for name, own in split_state(parts, names, "a message under way").items()
+                name: tuple(parts[i].to(device) for i in range(len(parts)))
+                for name, parts in messages.items()
             }
-            (weight,) = sent.pop("weight")
-            sent = {name: tuple(part.to(device) for part in own) for name, own in sent.items()}
-            step = int(number)
-            self._steps[step] = _UnderWay(float(weight), self._own_of(sent), sent, step)
-            self._send(step)
+            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent, number)
+            self._send(number)
 
     @abstractmethod
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay: ...

@@ -25,7 +25,8 @@ from xcloud.parallel.exchange import Exchange, FlatBuffer, Work, local_part
 from xcloud.parallel.merging import Robust, weighted_sum
 from xcloud.parallel.partition import Piece, by_rows, gather_shares
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.strategy import Averaging, Replicas, Traffic
+from xcloud.parallel.replicas import Replicas
+from xcloud.parallel.strategy import Averaging, Traffic
 
 LOSS = "(loss)"
 """Travels with the gradients, as it is."""

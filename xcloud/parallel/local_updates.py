@@ -24,8 +24,9 @@ from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor, contiguous
+from xcloud.parallel.replicas import Replicas, Shapes
 from xcloud.parallel.step_budget import StepBudget
-from xcloud.parallel.strategy import Averaging, Replicas, Shapes, Traffic
+from xcloud.parallel.strategy import Averaging, Traffic
 
 NAME = "strategy.averaging"
 _NOTHING = 1e-12

@@ -2,6 +2,9 @@
 
 A schedule is written for a whole stage; the ranks (lanes) of the stage take their own
 micro-batches out of that one order, which keeps any number of lanes free of deadlock.
+
+A new one is a frozen dataclass with num_micro_batches, a label and actions. It is planned
+(plan=show) as it stands; `variants` offers what else may be tried of it.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from xcloud.base.checks import check_int
 
@@ -57,6 +60,12 @@ class GPipe:
         ]
 
 
+def _counts_in_flight(num_stages: int, num_micro_batches: int) -> list[int]:
+    """Numbers of micro-batches in flight that are worth trying."""
+    p = num_stages
+    return sorted({k for k in (p, p + 1, 2 * p, 4 * p) if k < num_micro_batches})
+
+
 @dataclass(frozen=True)
 class OneForwardOneBackward:
     """1F1B (PipeDream-flush): after a warm-up, forwards and backwards alternate.
@@ -86,6 +95,11 @@ class OneForwardOneBackward:
             if warm_up + i < self.num_micro_batches:
                 actions.append(Action("forward", stage, warm_up + i))
         return actions
+
+    def variants(self, num_stages: int) -> list[Schedule]:
+        """With other numbers in flight, its own first."""
+        counts = _counts_in_flight(num_stages, self.num_micro_batches)
+        return [self, *(replace(self, num_in_flight=k) for k in counts)]
 
     def _warm_up(self, stage: int, num_stages: int) -> int:
         """Forwards of a stage before its first backward."""
@@ -140,6 +154,38 @@ class ZeroBubble(OneForwardOneBackward):
             actions.append(action)
         late = range(num_weights, self.num_micro_batches)
         return actions + [Action("weights", stage, i) for i in late]
+
+    def variants(self, num_stages: int) -> list[Schedule]:
+        m = self.num_micro_batches
+        counts = [*_counts_in_flight(num_stages, m), m]
+        return [self, *(replace(self, num_in_flight=k, num_in_memory=k) for k in counts)]
+
+
+def variants_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[Schedule]:
+    """What may be tried of a schedule with so many micro-batches: it alone, or what it offers."""
+    same: Any = with_micro_batches(schedule, num_micro_batches)
+    offered = same.variants(num_stages) if hasattr(same, "variants") else [same]
+    found: dict[object, Schedule] = {}
+    for one in offered:  # some differ in name only
+        ends = (one.actions(stage, num_stages) for stage in {0, num_stages - 1})
+        found.setdefault(tuple(map(tuple, ends)), one)
+    return list(found.values())
+
+
+def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
+    return replace(schedule, num_micro_batches=number)  # type: ignore[type-var]
+
+
+def share_of(schedule: Schedule, num_micro_batches: int, num_replicas: int) -> Schedule:
+    """The part that one of several replicas of the pipeline carries out. Settings named num_in_*
+    count micro-batches of all replicas."""
+    given = {entry.name: getattr(schedule, entry.name) for entry in fields(schedule)}  # type: ignore[arg-type]
+    shared = {
+        name: math.ceil(value / num_replicas)
+        for name, value in given.items()
+        if name.startswith("num_in_") and value is not None
+    }
+    return replace(schedule, **shared, num_micro_batches=num_micro_batches)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.compression import Compression, Selectable
@@ -28,7 +30,7 @@ DIRECTIONS = ("forward", "backward")
 _FREE_BITS_PER_S = 1e15
 
 
-@dataclass(frozen=True)
+@settings("autopilot")
 class Autopilot:
     """choices: by name, besides the run's own compression. micro_batches, in_flight: numbers
     besides the schedule's own (num_micro_batches, num_in_flight). every: updates between looks.
@@ -37,31 +39,19 @@ class Autopilot:
     the last switch."""
 
     choices: Mapping[str, Compression]
-    micro_batches: Sequence[int] = ()
-    in_flight: Sequence[int] = ()
-    every: int = 2
-    worth: float = 1.05
-    confirm: int = 4
-    dwell: int = 10
+    micro_batches: Sequence[Positive] = ()
+    in_flight: Sequence[Positive] = ()
+    every: Positive = 2
+    worth: Annotated[float, Field(gt=1.0)] = 1.05
+    confirm: Positive = 4
+    dwell: Positive = 10
 
     def __post_init__(self) -> None:
-        check_int("autopilot.every", self.every, 1)
-        check_number("autopilot.worth", self.worth, 1.0, above=True)
-        check_int("autopilot.confirm", self.confirm, 1)
-        check_int("autopilot.dwell", self.dwell, 1)
-        for name in ("micro_batches", "in_flight"):
-            for number in getattr(self, name):
-                check_int(f"autopilot.{name}", number, 1)
         if not (self.choices or self.micro_batches or self.in_flight):
             raise ConfigError(
                 "autopilot.choices, micro_batches and in_flight are empty, so there would be "
                 "nothing to choose"
             )
-        for name, choice in self.choices.items():
-            if not isinstance(choice, Compression):
-                raise ConfigError(
-                    f"autopilot.choices.{name} must be a Compression, got {choice!r}"
-                )
 
     def around(self, own: object) -> Selectable:
         """The run's own compression and the choices, without those that are equal."""
@@ -127,14 +117,27 @@ def no_autopilot() -> None:
     """For conf/autopilot/off.yaml."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way over one boundary with one choice: wire bytes, and seconds of both codecs, for each
-    byte of the tensor."""
+@settings("tour")
+class Tour(Autopilot):
+    """Every run goes through the same choices in turn, whatever it measures: a planner's trial.
 
-    ratio: float
-    compress_s: float = 0.0
-    decompress_s: float = 0.0
+    schedules_tried: by their settings, the run's own first. legs: numbers of choices (schedule x
+    number of compressions + compression), one after each other update, again and again."""
+
+    schedules_tried: Sequence[Any] = ()
+    legs: Sequence[NotNegative] = (0,)
+
+    def __post_init__(self) -> None: ...
+
+    def around(self, own: object) -> Selectable:
+        return Selectable(self.choices)
+
+    def schedules(self, own: Schedule, num_stages: int) -> list[Schedule]:
+        return list(self.schedules_tried)
+
+    def leg(self, step: int) -> int:
+        """The choice of an update, from 1 on."""
+        return self.legs[(step - 1) % len(self.legs)]
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,9 @@ class Forecast:
     micro-batches were last in force; with a number not tried yet as long as now, and for each
     micro-batch more what it has cost more between those tried.
 
-    schedules: the run's own first. ways: by compression, boundary and direction. A choice is a
-    schedule and a compression: number // len(ways) and number % len(ways).
+    schedules: the run's own first. codecs: by compression, of a message of any one size over each
+    boundary in each direction. A choice is a schedule and a compression: number // len(codecs) and
+    number % len(codecs).
     """
 
     def __init__(
@@ -169,17 +173,17 @@ class Forecast:
         schedules: Sequence[Schedule],
         layout: ClusterLayout,
         num_passes: int,
-        ways: Sequence[Mapping[tuple[int, str], Way]],
+        codecs: Sequence[Mapping[tuple[int, str], Direction]],
     ) -> None:
         self._programs = [StepProgram(s, layout, num_passes=num_passes) for s in schedules]
-        self._schedules, self._layout, self._ways = schedules, layout, ways
+        self._schedules, self._layout, self.codecs = schedules, layout, codecs
         self._num_passes = num_passes
         self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
 
     def step_s(self, measured: Measured, in_force: int) -> list[float]:
-        now = self._schedules[in_force // len(self._ways)].num_micro_batches
+        now = self._schedules[in_force // len(self.codecs)].num_micro_batches
         self._compute_s[now] = measured.compute_s
-        choices = product(range(len(self._schedules)), range(len(self._ways)))
+        choices = product(range(len(self._schedules)), range(len(self.codecs)))
         simulated = [
             self._programs[shape].carry_out(self._costs(measured, in_force, shape, way)).end_s
             for shape, way in choices
@@ -196,7 +200,7 @@ class Forecast:
         return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
 
     def _costs(self, measured: Measured, in_force: int, shape: int, way: int) -> TableCosts:
-        layout, (own_shape, own_way) = self._layout, divmod(in_force, len(self._ways))
+        layout, (own_shape, own_way) = self._layout, divmod(in_force, len(self.codecs))
         now, then = (self._schedules[s].num_micro_batches for s in (own_shape, shape))
         each_s = [
             self._computing_s(s, now, then) * len(layout.ranks_of(s)) / self._num_passes / then / 3
@@ -209,12 +213,8 @@ class Forecast:
                 if key not in measured.sent_bytes:  # inside a cloud
                     table.append(Direction())
                     continue
-                own, other = self._ways[own_way][key], self._ways[way][key]
-                raw = measured.sent_bytes[key] / own.ratio * now / then
-                table.append(
-                    Direction(round(raw * other.ratio), raw * other.compress_s,
-                              raw * other.decompress_s)
-                )  # fmt: skip
+                share = measured.sent_bytes[key] / self.codecs[own_way][key].num_bytes
+                table.append(self.codecs[way][key].times(share * now / then))
         lines = {}
         for clouds, rate in measured.bits_per_s.items():
             latency_s = measured.latency_s.get(clouds, 0.0)

@@ -1,14 +1,13 @@
 """What things cost, for the simulator: seconds of work, bytes of messages, lines between clouds.
-Numbers only; measured.py makes them from a recorded step.
+Numbers only; measured.py reads them from recorded steps, pricing.py from a profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import Wan
 from xcloud.parallel.schedule import Action
@@ -36,10 +35,6 @@ class Update:
     average_s: float = 0.0
     norm_s: float = 0.0
     optimizer_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            check_number(f"update.{entry.name}", getattr(self, entry.name), 0.0)
 
 
 class Costs(Protocol):
@@ -88,10 +83,10 @@ class Direction:
     compress_s: float = 0.0
     decompress_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_int("costs.boundaries: num_bytes", self.num_bytes, 0)
-        check_number("costs.boundaries: compress_s", self.compress_s, 0.0)
-        check_number("costs.boundaries: decompress_s", self.decompress_s, 0.0)
+    def times(self, factor: float) -> Direction:
+        """Of a message so many times as large."""
+        size = round(factor * self.num_bytes)
+        return Direction(size, factor * self.compress_s, factor * self.decompress_s)
 
 
 @dataclass(frozen=True)
@@ -115,40 +110,6 @@ class TableCosts:
     lines: Mapping[str, Line] = field(default_factory=dict)
     control_bytes: int = 128
     weights_s: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "weights_s"):
-            for stage, value in enumerate(getattr(self, name)):
-                check_number(f"costs.{name}[{stage}]", value, 0.0)
-        if len(self.forward_s) != len(self.backward_s) or not self.forward_s:
-            raise ConfigError(
-                f"costs.forward_s and costs.backward_s need one number for each stage, got "
-                f"{len(self.forward_s)} and {len(self.backward_s)}"
-            )
-        if len(self.weights_s) not in (0, len(self.backward_s)) or any(
-            part > whole for part, whole in zip(self.weights_s, self.backward_s, strict=False)
-        ):
-            raise ConfigError(
-                "costs.weights_s needs a part of costs.backward_s for each stage, or none at all; "
-                f"got {list(self.weights_s)} of {list(self.backward_s)}"
-            )
-        boundaries = len(self.forward_s) - 1
-        for name in ("forward", "backward"):
-            if len(getattr(self, name)) not in (0, boundaries):
-                raise ConfigError(
-                    f"costs.{name} needs one entry for each of the {boundaries} boundaries "
-                    "between "
-                    f"stages, or none at all; got {len(getattr(self, name))}"
-                )
-        if len(self.updates) not in (0, boundaries + 1):
-            raise ConfigError(
-                f"costs.updates needs one entry for each of the {boundaries + 1} stages, or none "
-                "at "
-                f"all; got {len(self.updates)}"
-            )
-        for rank, factor in self.slowdown.items():
-            check_number(f"costs.slowdown[{rank}]", factor, 0.0, above=True)
-        check_int("costs.control_bytes", self.control_bytes, 0)
 
     def action_s(self, rank: int, action: Action) -> float:
         table: Sequence[float] = getattr(self, f"{action.kind}_s")

@@ -1,25 +1,25 @@
-"""A recorded step of a real run, read back as costs: what every rank took for every action, what
-every message weighed, what every line did. Finds the run's files with read_timeline.
+"""Recorded steps read back as costs: of one step what a stage took for its actions and messages,
+of a trial run's steps a profile. Finds no files and runs nothing.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
-from xcloud.parallel.schedule import Action
-from xcloud.plan.costs import Direction, TableCosts, Transfer, Update, line_of_layout
-from xcloud.plan.line import FREE, Line
-from xcloud.record.timeline import Box, Flight, Lane, Timeline
+from xcloud.plan.costs import Direction, TableCosts, Update
+from xcloud.plan.profile import BoundaryCodec, Curve, DirectionCurves, Piece
+from xcloud.record.timeline import Lane, Timeline
+
+# One step.
 
 _DIRECTION = {"activation": "forward", "gradient": "backward"}
 
 
-class Parts(NamedTuple):
+class _Parts(NamedTuple):
     """Seconds of one action of one rank. compute_s: with whatever the main thread did between the
     recorded spans."""
 
@@ -28,268 +28,287 @@ class Parts(NamedTuple):
     compress_s: float
 
 
-class Sent(NamedTuple):
-    direction: str
-    sender: int
-    receiver: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """As recorded, for the same ranks and micro-batches; `averaged` is for all others.
-
-    lines: by (sending cloud, receiving cloud). Where none was recorded, or with
-    dataclasses.replace(costs, lines={}), the layout says what joins two clouds. Messages inside a
-    cloud are not recorded; they are free.
-    """
-
-    parts: Mapping[tuple[int, Action], Parts]
-    bytes_of: Mapping[Sent, int]
-    updates: Mapping[int, Update]
-    lines: Mapping[tuple[str, str], Line]
-    control_bytes: int = 0
-    cloud_of: Mapping[int, str] = field(default_factory=dict)
-
-    def action_s(self, rank: int, action: Action) -> float:
-        own_s = self._parts(rank, action).compute_s
-        if action.kind != "backward":
-            return own_s
-        late = self.parts.get((rank, action._replace(kind="weights")))
-        return own_s if late is None else own_s + late.compute_s
-
-    def message_bytes(self, message: Transfer) -> int:
-        direction, _, micro_batch, sender, receiver = message
-        found = self.bytes_of.get(Sent(direction, sender, receiver, micro_batch))
-        if found is None:
-            if self.cloud_of.get(sender) == self.cloud_of.get(receiver) is not None:
-                return 0
-            raise ValueError(
-                f"the recorded step has no {direction} message of micro-batch {micro_batch} from "
-                f"rank {sender} to rank {receiver}; for another layout or schedule than the "
-                "recorded one use MeasuredCosts.averaged()"
-            )
-        return found
-
-    def compress_s(self, message: Transfer) -> float:
-        stage = message.boundary + (message.direction == "backward")
-        return self._parts(message.sender, _action(message, stage)).compress_s
-
-    def decompress_s(self, message: Transfer) -> float:
-        stage = message.boundary + (message.direction == "forward")
-        return self._parts(message.receiver, _action(message, stage)).decompress_s
-
-    def line(self, here: str, there: str, wan: Wan | None) -> Line:
-        if here == there:
-            return FREE
-        found = self.lines.get((here, there))
-        return line_of_layout(here, there, wan) if found is None else found
-
-    def update(self, rank: int, stages: Sequence[int]) -> Update:
-        if rank not in self.updates:
-            raise ValueError(f"the recorded step has no rank {rank}; use averaged()")
-        return self.updates[rank]
-
-    def averaged(self) -> TableCosts:
-        """Means over ranks and micro-batches, for other schedules, micro-batch counts of the same
-        size, and layouts of the same stages. Lines keep the clouds' names."""
-        ranks_of: dict[int, set[int]] = defaultdict(set)
-        by_place: dict[tuple[str, int], list[Parts]] = defaultdict(list)
-        for (rank, action), parts in self.parts.items():
-            ranks_of[action.stage].add(rank)
-            by_place[action.kind, action.stage].append(parts)
-        stages = range(len(ranks_of))
-
-        def mean(kind: str, stage: int, name: str) -> float:
-            return _mean(getattr(parts, name) for parts in by_place[kind, stage])
-
-        def direction(kind: str, sending: int, receiving: int) -> Direction:
-            sizes = [
-                size
-                for sent, size in self.bytes_of.items()
-                if sent.direction == kind
-                and sent.sender in ranks_of[sending]
-                and sent.receiver in ranks_of[receiving]
-            ]
-            return Direction(
-                round(_mean(sizes)),
-                mean(kind, sending, "compress_s"),
-                mean(kind, receiving, "decompress_s"),
-            )
-
-        late_s = [mean("weights", stage, "compute_s") for stage in stages]
-        return TableCosts(
-            [mean("forward", stage, "compute_s") for stage in stages],
-            [mean("backward", stage, "compute_s") + late_s[stage] for stage in stages],
-            [direction("forward", stage, stage + 1) for stage in stages[:-1]],
-            [direction("backward", stage + 1, stage) for stage in stages[:-1]],
-            [self._mean_update(stage, ranks_of) for stage in stages],
-            lines={f"{here}-{there}": line for (here, there), line in self.lines.items()},
-            control_bytes=self.control_bytes,
-            weights_s=late_s,
-        )
-
-    def _mean_update(self, stage: int, ranks_of: Mapping[int, set[int]]) -> Update:
-        """A rank of several stages gives each an equal part of its own."""
-        names = ("fetch_s", "average_s", "norm_s", "optimizer_s")
-        held = {rank: sum(rank in r for r in ranks_of.values()) for rank in ranks_of[stage]}
-        return Update(
-            *(_mean(getattr(self.updates[r], name) / n for r, n in held.items()) for name in names)
-        )
-
-    def _parts(self, rank: int, action: Action) -> Parts:
-        found = self.parts.get((rank, action))
-        if found is None:
-            raise ValueError(
-                f"the recorded step has no {action.kind} of micro-batch {action.micro_batch} at "
-                f"stage {action.stage} on rank {rank}; for another layout or schedule than the "
-                "recorded one use MeasuredCosts.averaged()"
-            )
-        return found
-
-
-def measured_costs(timeline: Timeline) -> MeasuredCosts:
-    """The costs of a recorded step. What is not a recorded span (the interpreter between two of
-    them) counts for the span behind it; what wakes a waiting rank late, for the line's latency."""
-    parts: dict[tuple[int, Action], Parts] = {}
-    updates: dict[int, Update] = {}
+def measured_costs(timeline: Timeline) -> TableCosts:
+    """Means over ranks and micro-batches of a recorded step. What is no recorded span (the
+    interpreter between two of them) counts for the span after it. A rank of several stages gives
+    each an equal part of its update. Lines are not read: the layout, or whoever asks, has them."""
+    parts: dict[tuple[str, int], list[_Parts]] = defaultdict(list)
+    updates: dict[int, tuple[Update, float]] = {}
     stages_of = {
         lane.rank: {box.stage for box in lane.boxes if box.direction} for lane in timeline.lanes
     }
-    averages: dict[int, float] = {}
     for lane in timeline.lanes:
-        found = _read_lane(lane)
-        parts.update({(lane.rank, action): p for action, p in found.parts.items()})
-        updates[lane.rank], averages[lane.rank] = found.update, found.average_s
-    for rank, update in updates.items():
-        mates = [r for r, held in stages_of.items() if held & stages_of[rank]]
-        if len(mates) > 1:
-            # The last to come waits for nobody.
-            shared = Update(
-                update.fetch_s, min(averages[r] for r in mates), update.norm_s, update.optimizer_s
-            )
-        else:
-            norm_s = update.norm_s + averages[rank]
-            shared = Update(update.fetch_s, 0.0, norm_s, update.optimizer_s)
-        updates[rank] = shared
-    sizes: dict[Sent, list[int]] = defaultdict(list)
+        updates[lane.rank] = _read_lane(lane, parts)
+    ranks_of: dict[int, set[int]] = defaultdict(set)
+    for rank, held in stages_of.items():
+        for stage in held:
+            ranks_of[stage].add(rank)
+    sizes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     control: list[int] = []
     for flight in (f for flights in timeline.flights.values() for f in flights):
         if flight.kind in _DIRECTION:
-            sent = _DIRECTION[flight.kind], flight.sender, flight.receiver, flight.micro_batch
-            sizes[Sent(*sent)].append(flight.num_bytes)
+            way = _DIRECTION[flight.kind], flight.sender, flight.receiver
+            sizes[way].append(flight.num_bytes)
         elif flight.kind == "norm":
             control.append(flight.num_bytes)
-    waits = _waits(timeline)
-    return MeasuredCosts(
-        parts,
-        {sent: round(_mean(found)) for sent, found in sizes.items()},
-        updates,
-        {
-            direction: _line_of(flights, waits)
-            for direction, flights in timeline.flights.items()
-            if any(flight.kind in _DIRECTION for flight in flights)
-        },
-        round(_mean(control)),
-        {lane.rank: lane.cloud for lane in timeline.lanes},
+
+    def mean(kind: str, stage: int, name: str) -> float:
+        return _mean(getattr(found, name) for found in parts[kind, stage])
+
+    def direction(kind: str, sending: int, receiving: int) -> Direction:
+        found = [
+            size
+            for (of_kind, sender, receiver), own in sizes.items()
+            if (of_kind, sender in ranks_of[sending], receiver in ranks_of[receiving])
+            == (kind, True, True)
+            for size in own
+        ]
+        compress_s = mean(kind, sending, "compress_s")
+        return Direction(round(_mean(found)), compress_s, mean(kind, receiving, "decompress_s"))
+
+    def update(stage: int) -> Update:
+        mates = ranks_of[stage]
+        shares = []
+        for rank in mates:
+            own, average_s = updates[rank]
+            n = len(stages_of[rank])
+            if len(mates) == 1:
+                own = Update(own.fetch_s, 0.0, own.norm_s + average_s, own.optimizer_s)
+            else:  # the last to come waits for nobody
+                shared_s = min(updates[mate][1] for mate in mates)
+                own = Update(own.fetch_s, shared_s, own.norm_s, own.optimizer_s)
+            shares.append(
+                [s / n for s in (own.fetch_s, own.average_s, own.norm_s, own.optimizer_s)]
+            )
+        return Update(*map(_mean, zip(*shares, strict=True)))
+
+    stages = range(len(ranks_of))
+    late_s = [mean("weights", stage, "compute_s") for stage in stages]
+    return TableCosts(
+        [mean("forward", stage, "compute_s") for stage in stages],
+        [mean("backward", stage, "compute_s") + late_s[stage] for stage in stages],
+        [direction("forward", stage, stage + 1) for stage in stages[:-1]],
+        [direction("backward", stage + 1, stage) for stage in stages[:-1]],
+        [update(stage) for stage in stages],
+        control_bytes=round(_mean(control)),
+        weights_s=late_s,
     )
 
 
-@dataclass
-class _LaneCosts:
-    parts: dict[Action, Parts]
-    update: Update
-    average_s: float
-
-
-def _read_lane(lane: Lane) -> _LaneCosts:
-    us: dict[Action, list[int]] = {}
-    outside = {"fetch": 0, "average": 0, "clip": 0, "behind": 0}
+def _read_lane(lane: Lane, parts: dict[tuple[str, int], list[_Parts]]) -> tuple[Update, float]:
+    """Adds its actions to `parts`. The rank's update, and its seconds in averages."""
+    us: dict[tuple[str, int, int], list[int]] = {}
+    outside = {"fetch": 0, "average": 0, "clip": 0, "after": 0}
     num_fetches, at_us, has_normed = 0, lane.from_us, False
     for box in lane.boxes:
         gap_us, own_us = box.from_us - at_us, box.until_us - box.from_us
         at_us = box.until_us
         if box.direction:
-            action = Action(box.direction, box.stage, box.micro_batch)  # type: ignore[arg-type]
-            parts = us.setdefault(action, [0, 0, 0])
-            parts[1] += gap_us
+            own = us.setdefault((box.direction, box.stage, box.micro_batch), [0, 0, 0])
+            own[1] += gap_us
             if box.what != "wait":
-                which = {"decompress": 0, box.direction: 1, "compress": 2}[box.what]
-                parts[which] += own_us
+                own[{"decompress": 0, box.direction: 1, "compress": 2}[box.what]] += own_us
             continue
         num_fetches += box.what == "fetch"
         if box.what in ("wait", "average") and (has_normed or box.what == "wait"):
-            outside["behind" if has_normed else "clip"] += gap_us
+            outside["after" if has_normed else "clip"] += gap_us
             continue  # waiting for the sum of the norms
-        name = box.what if box.what in outside and not has_normed else "behind"
+        name = box.what if box.what in outside and not has_normed else "after"
         outside[name] += gap_us + own_us
         has_normed = has_normed or box.what == "clip"
-    outside["behind"] += lane.until_us - at_us
-    return _LaneCosts(
-        {action: Parts(*(1e-6 * part for part in parts)) for action, parts in us.items()},
-        Update(
-            1e-6 * outside["fetch"] / max(1, num_fetches),
-            0.0,
-            1e-6 * outside["clip"],
-            1e-6 * outside["behind"],
-        ),
-        1e-6 * outside["average"],
-    )
-
-
-_Waits = Mapping[tuple[int, str, int], Box]
-
-
-def _waits(timeline: Timeline) -> _Waits:
-    """By receiver, direction and micro-batch."""
-    return {
-        (lane.rank, box.direction, box.micro_batch): box
-        for lane in timeline.lanes
-        for box in lane.boxes
-        if box.what == "wait" and box.direction
-    }
-
-
-def _line_of(flights: Sequence[Flight], waits: _Waits) -> Line:
-    """One line that explains these flights: bytes over the time it was busy, and a latency.
-
-    An emulated line says when it carried what. On a real one the fastest message gives the
-    latency; each then had the line from its start, or the end of the one before, until it was
-    there less latency.
-    """
-    is_emulated = any(flight.until_us < flight.arrived_us for flight in flights)
-    awake_us = [_awake_us(flight, waits) for flight in flights]
-    if is_emulated:
-        latency_us = statistics.median(
-            awake - flight.until_us for awake, flight in zip(awake_us, flights, strict=True)
-        )
-        busy_us = float(sum(flight.until_us - flight.from_us for flight in flights))
-    else:
-        latency_us = min(flight.arrived_us - flight.from_us for flight in flights)
-        busy_us, free_us = 0.0, 0.0
-        for flight in sorted(flights, key=lambda f: f.from_us):
-            until_us = flight.arrived_us - latency_us
-            busy_us += max(0.0, until_us - max(flight.from_us, free_us))
-            free_us = max(free_us, until_us)
-    bits = sum(8.0 * line_bytes(flight.num_bytes) for flight in flights)
-    # Shorter than the clock's microseconds: as good as no time.
-    bandwidth = bits / max(1e-6 * busy_us, 1e-9)
-    return Line(LinkProfile(bandwidth, max(0.0, 1e-6 * latency_us)))
-
-
-def _awake_us(flight: Flight, waits: _Waits) -> int:
-    """When its receiver went on with it, if it was waiting for it; else when it had arrived."""
-    direction = _DIRECTION.get(flight.kind, "")
-    box = waits.get((flight.receiver, direction, flight.micro_batch))
-    if box is not None and box.from_us < flight.arrived_us < box.until_us:
-        return box.until_us
-    return flight.arrived_us
-
-
-def _action(message: Transfer, stage: int) -> Action:
-    return Action(message.direction, stage, message.micro_batch)  # type: ignore[arg-type]
+    outside["after"] += lane.until_us - at_us
+    for (kind, stage, _), spent in us.items():
+        parts[kind, stage].append(_Parts(*(1e-6 * part for part in spent)))
+    fetch_s = 1e-6 * outside["fetch"] / max(1, num_fetches)
+    own_update = Update(fetch_s, 0.0, 1e-6 * outside["clip"], 1e-6 * outside["after"])
+    return own_update, 1e-6 * outside["average"]
 
 
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0
+
+
+# The steps of a trial.
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Steps of a trial with one schedule and compression. samples: of a micro-batch, on average.
+    splits: whether weights' gradients were put off."""
+
+    samples: float
+    compression: str
+    splits: bool
+    steps: Sequence[TableCosts]
+
+    def at(self, quantity: Callable[[TableCosts], float]) -> float:
+        """The median over its steps."""
+        return statistics.median(map(quantity, self.steps))
+
+
+class StageFacts(NamedTuple):
+    """activation_bytes, put_off_bytes: of a sample. blocks: of a model that is cut freely."""
+
+    parameter_bytes: int
+    trained_bytes: int
+    activation_bytes: float
+    put_off_bytes: float
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """own: the job's compression. ranks: of each the stages that it holds, and how many ranks
+    share them. pass_samples: of an accumulation pass."""
+
+    legs: Sequence[Leg]
+    own: str
+    stages: Sequence[StageFacts]
+    ranks: Sequence[tuple[Sequence[int], int]]
+    pass_samples: float
+
+    def pieces(self, boundary_after: Sequence[int | None]) -> list[Piece]:
+        """The model as it was cut, or, if it has blocks, block by block: those between the first
+        and the last of a model are alike. boundary_after: each piece but the last."""
+        quantities = [self._of_stage(stage) for stage in range(len(self.stages))]
+        if all(facts.blocks for facts in self.stages):
+            quantities = _by_block(quantities, [facts.blocks for facts in self.stages])
+        boundaries = [*boundary_after, None]
+        per_byte_s = self._update_s() / max(1, sum(s.trained_bytes for s in self.stages))
+        return [
+            _piece(i, found, boundary, per_byte_s, bool(self.stages[0].blocks))
+            for i, (found, boundary) in enumerate(zip(quantities, boundaries, strict=True))
+        ]
+
+    def directions(self, compression: str, boundary: int) -> BoundaryCodec:
+        """What crossed after a stage; no backward if none did."""
+        legs = self._legs(compression=compression, splits=None)
+
+        def curve(way: str, name: str) -> Curve:
+            return Curve(
+                [
+                    (leg.samples, leg.at(lambda t: getattr(getattr(t, way)[boundary], name)))
+                    for leg in legs
+                ]
+            )
+
+        def curves(way: str) -> DirectionCurves:
+            return DirectionCurves(
+                curve(way, "num_bytes"), curve(way, "compress_s"), curve(way, "decompress_s")
+            )
+
+        backward = curves("backward")
+        returns = any(size for _, size in backward.num_bytes.points)
+        return BoundaryCodec(curves("forward"), backward if returns else None)
+
+    def fetch_s(self) -> Curve:
+        """Of a micro-batch, by a rank."""
+
+        def of_rank(costs: TableCosts) -> float:
+            fetched_s = (n * sum(costs.updates[s].fetch_s for s in held) for held, n in self.ranks)
+            return _mean(fetched_s)
+
+        share = 1 / self.pass_samples
+        own = self._legs(self.own, splits=False)
+        return Curve([(leg.samples, leg.at(of_rank) * leg.samples * share) for leg in own])
+
+    @property
+    def control_bytes(self) -> int:
+        return round(self.legs[0].at(lambda t: t.control_bytes))
+
+    def _legs(self, compression: str, splits: bool | None) -> list[Leg]:
+        found = [
+            leg
+            for leg in self.legs
+            if leg.compression == compression and splits in (None, leg.splits)
+        ]
+        by_size = {leg.samples: leg for leg in reversed(found)}
+        return [by_size[samples] for samples in sorted(by_size)]
+
+    def _of_stage(self, stage: int) -> _Quantities:
+        def curve(legs: Sequence[Leg], of: Callable[[TableCosts], float]) -> _Points:
+            return {leg.samples: leg.at(of) for leg in legs}
+
+        whole, split = (self._legs(self.own, splits) for splits in (False, True))
+        forward, backward = (
+            curve(whole, lambda t, n=name: getattr(t, n)[stage])  # type: ignore[misc]
+            for name in ("forward_s", "backward_s")
+        )
+        facts = self.stages[stage]
+        both = Curve(sorted((b, forward[b] + backward[b]) for b in forward))
+        return _Quantities(
+            forward,
+            backward,
+            curve(split, lambda t: t.weights_s[stage]),
+            {
+                leg.samples: leg.at(lambda t: t.forward_s[stage] + t.backward_s[stage])
+                - both.at(leg.samples)
+                for leg in split
+            },
+            {1.0: facts.activation_bytes},
+            {1.0: facts.put_off_bytes},
+            {1.0: float(facts.parameter_bytes)},
+            {1.0: float(facts.trained_bytes)},
+        )
+
+    def _update_s(self) -> float:
+        """Of all weights: norm, clipping and optimizer of the ranks that hold them."""
+        own = self._legs(self.own, splits=False)
+        return statistics.median(
+            leg.at(lambda t: sum(u.norm_s + u.optimizer_s for u in t.updates)) for leg in own
+        )
+
+
+_Points = dict[float, float]  # by samples of a micro-batch
+
+
+class _Quantities(NamedTuple):
+    forward_s: _Points
+    backward_s: _Points
+    weights_s: _Points
+    splitting_s: _Points
+    activation_bytes: _Points
+    put_off_bytes: _Points
+    parameter_bytes: _Points
+    trained_bytes: _Points
+
+
+def _by_block(stages: Sequence[_Quantities], blocks: Sequence[int]) -> list[_Quantities]:
+    """Of each block, the first with what is before it, the last with what is after it. One
+    between is the mean over the stages between or, where there are none, its share of the first
+    stage."""
+    each: list[_Points] = []
+    first: list[_Points] = []
+    last: list[_Points] = []
+    for own in zip(*stages, strict=True):
+        between = own[1:-1] or (own[:1] if blocks[0] > 1 else own[-1:])
+        count = sum(blocks[1:-1]) or (blocks[0] if blocks[0] > 1 else blocks[-1])
+        sizes = own[0].keys()
+        mean = {b: sum(found[b] for found in between) / count for b in sizes}
+        each.append(mean)
+        for ends, found, number in ((first, own[0], blocks[0]), (last, own[-1], blocks[-1])):
+            ends.append({b: max(0.0, found[b] - (number - 1) * mean[b]) for b in sizes})
+    if len(blocks) == 1:
+        return _one_stage(stages[0], blocks[0])
+    # The first stage puts nothing off, so nothing was seen of it.
+    front = _Quantities(*first)._replace(weights_s=each[2], splitting_s=each[3])
+    return [front, *[_Quantities(*each)] * (sum(blocks) - 2), _Quantities(*last)]
+
+
+def _one_stage(stage: _Quantities, blocks: int) -> list[_Quantities]:
+    return [_Quantities(*({b: v / blocks for b, v in own.items()} for own in stage))] * blocks
+
+
+def _piece(
+    number: int, of: _Quantities, boundary: int | None, per_byte_s: float, is_block: bool
+) -> Piece:
+    forward, backward, weights, splitting, activations, put_off = (
+        Curve(sorted((b, max(0.0, value)) for b, value in points.items())) for points in of[:6]
+    )
+    trained = of.trained_bytes[1.0]
+    return Piece(
+        f"{'block' if is_block else 'stage'} {number}", forward, backward, boundary,
+        round(of.parameter_bytes[1.0]), round(trained), activations, per_byte_s * trained,
+        int(is_block), weights, put_off, splitting,
+    )  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.schedule import GPipe, Schedule, most_kept
+from xcloud.parallel.schedule import Schedule, most_kept
 from xcloud.plan.plans import Arranged, Plan
 from xcloud.plan.profile import Profile
 
@@ -70,6 +69,4 @@ def _most_kept(
     schedule: Schedule, stage: int, num_stages: int, lanes: int, activations: float, put_off: float
 ) -> float:
     """Bytes that a rank keeps for backwards to come."""
-    if isinstance(schedule, GPipe):
-        return math.ceil(schedule.num_micro_batches / lanes) * activations
     return most_kept(schedule.actions(stage, num_stages), lanes, activations, put_off)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.schedule import Schedule, share_of
 from xcloud.parallel.strategy import Strategy
 
 NO_COMPRESSION = "none"
 
 
 class Plan(NamedTuple):
-    """ends: the piece behind each stage's last; one where each rank holds the whole model.
-    in_flight: of 1F1B and ZeroBubble; None = GPipe. in_memory: of ZeroBubble; None = 1F1B."""
+    """ends: the piece after each stage's last; one where each rank holds the whole model."""
 
     strategy: str
     ends: tuple[int, ...]
-    micro_batches: int
-    in_flight: int | None
+    schedule: Schedule
     compression: str
-    in_memory: int | None = None
 
     @property
-    def schedule(self) -> Schedule:
-        return self.schedule_in(0, 1)
+    def micro_batches(self) -> int:
+        return self.schedule.num_micro_batches
+
+    @property
+    def schedule_label(self) -> str:
+        """Without the number of micro-batches."""
+        return self.schedule.label.replace(f" m={self.micro_batches}", "")
 
     def micro_batches_of(self, replica: int, num_replicas: int) -> int:
         """Those that a replica computes: i belongs to replica i mod num_replicas."""
@@ -36,22 +37,10 @@ class Plan(NamedTuple):
 
     def schedule_in(self, replica: int, num_replicas: int) -> Schedule:
         """Of one of so many replicas of the pipeline."""
+        if num_replicas == 1:
+            return self.schedule
         own = self.micro_batches_of(replica, num_replicas)
-        if self.in_flight is None:
-            return GPipe(own)
-        in_flight = math.ceil(self.in_flight / num_replicas)
-        if self.in_memory is None:
-            return OneForwardOneBackward(own, in_flight)
-        return ZeroBubble(own, in_flight, math.ceil(self.in_memory / num_replicas))
-
-    @property
-    def schedule_label(self) -> str:
-        if self.in_flight is None:
-            return "gpipe"
-        if self.in_memory is None:
-            return f"1f1b, {self.in_flight} in flight"
-        kept = "" if self.in_memory == self.in_flight else f", {self.in_memory} in memory"
-        return f"zero bubble, {self.in_flight} in flight{kept}"
+        return share_of(self.schedule, own, num_replicas)
 
 
 @dataclass(frozen=True)

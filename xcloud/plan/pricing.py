@@ -1,6 +1,6 @@
-"""What a plan costs: step time, bubble, bytes, memory, and a fast bound from below.
+"""What a plan costs: step time, bubble, bytes, memory, and a quick estimate of its step.
 
-A pipeline is simulated (simulator.py); what replicas average is a formula (averaging_costs.py). A
+A pipeline is simulated (prediction.py); what replicas average is a formula (averaging_costs.py). A
 replica that lies in one cloud computes one micro-batch after the other. Where the profile names a
 line inside a cloud, ranks of a stage sum their gradients over it in a ring.
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,10 +25,8 @@ from xcloud.plan.costs import Direction, TableCosts, Update
 from xcloud.plan.line import Line, lines_of
 from xcloud.plan.plan_memory import Sums, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.plan.prediction import Prediction
-from xcloud.plan.profile import BoundaryCodec, Profile, Way
-from xcloud.plan.replica_shape import alike, shape_of
-from xcloud.plan.simulator import Simulator
+from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.plan.profile import BoundaryCodec, Profile
 
 
 class Pricer:
@@ -61,8 +60,8 @@ class Pricer:
         self._alike = {
             name: alike(layouts, self._lines[name]) for name, layouts in self._replicas.items()
         }
-        self._shapes = {
-            name: [shape_of(self._replicas[name][number], self._lines[name]) for number in firsts]
+        self._stages = {
+            name: {n: _stages(self._replicas[name][n], self._lines[name]) for n in firsts}
             for name, firsts in self._alike.items()
         }
         self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
@@ -132,45 +131,31 @@ class Pricer:
         needed = self.memory(plan)
         return all(size <= self.memory_bytes.get(name, size) for name, size in needed.items())
 
-    def bound_s(self, plan: Plan) -> float:
-        """No step of this plan takes less, whatever the schedule."""
-        b, name = self.samples(plan), plan.strategy
-        arranged = self.arranged[name]
-        if arranged.is_whole:
+    def estimate_s(self, plan: Plan) -> float:
+        """About what a step takes, whatever the schedule: the busiest stage or line works all the
+        time, and one micro-batch goes through all others. To choose what to simulate."""
+        if self.arranged[plan.strategy].is_whole:
             return self.step_s(plan)
+        b, longest_s, starts = self.samples(plan), 0.0, (0, *plan.ends[:-1])
         sums = self._sums(b)
-        least, starts = 0.0, (0, *plan.ends[:-1])
-        nothing = Direction()
-        for first, shape in zip(self._alike[name], self._shapes[name], strict=True):
+        for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
-            # Until the stage's first input is there, and from its last gradient to the end. Its
-            # weights may be put off beyond that gradient, and so may those of stages in between.
-            fill_s, drain_s, out, back = 0.0, 0.0, nothing, nothing
-            for stage, (start, end) in enumerate(zip(starts, plan.ends, strict=True)):
-                up, down = shape.up[stage], shape.down[stage]
-                into, gone = nothing, nothing
-                if up is not None:
-                    into, gone = self.directions_at(plan.compression, end, b)
-                slowdown, turns = shape.slowdown[stage], math.ceil(m / shape.lanes[stage])
-                there_s, back_s, late_s = (
-                    slowdown * (of[end] - of[start])
-                    for of in (sums.forward, sums.backward, sums.weights)
-                )
-                if stage == 0:  # puts nothing off
-                    late_s = 0.0
-                there_s += out.decompress_s + into.compress_s
-                back_s += gone.decompress_s + back.compress_s
-                own_s = turns * (there_s + back_s)
-                least = max(least, fill_s + own_s + max(0.0, drain_s - turns * late_s))
-                fill_s += there_s
-                drain_s += back_s - late_s
-                if up is not None and down is not None:
-                    busy = up.line_s(into.num_bytes), down.line_s(gone.num_bytes)
-                    least = max(least, fill_s + drain_s + m * max(busy) + min(busy))
-                    fill_s += busy[0] + up.latency_s
-                    drain_s += busy[1] + (down.latency_s if gone.num_bytes else 0.0)
-                out, back = into, gone
-        return self._exchange(plan).step_s(least)
+            through_s = busiest_s = 0.0
+            out = back = Direction()
+            for (start, end), at in zip(zip(starts, plan.ends, strict=True), stages, strict=True):
+                own_s = at.slowdown * sum(s[end] - s[start] for s in (sums.forward, sums.backward))
+                own_s += out.decompress_s + back.compress_s
+                out = back = Direction()
+                if at.up is not None and at.down is not None:
+                    out, back = self.directions_at(plan.compression, end, b)
+                    busy = at.up.line_s(out.num_bytes), at.down.line_s(back.num_bytes)
+                    through_s += sum(busy) + at.up.latency_s + at.down.latency_s
+                    busiest_s = max(busiest_s, m * max(busy) - sum(busy))
+                own_s += out.compress_s + back.decompress_s
+                through_s += own_s
+                busiest_s = max(busiest_s, (math.ceil(m / at.num_ranks) - 1) * own_s)
+            longest_s = max(longest_s, through_s + busiest_s)
+        return self._exchange(plan).step_s(longest_s)
 
     # One replica.
 
@@ -338,7 +323,8 @@ class Pricer:
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end)
-        return _direction(codec.forward, b), _direction(codec.backward, b)
+        back = Direction() if codec.backward is None else codec.backward.at(b)
+        return codec.forward.at(b), back
 
     def _codec(self, compression: str, end: int) -> BoundaryCodec:
         boundary = self.profile.pieces[end - 1].boundary
@@ -371,9 +357,34 @@ class _Part(NamedTuple):
     num_bytes: Mapping[tuple[int, int], float] = MappingProxyType({})
 
 
-def _direction(way: Way | None, b: float) -> Direction:
-    if way is None:
-        return Direction()
-    return Direction(
-        round(way.num_bytes.at(b)), way.compress_s.at(b), way.decompress_s.at(b)
-    )  # fmt: skip
+class _Stage(NamedTuple):
+    """Of a replica. up, down: lines to the next stage and back; None inside a cloud."""
+
+    slowdown: float
+    num_ranks: int
+    up: Line | None
+    down: Line | None
+
+
+def _stages(layout: ClusterLayout, lines: Mapping[str, Line]) -> list[_Stage]:
+    clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
+    return [
+        _Stage(
+            layout.clouds[here].slowdown,
+            len(layout.ranks_of(stage)),
+            lines[f"{here}-{there}"] if here != there else None,
+            lines[f"{there}-{here}"] if here != there else None,
+        )
+        for stage, (here, there) in enumerate(pairwise([*clouds, clouds[-1]]))
+    ]
+
+
+def alike(replicas: Sequence[ClusterLayout], lines: Mapping[str, Line]) -> dict[int, list[int]]:
+    """Numbers of replicas, by the first of those like them: as many ranks and stages, computing as
+    fast, over the same lines."""
+    firsts, found = dict[object, int](), dict[int, list[int]]()
+    for number, layout in enumerate(replicas):
+        wires = tuple(lines.get(f"{a}-{b}") for a, b in product(layout.clouds, repeat=2))
+        first = firsts.setdefault((repr(tuple(layout.clouds.values())), repr(wires)), number)
+        found.setdefault(first, []).append(number)
+    return found

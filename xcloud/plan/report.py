@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,6 @@ class Report:
             "search_s": self.search_s,
             "profile": {"of": dict(profile.of), "measured_at_s": profile.measured_at_s,
                         "stale": list(self.stale)},
-            "work_factor": None if profile.work_factor is None else asdict(profile.work_factor),
             "pays_below_bits_per_s": {c.compression: c.pays_below for c in self.crossings},
             "step_time_over_bandwidth": {n: [list(p) for p in c] for n, c in self.curves.items()},
             "over_micro_batches": [entry._asdict() for entry in counted],

@@ -1,24 +1,26 @@
-"""The best plans of a space, found with few simulations: a bound from below sorts out the rest.
-Also where compressors begin to pay, and the paper's formulas beside the simulation.
+"""The best plans of a space, found with few simulations: a quick estimate says which cuts and
+numbers of micro-batches are worth one. Also where compressors begin to pay, and the paper's
+formulas beside the simulation.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
+from xcloud.parallel.schedule import Schedule, variants_of, with_micro_batches
 from xcloud.plan import formulas
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Piece
 
 MOST_SPLITS = 5000
-TRIES = 32  # of a search; see fastest
+TRIES, REFINED = 24, 4  # of a search; see fastest
+NEAR = 12  # plans that differ from the job's own in one thing
 WORTH = 0.98  # a change that leaves more of a step is no advice
 BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
 
@@ -26,15 +28,15 @@ BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
 @dataclass(frozen=True)
 class Space:
     """own: the plan that the job's settings are. splits: by strategy. micro_batches: counts.
-    varies: dimensions of settings.DIMENSIONS that may differ from `own`. splits_backward: whether
-    ZeroBubble is among the schedules to try."""
+    schedules: to try, with any of these counts, each in its variants. varies: dimensions of
+    settings.DIMENSIONS that may differ from `own`."""
 
     own: Plan
     splits: Mapping[str, Sequence[tuple[int, ...]]]
     micro_batches: Sequence[int]
     compressions: Sequence[str]
     varies: Sequence[str]
-    splits_backward: bool = True
+    schedules: Sequence[Schedule] = ()
 
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
         """Every plan, with the schedule of `own`."""
@@ -45,29 +47,21 @@ class Space:
             if "split" not in self.varies and self.own.ends in splits:
                 splits = [self.own.ends]
             counts = [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
+            schedules = [with_micro_batches(self.own.schedule, m) for m in counts]
+            names = self._or("compression", self.compressions, self.own.compression)
             for ends in splits:
-                for m in counts:
-                    for compression in self._or(
-                        "compression", self.compressions, self.own.compression
-                    ):
-                        yield self.own._replace(
-                            strategy=strategy, ends=ends, micro_batches=m, compression=compression
-                        )
+                for schedule in schedules:
+                    for compression in names:
+                        yield Plan(strategy, ends, schedule, compression)
 
-    def schedules(self, plan: Plan) -> list[Plan]:
+    def with_schedules(self, plan: Plan) -> list[Plan]:
         """The plan with every schedule to be tried."""
         if "schedule" not in self.varies or len(plan.ends) == 1:
             return [plan]
         p, m = len(plan.ends), plan.micro_batches
-        counts = sorted({k for k in (p, p + 1, 2 * p, 4 * p) if k < m})
-        found = [plan._replace(in_flight=k, in_memory=None) for k in (None, *counts)]
-        if self.splits_backward:
-            found += [plan._replace(in_flight=k, in_memory=k) for k in (*counts, m)]
-        return found
-
-    def worth_pricing(self, plan: Plan, fits: Callable[[Plan], bool]) -> list[Plan]:
-        """Of its schedules."""
-        return list(filter(fits, self.schedules(plan)))
+        kinds = [*self.schedules, self.own.schedule]
+        tried = dict.fromkeys(s for kind in kinds for s in variants_of(kind, p, m))
+        return [plan._replace(schedule=schedule) for schedule in tried]
 
     def _or(self, dimension: str, all_of_them: Sequence[str], own: str) -> Sequence[str]:
         return all_of_them if dimension in self.varies else [own]
@@ -76,8 +70,7 @@ class Space:
 @dataclass(frozen=True)
 class Ranked:
     """best: the fastest first. own: the job's plan; near_own: the fastest that differs from it in
-    one thing. num_plans: in the space; num_simulated: of these priced exactly, the others were
-    slower by their bound."""
+    one thing. num_plans: in the space; num_simulated: of these."""
 
     best: list[Priced]
     own: Priced
@@ -155,7 +148,7 @@ def _even_split(
 
 @dataclass(frozen=True)
 class Fastest:
-    """best: the fastest first. num_plans: in the space; num_simulated: of these priced exactly."""
+    """best: the fastest first. num_plans: in the space; num_simulated: of these."""
 
     best: list[Plan]
     num_plans: int
@@ -163,61 +156,74 @@ class Fastest:
 
 
 def fastest(
-    pricer: Pricer, space: Space, keep: int, tolerance: float = 0.0, tries: float = math.inf
+    pricer: Pricer, space: Space, keep: int, tries: int = TRIES, refined: int = REFINED
 ) -> Fastest:
     """Of the plans that fit into memory. Where strategy or compression vary, the best one of each
-    pair of them. Exact, as a plan is left out only where its bound is slower.
+    pair of them.
 
-    tolerance: 0.02 = what is found may take 2 % longer. tries: for each pair at most so many, of
-    the least bounds, are priced with all their schedules, or all of them until `keep` are found.
-    """
-    groups = list(space.groups(pricer.arranged))
-    bounds = sorted((pricer.bound_s(plan), number) for number, plan in enumerate(groups))
-    varied = {(plan.strategy, plan.compression) for plan in groups}
-    keep = min(keep, len(varied) if len(varied) > 1 else len(groups))
-    found: dict[object, tuple[float, tuple[int, int, int, str], Plan]] = {}
-    tried, num_simulated, worst_s = Counter[object](), 0, math.inf
-    for bound_s, number in bounds:
-        group = groups[number]
-        pair = group.strategy, group.compression
-        key = pair if len(varied) > 1 else group
-        if bound_s > worst_s:
-            break
-        is_tried = tried[pair] >= tries and (len(varied) > 1 or len(found) >= keep)
-        if is_tried or (key in found and bound_s > (1 - tolerance) * found[key][0]):
-            continue
-        options = space.worth_pricing(group, pricer.fits)
-        tried[pair] += bool(options)
-        num_simulated += len(options)
-        for plan in options:
-            mine = pricer.step_s(plan), _order(plan), plan
-            found[key] = min(mine, found.get(key, mine))
-        if len(found) >= keep:
-            worst_s = sorted(found.values())[keep - 1][0]
-    num_plans = sum(len(space.schedules(plan)) for plan in groups)
-    return Fastest([plan for *_, plan in sorted(found.values())[:keep]], num_plans, num_simulated)
+    Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
+    simulated with the first schedule that fits, and the fastest `refined` of them with all."""
+    pairs: dict[tuple[str, str], list[Plan]] = {}
+    for plan in space.groups(pricer.arranged):
+        pairs.setdefault((plan.strategy, plan.compression), []).append(plan)
+
+    @cache
+    def shapes(num_stages: int, num_micro_batches: int) -> list[Schedule]:
+        schedule = with_micro_batches(space.own.schedule, num_micro_batches)
+        plan = space.own._replace(ends=(0,) * num_stages, schedule=schedule)
+        return [option.schedule for option in space.with_schedules(plan)]
+
+    def options(plan: Plan) -> list[Plan]:
+        schedules = shapes(len(plan.ends), plan.micro_batches)
+        return [plan._replace(schedule=schedule) for schedule in schedules]
+
+    found: list[tuple[float, tuple[int, str, str], Plan]] = []
+    num_simulated = 0
+    for groups in pairs.values():
+        firsts = []
+        for plan in sorted(groups, key=pricer.estimate_s):
+            first = next(filter(pricer.fits, options(plan)), None)
+            if first is not None:
+                firsts.append(_timed(pricer, first))
+            if len(firsts) == tries:
+                break
+        firsts.sort()
+        tried = dict.fromkeys(plan for *_, plan in firsts)
+        others = [
+            plan
+            for *_, first in firsts[:refined]
+            for plan in options(first)
+            if plan not in tried and pricer.fits(plan)
+        ]
+        num_simulated += len(firsts) + len(others)
+        timed = sorted([*firsts, *(_timed(pricer, plan) for plan in others)])
+        best: dict[object, tuple[float, tuple[int, str, str], Plan]] = {}
+        for entry in timed:  # one for each cut and number of micro-batches
+            best.setdefault((entry[2].ends, entry[2].micro_batches), entry)
+        found += [*best.values()][: 1 if len(pairs) > 1 else keep]
+    num_plans = sum(
+        len(shapes(len(plan.ends), plan.micro_batches)) for own in pairs.values() for plan in own
+    )
+    return Fastest([plan for *_, plan in sorted(found)[:keep]], num_plans, num_simulated)
+
+
+def _timed(pricer: Pricer, plan: Plan) -> tuple[float, tuple[int, str, str], Plan]:
+    """Of plans that take equally long: fewer micro-batches."""
+    return pricer.step_s(plan), (plan.micro_batches, plan.compression, plan.schedule.label), plan
 
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
-    """The fastest plans, and the job's own among them. Where the line bounds a step every cut
-    takes nearly the same, and no bound tells them apart: of a strategy and compressor only the
-    TRIES cuts and counts of micro-batches with the least bounds are simulated."""
-    found = fastest(pricer, space, keep, tries=TRIES)
+    """The fastest plans, and the job's own among them."""
+    found = fastest(pricer, space, keep)
     near = [plan for plan in space.groups(pricer.arranged) if len(_changes(space.own, plan)) == 1]
-    steps = [(pricer.step_s(plan), plan) for plan in near]
+    steps = [(pricer.step_s(plan), plan) for plan in sorted(near, key=pricer.estimate_s)[:NEAR]]
     return Ranked(
         [pricer.price(plan) for plan in found.best],
         pricer.price(space.own),
-        min(steps, default=None),
+        min(steps, key=lambda entry: entry[0], default=None),
         found.num_plans,
         found.num_simulated,
     )
-
-
-def _order(plan: Plan) -> tuple[int, int, int, str]:
-    """Of plans that take equally long: fewer micro-batches, less in flight, nothing put off."""
-    in_flight = plan.micro_batches if plan.in_flight is None else plan.in_flight
-    return plan.micro_batches, in_flight, plan.in_memory or 0, plan.compression
 
 
 class Crossing(NamedTuple):
@@ -301,7 +307,7 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
         return []
     found = []
     for m in counts:
-        at_m = plan._replace(micro_batches=m)
+        at_m = plan._replace(schedule=with_micro_batches(plan.schedule, m))
         step = pricer.predict(at_m)
         layout = step.step.layout
         p, own_m = len(plan.ends), step.step.schedule.num_micro_batches

@@ -1,151 +1,385 @@
-"""A trial run: a few steps of the job as configured, over a free line, beside what is predicted of
-them. Work takes longer in a run than in the process that measured it; the ratio is the profile's
-work factor. Searches nothing.
+"""A trial run: the job itself as one pipeline over a free line, with real ranks. In it schedule,
+number of micro-batches and compression change from one update to the next, and its recorded
+steps give a profile. Searches nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
+import math
+import platform
 import shutil
-import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from xcloud.base.errors import RunFailed
-from xcloud.base.units import human_seconds
-from xcloud.comm.compression import Phased
+from xcloud import __version__
+from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.transport import num_cores
+from xcloud.comm.compression import Compression, Phased
+from xcloud.contracts.model import FreelyCut, SplitModel
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.plan.plans import Arranged, Plan
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import MOST_FACTOR, Profile, WorkFactor
-from xcloud.plan.settings import Planning
-from xcloud.record.events import EVENTS_FILE
-from xcloud.record.summary import read_run
+from xcloud.parallel.schedule import (
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubble,
+    put_off,
+    with_micro_batches,
+)
+from xcloud.parallel.strategy import Strategy
+from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
+from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
+from xcloud.plan.profile import (
+    BoundaryCodec,
+    CompressorCosts,
+    Curve,
+    DirectionCurves,
+    Profile,
+    read_profile,
+    write_profile,
+)
+from xcloud.rank.tour import FACTS_FILE
+from xcloud.record.timeline import timeline_of
 
-WARM_UP = 2  # steps that are not counted
-USUAL = (0.5, 1.5)  # factors beyond these have another cause
-
-
-def why_none(job: Experiment, plan: Planning) -> str:
-    """Why no trial can tell the work factor; empty if one can."""
-    if plan.profile is not None:
-        return "plan.profile is a file, which may be of other machines"
-    if not plan.trial_steps:
-        return "plan.trial_steps is 0"
-    wants_gpu = any(cloud.device == "cuda" for cloud in job.cluster.clouds.values())
-    if wants_gpu and not torch.cuda.is_available():
-        return "a cloud asks for device 'cuda', and this machine has no GPU"
-    return ""
-
-
-def work_factor(
-    job: Experiment, own: Plan, profile: Profile, num_steps: int, measure_s: Callable[[], float]
-) -> WorkFactor:
-    """own: the job's settings as a plan. measure_s: see `measured_s`. On a free line a step is
-    made of work alone, so its prediction grows in proportion to the factor."""
-    what = f"{num_steps} steps of the job as configured"
-    print(f"trial: {what}, over a free line … ", end="", flush=True)
-    try:
-        found_s = measure_s()
-    except BaseException:
-        print(flush=True)
-        raise
-    foreseen_s = predicted_s(job, own, profile)
-    value = min(found_s / foreseen_s, MOST_FACTOR)
-    result = f"a step took {human_seconds(found_s)}, {human_seconds(foreseen_s)} predicted"
-    print(f"{result}: work factor {value:.3g}", flush=True)
-    label = f"{own.strategy}, m = {own.micro_batches}, {own.schedule_label}, {own.compression}"
-    return WorkFactor(value, "trial", f"{what} ({label}): {result}", job.cluster.num_ranks)
+PROFILES_DIR = "profiles"
+MOST_SIZES = 6  # of micro-batches
+LEAST_TURNS = 3  # of the tour, of which the first warms caches up
+NOTHING = DirectionCurves(Curve())
 
 
-def unusual_because(factor: WorkFactor | None) -> list[str]:
-    """Why a factor that was found may not hold; empty if it does."""
-    least, most = USUAL
-    if factor is None or factor.source == "given" or least <= factor.value <= most:
-        return []
-    return [
-        f"work is said to take {factor.value:.3g} times as long in a run as by itself "
-        f"({factor.source}), and {least:g} to {most:g} is usual: were there more ranks than "
-        "processors, or was something else running? To measure anew: plan.max_age_days=0"
-    ]
+@dataclass(frozen=True)
+class TrialRun:
+    """cluster: as written, without a strategy. candidates: compressions, the job's own first;
+    counts: of micro-batches that plans may have. num_steps: about so many updates."""
+
+    config: Any
+    job: Experiment
+    cluster: ClusterLayout
+    own: str
+    candidates: Mapping[str, Compression | Phased]
+    counts: Sequence[int]
+    num_steps: int
+
+    def profile(self) -> Profile:
+        """Of a trial that was made before, where the same would be tried; else of one made now.
+        Raises RunFailed, RunStopped, ConfigError."""
+        of = self.of
+        digest = hashlib.sha256(
+            json.dumps([of, configs.plain_settings(self.trial_config)], sort_keys=True).encode()
+        ).hexdigest()
+        file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
+        if file.exists():
+            print(f"trial of before: {file} (delete it to try again)", flush=True)
+            return read_profile(file)
+        num_steps = self._num_updates
+        print(f"trial: {num_steps} updates of the job over a free line …", flush=True)
+        found = self.measured()
+        write_profile(file, found)
+        print(f"profile: {file}", flush=True)
+        return found
+
+    def measured(self) -> Profile:
+        """Runs the trial, and leaves nothing behind but the logs of a run that fails."""
+        folder, is_kept = Path(tempfile.mkdtemp(prefix="xcloud-trial-")), False
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                run(self.trial_config, folder, more_follows=True)
+            return self.read(folder)
+        except RunFailed as error:
+            is_kept = True
+            raise RunFailed(
+                f"{error}; that was the trial run of plan; plan.profile=FILE plans without one"
+            ) from None
+        except RunStopped:
+            raise RunStopped(
+                "the trial run was interrupted (Ctrl+C, SIGTERM or SIGUSR1), so nothing is planned"
+            ) from None
+        finally:
+            if not is_kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def of(self) -> dict[str, str]:
+        """What a profile depends on, in words."""
+        job = self.job
+        return {
+            "machine": f"{processor()}, {num_cores()} processors",
+            "torch": torch.__version__,
+            "xcloud": __version__,
+            "model": job.model.describe(),
+            "task": f"{job.task.describe()}, at most {job.task.max_length} tokens",
+        }
+
+    # The job as it is tried.
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """Of each stage of the trial: a cloud's own, but the model's first and last block are
+        stages of their own, so that the work before and after the blocks shows. Empty for a model
+        that is cut in one way, or a rank that holds one stage only."""
+        model, length = self.job.model, self.job.task.max_length
+        clouds = self.cluster.clouds.values()
+        if not isinstance(model, FreelyCut) or not model.num_blocks(length):
+            return []
+        counts = model.block_counts(self.cluster.num_stages, length)
+        if not all(counts) or any(c.one_stage_per_rank or c.shard for c in clouds):
+            return counts
+        first = [1, counts[0] - 1] if counts[0] > 1 else counts[:1]
+        found = [*first, *counts[1:]]
+        return [*found[:-1], found[-1] - 1, 1] if found[-1] > 1 else found
+
+    @cached_property
+    def layout(self) -> ClusterLayout:
+        """One pipeline; a cloud holds its stage's parts."""
+        clouds, num_extra = {}, len(self.blocks) - self.cluster.num_stages if self.blocks else 0
+        last = self.cluster.num_stages - 1
+        counts = [1] * (last + 1)
+        if num_extra:
+            own = self.job.model.block_counts(last + 1, self.job.task.max_length)  # type: ignore[attr-defined]
+            counts[0] += own[0] > 1
+            counts[last] += num_extra - (own[0] > 1)
+        ends = list(accumulate(counts))
+        for name, cloud in self.cluster.clouds.items():
+            if cloud.replica == 0:
+                stages = [
+                    s for k in cloud.stages or () for s in range(ends[k] - counts[k], ends[k])
+                ]
+                is_here = cloud.device != "cuda" or torch.cuda.is_available()
+                device = cloud.device if is_here else "auto"
+                clouds[name] = replace(cloud, stages=stages, slowdown=1.0, device=device)
+        return replace(self.cluster, clouds=clouds, wan="free", links={})
+
+    @cached_property
+    def model(self) -> SplitModel:
+        model = self.job.model
+        return model.with_block_counts(self.blocks) if self.blocks else model  # type: ignore[attr-defined]
+
+    @cached_property
+    def _pass_samples(self) -> int:
+        return self.job.training.batch_size // self.job.training.accumulate_steps
+
+    @cached_property
+    def shapes(self) -> list[Schedule]:
+        """The job's own schedule with several numbers of micro-batches; and, where weights may
+        wait, zero bubble with the most and the fewest of them."""
+        own = self.job.schedule
+        if put_off(own.actions(1, 2)):
+            own = OneForwardOneBackward(own.num_micro_batches)
+        m = own.num_micro_batches
+        counts = [n for n in self.counts if n >= self.layout.min_micro_batches()]
+        counts = sorted({m, *_spread(counts, MOST_SIZES)}) or [m]
+        if len(counts) == 1:
+            counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
+        found = [own, *(with_micro_batches(own, n) for n in counts if n != m)]
+        late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], counts[-1]))]
+        return [s for s in (*found, *late) if s == own or self._allows(s)]
+
+    def _allows(self, schedule: Schedule) -> bool:
+        try:
+            replace(
+                self.job, cluster=self.layout, model=self.model, strategy=Strategy(),
+                schedule=schedule, plan=None,
+            )  # fmt: skip
+        except ConfigError:
+            return False
+        return True
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [self.own, *(name for name in self.candidates if name != self.own)]
+
+    @cached_property
+    def legs(self) -> list[tuple[Schedule, str]]:
+        whole = [s for s in self.shapes if not self._splits(s)]
+        by_count = sorted(whole, key=lambda s: s.num_micro_batches)
+        ends = dict.fromkeys((by_count[0], by_count[-1]))
+        return [
+            *((shape, self.own) for shape in self.shapes),
+            *((shape, name) for name in self.names[1:] for shape in ends),
+        ]
+
+    def _splits(self, schedule: Schedule) -> bool:
+        return bool(put_off(schedule.actions(1, 2)))
+
+    @property
+    def _num_updates(self) -> int:
+        turns = max(LEAST_TURNS, round(self.num_steps / len(self.legs)))
+        return turns * len(self.legs)
+
+    @cached_property
+    def trial_config(self) -> Any:
+        """Without what no step's prediction holds: lines, averages, kept rows, phases of
+        compression but the last; and without all that stands around the steps."""
+        given = configs.plain_settings(self.config, without=("hydra",))
+        tables = dict(given["plan"]["compressors"])
+        tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}, **tables}
+        tables.setdefault(self.own, given["compression"])
+        choices = {name: _last_phase(tables[name], self.candidates[name]) for name in self.names}
+        clouds = {name: table_of(cloud) for name, cloud in self.layout.clouds.items()}
+        n = len(self.names)
+        legs = [self.shapes.index(s) * n + self.names.index(name) for s, name in self.legs]
+        settings = {
+            "plan": None,
+            "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
+            "launch.max_restarts": 0,
+            "cluster.wan": "free",
+            "cluster.links": {},
+            "cluster.clouds": clouds,
+            "strategy": table_of(Strategy()),
+            "schedule": table_of(self.shapes[0]),
+            "compression": choices[self.own],
+            "security.meter": None,
+            "training.max_steps": self._num_updates,
+            "training.evaluate_every": 0,
+            "training.eval_samples": 1,
+            "training.activation_cache_mb": 0,
+            "training.checkpoint.every_steps": 0,
+            "training.checkpoint.every_minutes": 0,
+            "autopilot": {
+                "_target_": "xcloud.plan.autopilot.Tour",
+                "choices": choices,
+                "schedules_tried": [table_of(shape) for shape in self.shapes],
+                "legs": legs,
+            },
+        }
+        if self.blocks:
+            settings["model.blocks_per_stage"] = self.blocks[:-1]
+        return configs.changed(self.config, settings)
+
+    # What was recorded.
+
+    def read(self, folder: Path) -> Profile:
+        """The profile, from the files that the ranks of a trial left."""
+        layout = self.layout
+        files = [folder / FACTS_FILE.format(rank) for rank in range(layout.num_ranks)]
+        ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        stages = {int(n): table for rank in ranks for n, table in rank["stages"].items()}
+        facts = [
+            StageFacts(
+                **{name: stages[n][name] for name in StageFacts._fields[:-1]},
+                blocks=self.blocks[n] if self.blocks else 0,
+            )
+            for n in range(layout.num_stages)
+        ]
+        trial = Trial(
+            self._read_legs(ranks),
+            self.own,
+            facts,
+            [(p.stages, len(layout.ranks_of(p.stages[0])))
+             for p in map(layout.placement, range(layout.num_ranks))],
+            self._pass_samples,
+        )  # fmt: skip
+        kinds, places = self._boundaries()
+        trained = {
+            f"{n}.{name}": nn.Parameter(torch.zeros(shape))
+            for n, table in stages.items()
+            for name, shape in table["trained"].items()
+        }
+        watch = Stopwatch(torch.device("cpu"))
+        around_s = time_around_averaging(trained, watch)
+        compressors = {
+            name: CompressorCosts(
+                found.label,
+                [self._codec(trial, name, *kind) for kind in kinds],
+                time_averaging(trained, found, watch),
+            )
+            for name, found in self.candidates.items()
+        }
+        return Profile(
+            trial.pieces(places),
+            compressors,
+            self.of,
+            time.time(),
+            trial.fetch_s(),
+            control_bytes=trial.control_bytes,
+            tokens_per_sample=max(rank["tokens_per_sample"] for rank in ranks),
+            around_gradients_s=around_s[0],
+            around_changes_s=around_s[1],
+            train_samples=ranks[0]["num_samples"],
+        )
+
+    def _read_legs(self, ranks: Sequence[Mapping[str, Any]]) -> list[Leg]:
+        layout, steps = self.layout, dict[int, list[dict[str, Any]]]()
+        for rank, found in enumerate(ranks):
+            about = {"event": "timeline", "rank": rank, "cloud": layout.placement(rank).cloud}
+            for parts in found["steps"]:
+                steps.setdefault(parts[0]["step"], []).extend(about | part for part in parts)
+        costs: list[list[Any]] = [[] for _ in self.legs]
+        for step, events in sorted(steps.items()):
+            timeline = timeline_of(events)
+            assert timeline is not None
+            costs[(step - 1) % len(self.legs)].append(measured_costs(timeline))
+        return [
+            Leg(self._pass_samples / shape.num_micro_batches, name, self._splits(shape), own)
+            for (shape, name), own in zip(self.legs, costs, strict=True)
+        ]
+
+    def _boundaries(self) -> tuple[list[tuple[int | None, bool]], list[int]]:
+        """Kinds of boundaries: a stage after which one was crossed in the trial (None: there is
+        none), and whether gradients return; and the kind after each piece but the last."""
+        model, length, p = self.model, self.job.task.max_length, self.layout.num_stages
+        crossed = {
+            (b.fields, b.gradient_returns): stage
+            for stage in range(p - 1)
+            if self.layout.leaves_cloud(stage)
+            for b in [model.boundary(stage, p, length)]
+        }
+        if self.blocks:
+            n = sum(self.blocks)
+            cuts = [
+                model.with_block_counts([k, n - k]).boundary(0, 2, length)  # type: ignore[attr-defined]
+                for k in range(1, n)
+            ]
+        else:
+            cuts = [model.boundary(stage, p, length) for stage in range(p - 1)]
+        keys = [(cut.fields, cut.gradient_returns) for cut in cuts]
+        kinds = list(dict.fromkeys(keys))
+        nearest = next(iter(crossed.values()), None)
+        found = [(crossed.get(kind, nearest), kind[1]) for kind in kinds]
+        return found, [kinds.index(key) for key in keys]
+
+    def _codec(self, trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
+        found = BoundaryCodec(NOTHING) if stage is None else trial.directions(name, stage)
+        return replace(found, backward=(found.backward or found.forward) if returns else None)
 
 
-def predicted_s(job: Experiment, plan: Plan, profile: Profile) -> float:
-    """The step that `measured_s` measures."""
-    strategy = job.strategy
-    if isinstance(strategy.averaging, LocalUpdates):
-        never = replace(strategy.averaging, every=10**9, fragments=1)
-        strategy = replace(strategy, averaging=never)
-    layout, training = replace(job.cluster, wan="free", links={}), job.training
-    arranged = {plan.strategy: Arranged(strategy, layout)}
-    return Pricer(profile, arranged, training.batch_size, training.accumulate_steps).step_s(plan)
+def table_of(made: Any) -> dict[str, Any]:
+    """The settings of a dataclass without others in it."""
+    kind = type(made)
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **asdict(made)}
 
 
-def measured_s(config: Any, job: Experiment, num_steps: int) -> float:
-    """The median step of a run of `trial_config`, without the first ones, and
-    without the last one of local updates, which merges. Leaves nothing behind, but for the logs of
-    a run that fails. Raises RunFailed, RunStopped."""
-    folder, is_kept = Path(tempfile.mkdtemp(prefix="xcloud-trial-")), False
-    try:
-        steps_s = steps_of_run(trial_config(config, job, num_steps), folder)
-    except RunFailed as error:
-        is_kept = True
-        raise RunFailed(
-            f"{error}; that was the trial run of plan, which plan.trial_steps=0 leaves out"
-        ) from None
-    except RunStopped:
-        raise RunStopped(
-            "the trial run was interrupted (Ctrl+C, SIGTERM or SIGUSR1), so nothing is planned; "
-            "the profile is kept"
-        ) from None
-    finally:
-        if not is_kept:
-            shutil.rmtree(folder, ignore_errors=True)
-    last = num_steps - isinstance(job.strategy.averaging, LocalUpdates)
-    return statistics.median(s for step, s in steps_s.items() if WARM_UP < step <= last)
+def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:
+    return table[list(made.phases)[-1]]["compression"] if isinstance(made, Phased) else table
 
 
-def trial_config(config: Any, job: Experiment, num_steps: int) -> Any:
-    """The job as configured, without what no step's prediction holds: lines, merges of local
-    updates (but at the end), kept rows, phases of compression but the last; and without all that
-    stands around the steps."""
-    settings = {
-        "plan": None,
-        "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
-        "launch.max_restarts": 0,
-        "cluster.wan": "free",
-        "cluster.links": {},
-        "security.meter": None,
-        "training.max_steps": num_steps,
-        "training.evaluate_every": 0,
-        "training.eval_samples": 1,
-        "training.activation_cache_mb": 0,
-        "training.checkpoint.every_steps": 0,
-        "training.checkpoint.every_minutes": 0,
-    }
-    if isinstance(job.strategy.averaging, LocalUpdates):
-        rarely = {"every": num_steps, "fragments": 1, "overlap": 0, "most_s": None,
-                  "most_tokens": None}  # fmt: skip
-        settings |= {f"strategy.averaging.{name}": value for name, value in rarely.items()}
-    if isinstance(job.compression, Phased):
-        last = list(job.compression.phases)[-1]
-        settings["compression"] = config.compression[last].compression
-    return configs.changed(config, settings)
+def _spread(found: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly spread by their ratios."""
+    if len(found) <= most:
+        return list(found)
+    ratio = (found[-1] / found[0]) ** (1 / (most - 1))
+    wanted = [found[0] * ratio**i for i in range(most)]
+    return sorted({min(found, key=lambda n: abs(math.log(n / w))) for w in wanted})
 
 
-def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
-    """Run it without a word on stdout. Seconds of each step, as its summary counts them."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        run(config, run_dir, more_follows=True)
-    steps = read_run(run_dir / EVENTS_FILE).steps
-    return dict(zip(steps.step, steps["step_s"], strict=True))
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind, TensorSpec
+from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.channel import Codec
 from xcloud.comm.compression import Compression, Selectable
-from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import NoMemory
 from xcloud.comm.state import (
     MEMORY,
     State,
@@ -35,8 +31,9 @@ from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE
 from xcloud.parallel.part import Part
 from xcloud.parallel.schedule import Schedule
-from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
-from xcloud.plan.stopwatch import Stopwatch
+from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule
+from xcloud.plan.codec_timer import time_codec
+from xcloud.plan.costs import Direction
 from xcloud.record.reporter import Reporter
 from xcloud.wire.wiring import Wiring
 
@@ -46,15 +43,59 @@ _SUMS = 3  # of each boundary and direction: bytes, messages, seconds on the lin
 _PER_WAY = _SUMS + 1
 
 
-class RunPilot(Part):
+class Switching(Part):
+    """Carries out choices: from the next update on another compression, another schedule. A
+    choice is schedule x number of compressions + compression."""
+
+    name = "autopilot"
+
+    def __init__(
+        self,
+        compression: Selectable,
+        schedules: Sequence[Schedule],
+        wiring: Wiring,
+        use_schedule: Callable[[Schedule], None],
+    ) -> None:
+        """schedules: to choose from, the run's own first. use_schedule: see Trainer."""
+        self._compression, self._schedules = compression, schedules
+        self._wiring, self._use_schedule = wiring, use_schedule
+        self._choice = 0
+
+    def follow(self, step: int, choice: int) -> None:
+        if choice != NO_CHOICE:
+            self._choice = choice
+            shape, compression = divmod(choice, len(self._compression.choices))
+            self._wiring.boundaries.switches.switch(compression, step + 1)
+            self._use_schedule(self._schedules[shape])
+
+    def state_dict(self) -> State:
+        """With another compression or cluster it begins again with its first choice."""
+        own: State = {"choice": self._choice}
+        return join_states({MEMORY: own | states_of(self._stateful)})
+
+    def load_state_dict(self, state: State) -> None:
+        state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
+        load_states(self._stateful, state, "the autopilot", ["choice"])
+        self._choice = whole_number(state, "choice")
+        shape, compression = divmod(self._choice, len(self._compression.choices))
+        if shape >= len(self._schedules) or compression != self._wiring.boundaries.switches.choice:
+            raise ValueError(
+                f"the autopilot was saved with choice {self._choice}, which it has not now"
+            )
+        self._use_schedule(self._schedules[shape])
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        return {"switches": self._wiring.boundaries.switches}
+
+
+class RunPilot(Switching):
     """Measures are sums since the start: [busy_s of the main thread, compute_s, then by boundary
     and direction bytes, messages, line_s and the delay]; rank 0 takes differences between two
     looks.
 
     The sender tells line_s of an emulated line, the receiver that of a real one (LineMeter).
     delay: the latency of a message; of a real line + what both clocks differ by."""
-
-    name = "autopilot"
 
     def __init__(
         self,
@@ -67,15 +108,13 @@ class RunPilot(Part):
         reporter: Reporter,
         use_schedule: Callable[[Schedule], None],
     ) -> None:
-        """schedules: to choose from, the run's own first. use_schedule: see Trainer."""
-        self._settings, self._compression, self._layout = settings, compression, layout
-        self._wiring, self._clock, self._reporter = wiring, clock, reporter
+        super().__init__(compression, schedules, wiring, use_schedule)
+        self._settings, self._layout = settings, layout
+        self._clock, self._reporter = clock, reporter
         self._boundaries = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
         self._busy_s = self._compute_s = 0.0
         self._last: dict[int, Tensor] = {}
         self._last_step = 0
-        self._schedules, self._use_schedule = schedules, use_schedule
-        self._choice = 0  # as Forecast counts them
         self._rule = Rule(settings)
         self.forecast: Forecast | None = None  # in rank 0
 
@@ -83,16 +122,16 @@ class RunPilot(Part):
         """Measure the codecs of all choices. In rank 0, before the first step; the speed of its
         machine stands for all."""
         rows = -(-job.training.batch_size // job.num_pieces)
-        ways = [
-            {
-                way: found
+        codecs = [
+            dict(
+                entry
                 for number in self._boundaries
-                for way, found in _ways(number, job.boundaries[number], choice, rows, device)
-            }
+                for entry in codec_costs(number, job.boundaries[number], choice, rows, device)
+            )
             for choice in self._compression.choices.values()
         ]
         passes = job.training.accumulate_steps
-        self.forecast = Forecast(self._schedules, self._layout, passes, ways)
+        self.forecast = Forecast(self._schedules, self._layout, passes, codecs)
 
     def measured(self, step: int) -> Tensor | None:
         clock = self._clock
@@ -132,11 +171,7 @@ class RunPilot(Part):
         return choice
 
     def follow(self, step: int, choice: int) -> None:
-        if choice != NO_CHOICE:
-            self._choice = choice
-            shape, compression = divmod(choice, len(self._compression.choices))
-            self._wiring.boundaries.switches.switch(compression, step + 1)
-            self._use_schedule(self._schedules[shape])
+        super().follow(step, choice)
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
             for channel in self._wiring.boundaries.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
@@ -144,28 +179,9 @@ class RunPilot(Part):
                 if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
-    def state_dict(self) -> State:
-        """With another compression or cluster it begins again with its first choice."""
-        own: State = {"choice": self._choice}
-        return join_states({MEMORY: own | states_of(self._stateful)})
-
-    def load_state_dict(self, state: State) -> None:
-        state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
-        load_states(self._stateful, state, "the autopilot", ["choice"])
-        self._choice = whole_number(state, "choice")
-        shape, compression = divmod(self._choice, len(self._compression.choices))
-        if shape >= len(self._schedules) or compression != self._wiring.boundaries.switches.choice:
-            raise ValueError(
-                f"the autopilot was saved with choice {self._choice}, which it has not now"
-            )
-        self._use_schedule(self._schedules[shape])
-
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful] = {
-            "rule": self._rule,
-            "switches": self._wiring.boundaries.switches,
-        }
+        parts = {**super()._stateful, "rule": self._rule}
         return parts if self.forecast is None else {**parts, "forecast": self.forecast}
 
     @property
@@ -237,9 +253,9 @@ def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
     return 8 * num_messages * of_each / line_s if line_s else math.inf
 
 
-def _ways(
+def codec_costs(
     number: int, boundary: Boundary, choice: Compression, num_samples: int, device: torch.device
-) -> Iterator[tuple[tuple[int, str], Way]]:
+) -> Iterator[tuple[tuple[int, str], Direction]]:
     """num_samples: of a micro-batch."""
     both = zip(
         DIRECTIONS,
@@ -248,26 +264,8 @@ def _ways(
         strict=True,
     )
     for direction, fields, compressor in both:
-        specs = [
-            field.spec(min(MOST_ROWS, field.max_rows(num_samples, boundary.max_rows_per_sample)))
-            for field in fields
-            if field.dtype.is_floating_point
-        ]
-        if specs:
-            yield (number, direction), _way(compressor, specs, device)
-
-
-def _way(compressor: Compressor, specs: Sequence[TensorSpec], device: torch.device) -> Way:
-    """Of random tensors; memories are left out."""
-    watch, codec = Stopwatch(device), Codec(compressor, NoMemory())
-    codec.use_stream(0)
-    generator = torch.Generator().manual_seed(0)
-    num_bytes, wire, compress_s, decompress_s = 0, 0, 0.0, 0.0
-    for spec in specs:
-        tensor = torch.randn(spec.shape, generator=generator, dtype=spec.dtype).to(device)
-        parts = codec.compressor.compress(tensor)
-        num_bytes += spec.num_bytes
-        wire += sum(part.numel() * part.element_size() for part in parts)
-        compress_s += watch.median_s(partial(codec.compressor.compress, tensor))
-        decompress_s += watch.median_s(partial(codec.compressor.decompress, parts, spec))
-    return Way(wire / num_bytes, compress_s / num_bytes, decompress_s / num_bytes)
+        floating = [field for field in fields if field.dtype.is_floating_point]
+        if floating:
+            most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
+            rows = min(MOST_ROWS, most)
+            yield (number, direction), time_codec(compressor, floating, rows, device)

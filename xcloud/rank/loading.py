@@ -13,13 +13,11 @@ import torch
 
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import Batch, BuildContext
-from xcloud.contracts.task import TaskData
+from xcloud.contracts.task import SPLITS, TaskData, asks_for_sizes, with_sizes
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
-from xcloud.tasks.corpus.text import SPLITS
-from xcloud.tasks.sizes import asks_for_sizes, told_sizes
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskD
     told = 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
     told = told and control is not None and control.tells_sizes
     if told and control is not None and rank in unseeing:
-        task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(len(SPLITS)), strict=True)))
+        task = with_sizes(task, dict(zip(SPLITS, control.hear_sizes(len(SPLITS)), strict=True)))
     data = task.load(fields, seed)
     _check_fields(data, fields)
     if data.head is not None:
@@ -71,7 +69,7 @@ def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskD
     if told:
         if rank == 0:
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
-        unread = told_sizes(task, sizes).load(frozenset(), seed)
+        unread = with_sizes(task, sizes).load(frozenset(), seed)
         facts["the task's settings and sizes"] = unread.fingerprint()
     unread_facts = (DATA, *SAMPLES.values())
     control.agree(facts, dict.fromkeys(unseeing, unread_facts) if told else {})

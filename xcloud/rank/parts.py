@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from xcloud.comm.compression import Selectable
 from xcloud.comm.state import Stateful, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
@@ -19,23 +18,21 @@ from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
-from xcloud.parallel.strategy import Replicas
-from xcloud.rank.autopilot import RunPilot
-from xcloud.rank.cache_report import UNSAVED, CacheReport
 from xcloud.rank.evaluation import Evaluator
-from xcloud.rank.leaks import LeakObservers, leak_observers
+from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext, restored
 from xcloud.rank.tied import join_tied
+from xcloud.rank.tour import pilot_of
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.checkpointing import CheckpointPart
-from xcloud.training.memory_meter import MemoryReport
+from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
-from xcloud.wire.boundaries import observed
 from xcloud.wire.wiring import Wiring
 
 
@@ -129,7 +126,7 @@ class Features:
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
             tied,
-            self._pilot(trainer),
+            pilot_of(job, trainer, self.wiring, reporter, context.run_dir),
             meter,
         ]
         made = [part for part in parts if part is not None]
@@ -156,7 +153,9 @@ class Features:
         if not trainer.num_updates:
             return
         if self.rank == 0 and self.job.cached_boundaries:
-            self.reporter.note(UNSAVED)
+            self.reporter.note(
+                "the activation cache is not checkpointed; cached rows will be sent again"
+            )
         self.wiring.meet()  # another cloud may load longer than a message may take
         if self.context.holder.places.is_merged(trainer.num_updates):
             trainer.exchange.compare(trainer.num_updates)
@@ -187,15 +186,3 @@ class Features:
         if all(group.num_lanes == 1 for group in groups.values()):
             return None
         return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)
-
-    def _pilot(self, trainer: Trainer) -> RunPilot | None:
-        job = self.job
-        if job.autopilot is None or not isinstance(job.compression, Selectable):
-            return None
-        pilot = RunPilot(
-            job.autopilot, job.compression, job.schedules, job.cluster, self.wiring, self.clock,
-            self.reporter, trainer.use_schedule,
-        )  # fmt: skip
-        if self.rank == 0:
-            pilot.prepare(job, self.context.device)
-        return pilot

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.record.whole_file import sync_names, write_whole
+from xcloud.record.segments import sync_names, write_whole
 
 CHECKPOINTS_DIR = "checkpoints"  # in the run folder
 AGREED_FILE = "AGREED"
@@ -117,7 +117,7 @@ class CheckpointFolder:
         return {**tensors, **self._head(step, rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
-        """rank: that writes it. facts: what rank 0 tells of it; others may share its folder, so
+        """rank: that writes it. facts: by rank 0; others may share its folder, so
         they never replace what is there."""
         path = self.step_dir(step) / AGREED_FILE
         if rank == 0:
@@ -132,10 +132,10 @@ class CheckpointFolder:
     def agreed(self, step: int) -> dict[str, Any]:
         """What `mark_agreed` wrote; empty without it."""
         try:
-            found = json.loads((self.step_dir(step) / AGREED_FILE).read_text("utf-8"))
+            facts = json.loads((self.step_dir(step) / AGREED_FILE).read_text("utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return facts if isinstance(facts, dict) else {}
 
     def agreed_steps(self) -> list[int]:
         """Newest first."""

@@ -221,8 +221,8 @@ class Columns:
     def below(self, *head: object) -> list[Any]:
         """What follows `head` in keys, in order of appearance."""
         num = len(head)
-        found = (k[num] for k in self._columns if k[:num] == head and len(k) > num)
-        return list(dict.fromkeys(found))
+        tails = (k[num] for k in self._columns if k[:num] == head and len(k) > num)
+        return list(dict.fromkeys(tails))
 
     def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
         """Of all steps from the place `first`, by what follows `head` in the keys."""

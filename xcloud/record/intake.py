@@ -1,5 +1,6 @@
 """Check other ranks' reports on their way into rank 0's event log. They may come from another
-cloud: what does not fit is left out, counted and shown with its sender.
+cloud: what does not fit is left out, counted and shown with its sender. KINDS says what a rank may
+report: the fields that each kind of event must have, those that it may have, and what they hold.
 """
 
 from __future__ import annotations
@@ -9,14 +10,122 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    create_model,
+)
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
-from xcloud.record.event_kinds import SCORED, misfit
-from xcloud.record.events import is_too_deep
+from xcloud.record.events import MEMORY, TIMES, Event, is_too_deep
 from xcloud.record.reporter import EventFile
+
+SCORED = ("loss", "learning_rate", "grad_norm", "values", "counts")
+"""Fields of a step that only the rank reports that knows the loss. Elsewhere "tokens" is 0."""
+OF_RANK_0 = {
+    "resume": "step changed",
+    "autopilot": "step choice before reason predicted_s",
+    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
+    "producer": "producer state step",
+    "merge": "step weights",
+    "partial_merge": "step weights",
+    "absence": "absent ranks what step",
+    "refused_reports": "sender num reason",
+}
+"""Fields of what nobody but rank 0 reports, of all."""
+
+
+def _printable(text: str) -> str:
+    """One line without control characters, which a terminal would obey."""
+    if not text.isprintable():
+        raise ValueError("it cannot be printed")
+    return text
+
+
+Number = Annotated[float, Field(ge=0, lt=1e18)]  # seconds, bytes: finite
+Figure = Annotated[float, Field(gt=-1e18, lt=1e18)]
+Whole = Annotated[int, Field(ge=0, lt=1 << 53)]
+Moment = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)] | None
+Text = Annotated[str, Field(max_length=4000), AfterValidator(_printable)]
+
+
+def _by_name(values: Any) -> Any:
+    return Annotated[dict[Text, values], Field(max_length=256)]
+
+
+def _rows(*columns: Any) -> Any:
+    """JSON has lists for tuples."""
+    return list[Annotated[tuple[columns], Strict(False)]]  # type: ignore[valid-type]
+
+
+_TYPES: dict[str, Any] = {
+    "number": Number, "figure": Figure, "whole": Whole, "moment": Moment, "text": Text,
+    "numbers": _by_name(Number), "figures": _by_name(Figure), "texts": _by_name(Text),
+    "scores": _by_name(float | None),  # a model that has diverged scores NaN, or nothing
+    "lines": _by_name(_by_name(Number)), "split": Literal["dev", "test"],
+    "spans": _rows(Text, Text, Moment, Moment, Moment, Moment),
+    "received": _rows(Moment, Moment, Moment, Moment),
+    "flights": _rows(Moment, Moment, Moment, Text, Moment, Moment, Moment, Moment, Moment),
+}  # fmt: skip
+_TIMES = " ".join(f"{name}:number" for name in TIMES)
+_TABLE = {
+    "note": "text:text",
+    "phase": "name:text",
+    "cut": "field:text num:whole",
+    "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:number sent:numbers "
+    "raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
+    "values:figures counts:numbers taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",
+    "skipped_update": "step:whole",
+    "lost_file": "name:text",
+    "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),
+    "timeline": "step:whole machine:text started_us:moment unix_us:moment step_us:moment "
+    "spans:spans sent:flights received:received",
+    "quality": "step:whole split:split values:scores signature:texts evaluation_s:number",
+    "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
+    "checkpoint": "step:whole num_bytes:whole pause_s:number write_s:number",
+    "lost_checkpoint": "step:whole reason:text",
+    "finish": "| num_steps:whole",
+    "stop": "| step:whole",
+}
+
+
+def _kind(name: str, line: str) -> type[BaseModel]:
+    """line: "needed:type … | optional:type …". What every event has is set by the receiver, and
+    not looked at."""
+    needs, may = (f"{line} |".split("|"))[:2]
+    fields: dict[str, Any] = {field: (Any, None) for field in ("event", "rank", "cloud", "t")}
+    for part, default in ((needs, ...), (may, None)):
+        for field, kind in (each.split(":") for each in part.split()):
+            fields[field] = _TYPES[kind], default
+    return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
+
+
+KINDS = {name: _kind(name, line) for name, line in _TABLE.items()}
+
+
+def misfit(event: Event, max_steps: int) -> str:
+    """Why another rank's event is not accepted, "" if it is. max_steps: of the run."""
+    name = event["event"]
+    if type(name) is not str or name not in KINDS:
+        return f"{name!r:.60} is no event that another rank reports"
+    try:
+        KINDS[name].model_validate(event)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return f"{name} with {where!r:.60} = {first['input']!r:.60}: {first['msg']}"
+    if name != "skipped_update" and event.get("step", 0) > max_steps:
+        return f"{name} of step {event['step']}, beyond the last one ({max_steps})"
+    return ""
+
 
 BYTES_PER_S = 1 << 18  # of one rank
 BURST_BYTES = 1 << 22  # a timeline at the end of a run comes at once
@@ -26,8 +135,8 @@ CLOCKS_DIFFER_S = 3600.0  # at most; a report whose time is further off gets tha
 class Intake:
     """`take` is called in the links' threads. cloud_of: a rank's. max_steps: of the run.
 
-    may_report: ranks other than 0 that may tell a kind of event, or a "loss", by that name; who is
-    not named there may tell all that the table of event kinds allows.
+    may_report: ranks other than 0 that may report a kind of event, or a "loss", by that name; any
+    may report the kinds that are not named there.
     """
 
     def __init__(
@@ -54,18 +163,18 @@ class Intake:
         accepted = []
         for line in data.split(b"\n"):
             if line.strip():
-                found = self._checked(peer, line)
-                if isinstance(found, bytes):
-                    accepted.append(found)
+                checked = self._checked(peer, line)
+                if isinstance(checked, bytes):
+                    accepted.append(checked)
                 else:
-                    self._refuse(peer, found)
+                    self._refuse(peer, checked)
         if accepted:
             self._events.append(b"".join(accepted))
 
     def close(self) -> None:
         """Write how much was refused in all."""
         for peer, num in sorted(self.num_refused.items()):
-            self._tell("refused_reports", sender=peer, num=num, reason="in all")
+            self._report("refused_reports", sender=peer, num=num, reason="in all")
 
     def _has_room(self, peer: int, num_bytes: int) -> bool:
         now_s = self._clock()
@@ -94,10 +203,10 @@ class Intake:
 
     def _not_theirs(self, peer: int, event: Mapping[str, object]) -> str:
         kind = str(event["event"])
-        tells_loss = kind == "step" and (event.get("tokens") or event.keys() & {*SCORED})
-        for name in [kind, *(["loss"] if tells_loss else [])]:
+        has_loss = kind == "step" and (event.get("tokens") or event.keys() & {*SCORED})
+        for name in [kind, *(["loss"] if has_loss else [])]:
             if peer not in self._may_report.get(name, {peer}):
-                return f"it is not for rank {peer} to tell the {name} of this run"
+                return f"rank {peer} may not report the {name} of this run"
         return ""
 
     def _refuse(self, peer: int, why: str) -> None:
@@ -105,11 +214,11 @@ class Intake:
             self.num_refused[peer] += 1
             num = self.num_refused[peer]
         if num == 1:
-            said = f"refused a report of rank {peer} (cloud {self._cloud_of(peer)}): {why}; "
-            self._tell("note", text=f"{said}further ones are counted in summary.json")
+            text = f"refused a report of rank {peer} (cloud {self._cloud_of(peer)}): {why}; "
+            self._report("note", text=f"{text}further ones are counted in summary.json")
         if not num & (num - 1):  # the more there are, the less often
-            self._tell("refused_reports", sender=peer, num=num, reason=why)
+            self._report("refused_reports", sender=peer, num=num, reason=why)
 
-    def _tell(self, event: str, **fields: object) -> None:
+    def _report(self, event: str, **fields: object) -> None:
         head = {"event": event, "rank": 0, "cloud": self._cloud_of(0), "t": round(time.time(), 3)}
         self._events.append(json.dumps({**head, **fields}).encode() + b"\n")

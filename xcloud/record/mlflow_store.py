@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import project_root
-from xcloud.record.scores import LESS_IS_BETTER
+from xcloud.base.units import LESS_IS_BETTER
 
 LOCK_TIMEOUT_S = 120.0
 REPORT_TAG = "report_of_sweep"
@@ -125,10 +125,8 @@ class Store:
         """Log a sweep's tables and pictures to a run of their own, reused every time; returns its
         id. It has a different tag from the sweep's runs, so it is not listed among them."""
         client, experiment_id = self.open()
-        found = client.search_runs(
-            [experiment_id], f"tags.{REPORT_TAG} = '{sweep}'", max_results=1
-        )
-        run = found[0] if found else client.create_run(
+        runs = client.search_runs([experiment_id], f"tags.{REPORT_TAG} = '{sweep}'", max_results=1)
+        run = runs[0] if runs else client.create_run(
             experiment_id, tags={REPORT_TAG: sweep}, run_name=f"report of sweep {sweep}"
         )  # fmt: skip
         for path in paths:
@@ -142,9 +140,9 @@ class Store:
         if self.uri is None and not self.database.exists():
             return []
         client = self.client()
-        found = client.get_experiment_by_name(self.experiment)
+        experiment = client.get_experiment_by_name(self.experiment)
         runs = client.search_runs(
-            [found.experiment_id] if found else [],
+            [experiment.experiment_id] if experiment else [],
             f"tags.sweep = '{sweep}'",
             order_by=["attributes.start_time ASC"],
         )
@@ -159,7 +157,7 @@ class Store:
     def follow_move(self) -> None:
         """Update the experiment's artifact location after the project's folder has moved.
 
-        MLflow stores absolute paths: without this, artifacts of older runs cannot be found and
+        MLflow stores absolute paths: without this, artifacts of older runs are lost and
         new ones go to the old folder (mlflow/mlflow#3144). MLflow has no API for it, so this
         writes to MLflow's tables.
         """
@@ -167,13 +165,13 @@ class Store:
             return
         new = self.artifacts.as_uri()
         with closing(sqlite3.connect(self.database, timeout=30)) as database, database:
-            found = database.execute(
+            row = database.execute(
                 "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?",
                 (self.experiment,),
             ).fetchone()
-            if found is None or found[1] == new:
+            if row is None or row[1] == new:
                 return
-            key, old = found
+            key, old = row
             database.execute(
                 "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (new, key)
             )
@@ -184,17 +182,17 @@ class Store:
             )
 
     def _experiment_id(self, client: Any, artifact_location: str | None) -> str:
-        found = client.get_experiment_by_name(self.experiment)
-        if found is None:
+        experiment = client.get_experiment_by_name(self.experiment)
+        if experiment is None:
             # On a server two runs may race here; the loser's next attempt finds it.
             return str(client.create_experiment(self.experiment, artifact_location))
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise RuntimeError(
                 f"experiment {self.experiment!r} was deleted in MLflow; restore it with "
                 f"MLFLOW_TRACKING_URI={self.tracking_uri} mlflow experiments restore "
-                f"--experiment-id {found.experiment_id}, or choose another tracker.experiment"
+                f"--experiment-id {experiment.experiment_id}, or choose another tracker.experiment"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def view_tag(key: str) -> str:

@@ -114,8 +114,8 @@ class RankState:
         waits = [
             {"rank": peer, "message": str(key), "since": time.time() - seconds}
             for peer, life in list(self.lives.items())
-            if (found := life.awaited) is not None
-            for key, seconds in [found]
+            if (awaited := life.awaited) is not None
+            for key, seconds in [awaited]
         ]
         heard = {peer: round(life.silent_s, 1) for peer, life in list(self.lives.items())}
         _write_json(self._path, {

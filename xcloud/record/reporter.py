@@ -31,7 +31,7 @@ class EventFile:
     Never fails a run: lines that cannot be written (full disk) are lost, with one warning, and
     counted; later lines are tried again. `close()` writes the count, and the ranks whose "finish"
     was lost, to events.lost.json. Every SEGMENT_BYTES a thread finishes a segment and compresses
-    it; where it cannot, the file goes on growing.
+    it; where it cannot, the file keeps growing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class EventFile:
         lost = [line for line in data.split(b"\n") if line]
         if not self.num_lost_lines:
             log.warning(
-                "cannot write to %s (%s); the run goes on, its lines are lost until this is "
+                "cannot write to %s (%s); the run continues, its lines are lost until this is "
                 "repaired: is there space on that disk?", self._path, error
             )  # fmt: skip
         self.num_lost_lines += len(lost)
@@ -119,7 +119,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 class Reporter:
     """Collect one rank's events and flush them about once a second.
 
-    sink: takes whole lines, at most 128 KiB per call, and does not block for long. state: is told
+    sink: takes whole lines, at most 128 KiB per call, and does not block for long. state: hears
     every event.
     """
 

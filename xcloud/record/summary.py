@@ -49,6 +49,7 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
+from xcloud.base.units import score_digits
 from xcloud.record.events import (
     MALFORMED,
     MAX_TIME_S,
@@ -64,7 +65,6 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
 
@@ -357,10 +357,10 @@ def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """summary.json of a run; empty if it was killed before writing one."""
     try:
-        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:

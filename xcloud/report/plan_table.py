@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
-from xcloud.plan.profile import WorkFactor
 from xcloud.plan.report import Report
 from xcloud.plan.search import AtCount, Crossing
 from xcloud.report.run_table import epochs_text
@@ -37,8 +36,6 @@ def print_plans(report: Report, console: Console | None = None) -> None:
         f"{ranked.num_plans:,} plans, {ranked.num_simulated:,} simulated in "
         f"{report.search_s:.1f} s; profile: {profile.measured_on}"
     )
-    if profile.work_factor is not None:
-        say(factor_text(profile.work_factor))
     for why in report.stale:
         say(f"the profile may not hold: {why}", "yellow")
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -82,17 +79,6 @@ def print_plans(report: Report, console: Console | None = None) -> None:
             say(f"  {crossing.compression:<12} {bandwidth_text(crossing)}")
     if report.over_micro_batches:
         say(best_m(report.over_micro_batches))
-
-
-def factor_text(factor: WorkFactor) -> str:
-    """How much longer work takes in a run, and who says so."""
-    source = {
-        "given": "plan.work_factor",
-        "trial": f"trial of {factor.trial}",
-        "file": "plan.profile",
-        "none": "not known: no trial was made",
-    }[factor.source]
-    return f"work factor {factor.value:.3g} ({source})"
 
 
 def bandwidth_text(crossing: Crossing) -> str:

@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
 
 def console_of(width_of_a_file: int = WIDTH_OF_A_FILE) -> Console:
-    """As wide as the terminal, or as said where output goes to a file."""
+    """As wide as the terminal, or as given where output goes to a file."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width_of_a_file)

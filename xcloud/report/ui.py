@@ -43,24 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", help="print the links of this sweep only")
     settings = parser.parse_args(arguments)
 
-    store = Store(project_root() / settings.root)
+    store, port = Store(project_root() / settings.root), settings.port
     if not store.database.exists():
-        print(
+        return _refuse(
             f"No runs are recorded yet: {store.database} does not exist. A run with "
-            f"tracker=mlflow makes it; for another folder use --root.",
-            file=sys.stderr,
+            "tracker=mlflow makes it; for another folder use --root."
         )
-        return 1
-    if not _is_free(settings.port):
-        print(
-            f"Port {settings.port} is in use; choose another: --port {settings.port + 1}",
-            file=sys.stderr,
-        )
-        return 1
+    if not _is_free(port):
+        return _refuse(f"Port {port} is in use; choose another: --port {port + 1}")
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     store.follow_move()
-    return _serve(store, settings.port, settings.sweep)
+    return _serve(store, port, settings.sweep)
+
+
+def _refuse(why: str) -> int:
+    print(why, file=sys.stderr)
+    return 1
 
 
 def links(client: Any, port: int) -> list[str]:
@@ -71,12 +70,10 @@ def links(client: Any, port: int) -> list[str]:
     for experiment in client.search_experiments(order_by=["creation_time ASC"]):
         key = experiment.experiment_id
         if client.search_runs([key], max_results=1):
-            lines += [
-                f"{experiment.name}:",
-                f"  figures  {page(server, key, VIEW_KEY)}",
-                f"  charts   {page(server, key, charts=True)}",
-                f"  all      {page(server, key)}",
-            ]
+            lines.append(f"{experiment.name}:")
+            lines.append(f"  figures  {page(server, key, VIEW_KEY)}")
+            lines.append(f"  charts   {page(server, key, charts=True)}")
+            lines.append(f"  all      {page(server, key)}")
     return lines + sweep_links(client, port)
 
 
@@ -89,17 +86,17 @@ def sweep_links(client: Any, port: int, sweep: str | None = None) -> list[str]:
         order_by=["attributes.start_time DESC"],
         max_results=LATEST_RUNS,
     )
-    found = dict.fromkeys((run.info.experiment_id, run.data.tags["sweep"]) for run in latest_first)
+    of_runs = ((run.info.experiment_id, run.data.tags["sweep"]) for run in latest_first)
     prepared = [
-        (key, name) for key, name in found if view_tag(sweep_key(name)) in experiments[key].tags
+        (key, name)
+        for key, name in dict.fromkeys(of_runs)
+        if view_tag(sweep_key(name)) in experiments[key].tags
     ]
     server, lines = f"http://{HOST}:{port}", []
     for key, name in reversed(prepared[:LATEST_SWEEPS]):
-        lines += [
-            f"sweep {name}:",
-            f"  table    {page(server, key, sweep_key(name))}",
-            f"  charts   {page(server, key, sweep_key(name), charts=True)}",
-        ]
+        lines.append(f"sweep {name}:")
+        lines.append(f"  table    {page(server, key, sweep_key(name))}")
+        lines.append(f"  charts   {page(server, key, sweep_key(name), charts=True)}")
     return lines
 
 
@@ -112,26 +109,20 @@ def _serve(store: Store, port: int, sweep: str | None = None) -> int:
     with server_log.open("w") as log:
         # A session of its own: Ctrl+C reaches only us, and we end its whole process group.
         server = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=store.root,
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            cwd=store.root, env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             start_new_session=True,
-        )
+        )  # fmt: skip
     try:
         print("Starting MLflow's server ...", flush=True)
         client = store.client()  # imports MLflow while the server does
         lines = sweep_links(client, port, sweep) if sweep else links(client, port)
         if not lines:
             what = f"sweep {sweep!r}" if sweep else "run"
-            print(f"No {what} is recorded in {store.database}.", file=sys.stderr)
-            return 1
+            return _refuse(f"No {what} is recorded in {store.database}.")
         if not _answers(server, port):
-            print(f"It did not start; the end of {server_log}:", file=sys.stderr)
-            print("\n".join(server_log.read_text().splitlines()[-20:]), file=sys.stderr)
-            return 1
+            end = "\n".join(server_log.read_text().splitlines()[-20:])
+            return _refuse(f"It did not start; the end of {server_log}:\n{end}")
         print("\n".join([*lines, "Ctrl+C ends it."]), flush=True)
         return server.wait()
     except KeyboardInterrupt:

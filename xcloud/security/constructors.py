@@ -18,29 +18,27 @@ models.backbone.PretrainedBackbone models.backbone.PublicBackbone models.backbon
 models.causal.CausalLM models.causal_base.NextTokenPretraining models.causal_base.OwnCausal
 models.decoding.Beam models.decoding.Greedy models.lora.Lora models.low_rank_split.LowRankSplit
 models.pretraining.MaskedLanguageModelling models.split_point.Split models.transformer.Transformer
-parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
-parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_parameters.OuterOptimizer
-parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
-parallel.gradient_averaging.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
-plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
+parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
+parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
+parallel.one_way.feed.Feed parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe
+parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble parallel.strategy.Strategy
+plan.autopilot.Autopilot plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
 record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
 security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
 security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
 security.privacy.CloudPrivacy security.privacy.SamplePrivacy security.privacy.no_privacy
-security.visibility.Visibility tasks.classification.classification_from_demo
-tasks.classification.classification_from_files tasks.classification.classification_from_hub
-tasks.corpus.monolingual.DemoText tasks.corpus.monolingual.HubText
-tasks.corpus.text_folder.FolderText tasks.cross_lingual.cross_lingual_from_demo
-tasks.cross_lingual.cross_lingual_from_files tasks.cross_lingual.cross_lingual_from_hub
-tasks.glue.glue_from_demo tasks.glue.glue_from_files tasks.glue.glue_from_hub
-tasks.language_modelling.language_modelling_from_demo
-tasks.language_modelling.language_modelling_from_files
-tasks.language_modelling.language_modelling_from_hub tasks.multilingual_text.MultilingualText
-tasks.public_text.PublicText tasks.question_answering.squad_from_demo
-tasks.question_answering.squad_from_files tasks.question_answering.squad_from_hub
+security.visibility.Visibility tasks.classification.DemoClassification
+tasks.classification.DemoCrossLingual tasks.classification.FolderClassification
+tasks.classification.FolderCrossLingual tasks.classification.HubClassification
+tasks.classification.HubCrossLingual tasks.corpus.multilingual.DemoText
+tasks.corpus.multilingual.FolderText tasks.corpus.multilingual.HubText
+tasks.language_modelling.DemoLanguageModelling tasks.language_modelling.FolderLanguageModelling
+tasks.language_modelling.HubLanguageModelling tasks.multilingual_text.MultilingualText
+tasks.public_text.PublicText tasks.question_answering.DemoQuestionAnswering
+tasks.question_answering.FolderQuestionAnswering tasks.question_answering.HubQuestionAnswering
 tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
-tasks.translation.translation_from_demo tasks.translation.translation_from_files
-tasks.translation.translation_from_hub tasks.translation.translation_from_paper
-training.optimizer.Optimizer training.settings.Checkpoints training.settings.Training
+tasks.translation.DemoTranslation tasks.translation.FolderTranslation
+tasks.translation.HubTranslation tasks.translation.Wit3Translation training.settings.Checkpoints
+training.settings.Optimizer training.settings.Training
 """.split()
 )

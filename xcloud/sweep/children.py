@@ -108,7 +108,7 @@ def main() -> int:
 
     try:
         file = arguments.run_dir / EXPERIMENT_FILE
-        run(read_config(file), arguments.run_dir, resumes=True)  # a point may go on
+        run(read_config(file), arguments.run_dir, resumes=True)  # a point may resume
     except XcloudError as error:
         print(f"xcloud: {error}", flush=True)
         return 1

@@ -13,6 +13,7 @@ from typing import Any
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
+from xcloud.base.units import score_text
 from xcloud.record.mlflow_store import (
     Store,
     artifacts_page,
@@ -22,7 +23,6 @@ from xcloud.record.mlflow_store import (
     sweep_key,
     ui_command,
 )
-from xcloud.record.scores import score_text
 from xcloud.record.tracking import Tracker
 from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folders = [folder for folder, _ in opened]
     target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
-    results = [result for _, found in opened for result in found]
+    results = [result for _, own in opened for result in own]
     rows, _ = report(results, target, " and ".join(folder.name for folder in folders))
     if len(opened) > 1:
-        _compare([found for _, found in opened], rows)
+        _compare([own for _, own in opened], rows)
     return 0
 
 
@@ -91,25 +91,25 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
         print(line, flush=True)
 
 
-def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
+def _compare(sweeps: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
     """Print the settings that differ between sweeps, and compare rows with the same label."""
     shared = []
-    for results in found:
+    for results in sweeps:
         differing = set(varying([result.settings for result in results]))
         one = results[0].settings
         shared.append({key: value for key, value in one.items() if key not in differing})
-    for results, settings in zip(found[1:], shared[1:], strict=True):
+    for results, settings in zip(sweeps[1:], shared[1:], strict=True):
         both = {key: pair for key, pair in differences(shared[0], settings).items()
                 if key in shared[0] and key in settings}  # fmt: skip
         lines = [f"  {key}: {old} | {new}" for key, (old, new) in both.items()]
-        heading = f"{found[0][0].sweep} | {results[0].sweep}: "
+        heading = f"{sweeps[0][0].sweep} | {results[0].sweep}: "
         print(heading + ("settings that differ" if lines else "no common setting differs"))
         for line in lines[:MOST_DIFFERENCES]:
             print(line)
     by_label: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_label.setdefault(row.label, {})[row.sweep] = row
-    first = found[0][0].sweep
+    first = sweeps[0][0].sweep
     for label, of_sweep in by_label.items():
         for sweep, row in of_sweep.items():
             base = of_sweep.get(first)

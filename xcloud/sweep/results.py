@@ -20,9 +20,9 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.units import LEAKS, LESS_IS_BETTER
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
-from xcloud.record.scores import LEAKS, LESS_IS_BETTER
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.interleaving import KEY, StepRatio
 from xcloud.sweep.points import (
@@ -98,8 +98,8 @@ class Row:
     def __post_init__(self) -> None:
         finished = self.finished
         scores = [_scores(summary) for summary in finished]
-        names = dict.fromkeys(name for found in scores for name in found)
-        spreads = {name: Spread.of([found.get(name) for found in scores]) for name in names}
+        names = dict.fromkeys(name for own in scores for name in own)
+        spreads = {name: Spread.of([own.get(name) for own in scores]) for name in names}
         self.quality = {name: spread for name, spread in spreads.items() if spread}
         self.step_time_s = Spread.of([s["step_time_s"]["median"] for s in finished])
         self.compression_ratio = Spread.of([s["compression_ratio"]["total"] for s in finished])
@@ -127,8 +127,8 @@ class Row:
 
     @property
     def compression(self) -> str:
-        found = (r.summary.get("compression") for r in self.results)
-        return str(next((name for name in found if name), "-"))
+        names = (result.summary.get("compression") for result in self.results)
+        return str(next((name for name in names if name), "-"))
 
     @property
     def cluster(self) -> str:
@@ -209,9 +209,9 @@ def _share_of_one_cloud(rows: Sequence[Row]) -> None:
             key = (row.sweep, workload_key(row.settings))
             alone.setdefault(key, []).extend(row.finished)
     for row in rows:
-        found = alone.get((row.sweep, workload_key(row.settings)), [])
+        same_work = alone.get((row.sweep, workload_key(row.settings)), [])
         for name, rate in row.rates.items():
-            if reference := Spread.of([summary.get(name) for summary in found]):
+            if reference := Spread.of([summary.get(name) for summary in same_work]):
                 row.share_of_one_cloud[name] = rate.mean / reference.mean
 
 
@@ -288,9 +288,9 @@ Where = dict[str, str | bool | list[str]]
 
 def published_for(row: Row) -> Published | None:
     """The first matching entry; None without one, or without the file."""
-    for where, found in entries(project_root() / PUBLISHED):
+    for where, figures in entries(project_root() / PUBLISHED):
         if all(_fits(row, key, wanted) for key, wanted in where.items()):
-            return found if found.notes else None
+            return figures if figures.notes else None
     return None
 
 

@@ -21,12 +21,11 @@ from typing import Any, Literal
 
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.settings import Positive, settings
-from xcloud.base.units import human_duration, human_seconds
+from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.launch.local import sigterm_as_interrupt
 from xcloud.rank.interleaved import ADDRESS, check_takes_turns
-from xcloud.record.scores import score_name, score_text
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
 from xcloud.sweep.interleaving import InterleavingServer, record
@@ -288,7 +287,7 @@ class Sweep:
             self.causes[point.overrides] = cause
             text = f"FAILED after {human_duration(took_s)}: {cause}"
             if self._num_left:
-                text += "; no other starts" if self._starts_no_more else "; the others go on"
+                text += "; no other starts" if self._starts_no_more else "; the others continue"
         # Points that take turns end one soon after the other.
         if self._num_left and not self._starts_no_more and not self._is_together:
             done = len(self._took_s)

@@ -75,10 +75,10 @@ class SweepState:
             lock.release()
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
-        """Skip finished, unchanged points; go on with interrupted, unchanged ones; run failed and
+        """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
         changed ones again."""
         recorded = {folder: self._settings(folder) for folder in self.points}
-        by_identity = {identity(found): folder for folder, found in recorded.items() if found}
+        by_identity = {identity(own): folder for folder, own in recorded.items() if own}
         taken = set(self.points)
         decisions: list[Decision] = []
         for point in points:
@@ -95,7 +95,7 @@ class SweepState:
         return decisions
 
     def begin(self, decision: Decision, parallel: int) -> Path:
-        """Make an empty folder for the point, unless it goes on in its own; an existing one moves
+        """Make an empty folder for the point, unless it resumes in its own; an existing one moves
         to `earlier/`."""
         run_dir = self.folder / decision.folder
         if decision.verdict == "resume":

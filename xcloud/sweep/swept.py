@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from xcloud.record.scores import LESS_IS_BETTER, score_name, shown_scores
-from xcloud.report.figures import LINES, canvas, column, plain, save
+from xcloud.base.units import LESS_IS_BETTER, score_name, shown_scores
+from xcloud.report.figures import DASHES, LINES, MARKERS, canvas, column, plain, save
 from xcloud.report.tables import Column, console_of, print_table
 from xcloud.sweep.points import deciding, varying
 from xcloud.sweep.results import Row
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 SWEPT_FILE = "quality_over_setting.csv"
 SWEPT_PICTURE = "quality_over_setting.png"
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = ("-", "--", ":", "-.")
 BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
 LEGEND_WIDTH = 115  # characters per row
 MANY_TIMES = 50  # largest / smallest value from which the axis is logarithmic
@@ -77,7 +75,7 @@ def swept_of(rows: Sequence[Row]) -> Swept | None:
     scored = [row for row in rows if row.score]
     keys = [key for key in varying([row.settings for row in scored]) if key != "seed"]
     grouped = {key: _groups(scored, key, keys) for key in keys}
-    most = {key: max(map(len, found.values()), default=0) for key, found in grouped.items()}
+    most = {key: max(map(len, groups.values()), default=0) for key, groups in grouped.items()}
     setting = max(keys, key=lambda key: most[key], default=None)
     if setting is None or most[setting] < 2:
         return None
@@ -96,34 +94,34 @@ def swept_of(rows: Sequence[Row]) -> Swept | None:
     )
 
 
-def print_swept(found: Swept, console: Console | None = None) -> None:
+def print_swept(swept: Swept, console: Console | None = None) -> None:
     """Print a table for each score: a row per value, a column per line."""
     console = console or console_of(WIDTH_OF_A_SWEEP)
-    heads = [Column(name) for name in (found.name, *(line.label for line in found.lines))]
-    for score in found.scores:
-        cells = [(value, *cells) for value, cells in table_of(found, score)]
-        print_table(console, heads, cells, f"{score_name(score)} by {found.setting}")
+    heads = [Column(name) for name in (swept.name, *(line.label for line in swept.lines))]
+    for score in swept.scores:
+        cells = [(value, *cells) for value, cells in table_of(swept, score)]
+        print_table(console, heads, cells, f"{score_name(score)} by {swept.setting}")
 
 
-def table_of(found: Swept, score: str) -> list[tuple[str, list[str]]]:
+def table_of(swept: Swept, score: str) -> list[tuple[str, list[str]]]:
     """(value, a cell per line), then the rows without the setting, repeated for every line."""
     cells = [
-        (f"{value:g}", [_cell(score, line.rows.get(value)) for line in found.lines])
-        for value in found.values
+        (f"{value:g}", [_cell(score, line.rows.get(value)) for line in swept.lines])
+        for value in swept.values
     ]
-    return cells + [(row.label, [_cell(score, row)] * len(found.lines)) for row in found.beside]
+    return cells + [(row.label, [_cell(score, row)] * len(swept.lines)) for row in swept.beside]
 
 
-def write_swept(folder: Path, found: Swept) -> Path:
+def write_swept(folder: Path, swept: Swept) -> Path:
     """Write a CSV row for each score, value and line."""
     path = folder / SWEPT_FILE
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [(value, line.label, row) for line in found.lines for value, row in line.rows.items()]
+    rows = [(value, line.label, row) for line in swept.lines for value, row in line.rows.items()]
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["score", found.setting, "line", "mean", "std", "seeds"])
-        for score in found.scores:
-            for value, label, row in [*rows, *(("", row.label, row) for row in found.beside)]:
+        writer.writerow(["score", swept.setting, "line", "mean", "std", "seeds"])
+        for score in swept.scores:
+            for value, label, row in [*rows, *(("", row.label, row) for row in swept.beside)]:
                 if spread := row.quality.get(score):
                     std = "" if spread.std is None else round(spread.std, 6)
                     writer.writerow([score, value, label, round(spread.mean, 6), std, spread.num])
@@ -167,16 +165,16 @@ def _cell(score: str, row: Row | None) -> str:
     return spread_text(score, row.quality.get(score) if row else None)
 
 
-def write_swept_picture(folder: Path, found: Swept, title: str) -> Path:
-    figure = canvas(f"{title}: quality by {found.name}", 8, 1.3 + 3.9 * len(found.scores))
-    panels = column(figure, [1] * len(found.scores))
-    for axes, score in zip(panels, found.scores, strict=True):
-        _draw(axes, found, score)
-    panels[-1].set_xlabel(found.setting)
+def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
+    figure = canvas(f"{title}: quality by {swept.name}", 8, 1.3 + 3.9 * len(swept.scores))
+    panels = column(figure, [1] * len(swept.scores))
+    for axes, score in zip(panels, swept.scores, strict=True):
+        _draw(axes, swept, score)
+    panels[-1].set_xlabel(swept.setting)
     handles = [Line2D([], [], label=line.label, **_style(index))
-               for index, line in enumerate(found.lines)]  # fmt: skip
-    for row, colour in zip(found.beside, BANDS, strict=False):
-        label = f"{row.label}: {spread_text(found.scores[0], row.score)}"
+               for index, line in enumerate(swept.lines)]  # fmt: skip
+    for row, colour in zip(swept.beside, BANDS, strict=False):
+        label = f"{row.label}: {spread_text(swept.scores[0], row.score)}"
         handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
     longest = max(len(str(handle.get_label())) for handle in handles)
     figure.legend(
@@ -186,23 +184,23 @@ def write_swept_picture(folder: Path, found: Swept, title: str) -> Path:
     return save(figure, folder / SWEPT_PICTURE)
 
 
-def _draw(axes: Axes, found: Swept, score: str) -> None:
-    for row, colour in zip(found.beside, BANDS, strict=False):
+def _draw(axes: Axes, swept: Swept, score: str) -> None:
+    for row, colour in zip(swept.beside, BANDS, strict=False):
         if spread := row.quality.get(score):
             low, high = spread.mean - (spread.std or 0), spread.mean + (spread.std or 0)
             axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
             axes.axhline(spread.mean, color=colour, linewidth=1.4, zorder=1)
-    values = found.values
+    values = swept.values
     if values[0] > 0 and values[-1] >= MANY_TIMES * values[0]:
         axes.set_xscale("log")
         apart = 0.0
     else:
         gap = min(high - low for low, high in pairwise(values))
-        apart = gap * min(_APART, _AT_MOST / len(found.lines))
+        apart = gap * min(_APART, _AT_MOST / len(swept.lines))
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
-    for index, line in enumerate(found.lines):
-        shift = apart * (index - (len(found.lines) - 1) / 2)
+    for index, line in enumerate(swept.lines):
+        shift = apart * (index - (len(swept.lines) - 1) / 2)
         points = [(value + shift, spread) for value, row in sorted(line.rows.items())
                   if (spread := row.quality.get(score))]  # fmt: skip
         axes.errorbar(
@@ -216,7 +214,7 @@ def _draw(axes: Axes, found: Swept, score: str) -> None:
             **_style(index),
         )
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
-    seeds = "" if found.num_seeds == "1" else f"\n(mean ± std over {found.num_seeds} seeds)"
+    seeds = "" if swept.num_seeds == "1" else f"\n(mean ± std over {swept.num_seeds} seeds)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, "both")
 
@@ -224,5 +222,5 @@ def _draw(axes: Axes, found: Swept, score: str) -> None:
 def _style(index: int) -> dict[str, Any]:
     """A colour and marker for each line; another dash style once these are used up."""
     number = index % len(LINES)
-    dash = STYLES[index // len(LINES) % len(STYLES)]
+    dash = DASHES[index // len(LINES) % len(DASHES)]
     return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

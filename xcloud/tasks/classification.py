@@ -1,144 +1,199 @@
-"""Classification and regression of texts or text pairs: data, tokenisation and scoring.
+"""Classification and regression of texts or text pairs: columns, tokenisation and scoring.
 
-Texts are read by corpus/, labels are defined in answers.py; no networks here.
-Shapes: B samples, S positions, special ids included.
+Rows come from a source (corpus/), labels are defined in labels.py; no networks here.
+Rows (corpus/rows.py) have the columns "first" and possibly "second" if text is visible, "label" if
+labels are visible, and "part" (the name of a row's set) in splits made of several sets.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.project import in_project
-from xcloud.contracts.model import Head
-from xcloud.contracts.task import Answers, Split
-from xcloud.demo_corpus import public_sentences
-from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
-from xcloud.tasks.corpus.demo_labelled import DemoReviews
-from xcloud.tasks.corpus.labelled import Kind, Labelled, LabelledCorpus
-from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
-from xcloud.tasks.label_scores import MEANINGS
-from xcloud.tasks.pair_table import PairTable
-from xcloud.tasks.settings import COLUMNS, DEMO, FOLDER, HUB, SAMPLES, Group, settings_of
-from xcloud.tasks.sizes import SizedTask, Sizes, check_found, check_sizes
-from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted
-from xcloud.tasks.tokenizer import (
-    PretrainedTokenizer,
-    Tokenizer,
-    TokenizerChoice,
-    TrainedTokenizer,
+from xcloud.base.settings import settings
+from xcloud.contracts.task import SPLITS, Answers, Split
+from xcloud.tasks.corpus.demo import DemoByLanguage, DemoLabelled
+from xcloud.tasks.corpus.folder import Folder, FolderByLanguage, Languages
+from xcloud.tasks.corpus.hub import Hub, HubByLanguage
+from xcloud.tasks.corpus.rows import Corpus, Form, OwnNames, Rows, SplitTables, Text, read
+from xcloud.tasks.labels import (
+    CROSS_LINGUAL,
+    GLUE,
+    KEYS,
+    MEANINGS,
+    Benchmark,
+    Classes,
+    Columns,
+    Kind,
+    Labels,
+    Score,
+    Value,
+    scores_of,
 )
+from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.tables import PairTable
+from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions
+from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
-FIELDS = frozenset({"text", "types", "label"})
-MIN_LENGTH = 8  # special ids of a pair and a few tokens of both texts
-TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
+@settings("task", kw_only=True)
+class Classification(TextTask):
+    """A class (kind classes) or a number (kind value) for each text or pair.
 
-@dataclass(frozen=True)
-class Classification(SizedTask):
-    """A class (kind classes) or a number (kind value) for each text or pair of `corpus`.
-
+    name: "classification" for texts of your own, or a benchmark, which has classes and scores.
     classes: names in label order; None: taken from the training labels.
     metrics: names of scores, main one first; None: the defaults of the kind (scores_of).
-    max_length: in tokens, special ids included; longer samples are truncated, longer text first.
-    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
-    because a vocabulary reveals its training text.
-    sizes: see sizes.py. cache_dir: for trained tokenizers; relative to the checkout.
+    text_columns, label_column: None: by usual names.
+    Longer samples than max_length are truncated, the longer text first.
     """
 
     answers: ClassVar[Answers] = "sample"
-    corpus: LabelledCorpus
+    form: ClassVar[Form] = Form("train.tsv (first line: column names) or train.jsonl")
     name: str = "classification"
     kind: Kind = "classes"
-    classes: Sequence[str] | None = None
-    metrics: Sequence[str] | None = None
-    tokenizer: TokenizerChoice = field(default_factory=lambda: PretrainedTokenizer("minilm"))
-    max_length: int = 128
-    sizes: Sizes = None
-    cache_dir: str = ".cache"
+    classes: Annotated[Sequence[str], Field(min_length=2)] | None = None
+    metrics: Annotated[Sequence[str], Field(min_length=1)] | None = None
+    text_columns: Annotated[Sequence[Text], Field(min_length=1, max_length=2)] | Text | None = None
+    label_column: Text | None = None
+    tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
+    # The least: special ids of a pair and a few tokens of both texts.
+    max_length: Annotated[int, Field(ge=8)] = 128
 
     def __post_init__(self) -> None:
-        check_int("task.max_length", self.max_length, MIN_LENGTH)
-        check_choice("task.kind", self.kind, ("classes", "value"))
-        check_sizes(self.sizes)
-        _ = self.scores
-        if self.classes is None:
-            return
+        super().__post_init__()
         names = self.classes
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"task.classes must be a list of names, got {names!r}")
-        if self.kind == "value" or len(set(names)) != len(names) or len(names) < 2:
+        if self.name in self.benchmarks:
+            if (self.kind, names, self.metrics) != ("classes", None, None):
+                raise ConfigError(
+                    f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
+                )
+        elif self.name != "classification":
             raise ConfigError(
-                f"task.classes must be at least two different names, and null with "
+                f"task.name must be one of {', '.join(self.benchmarks)}, got {self.name!r}"
+            )
+        if names is not None and (self.kind == "value" or len(set(names)) != len(names)):
+            raise ConfigError(
+                "task.classes must be at least two different names, and null with "
                 f"task.kind=value; got {list(names)}"
+            )
+        _ = self.scores
+        if self._text_columns and len(self._text_columns) not in self._num_texts:
+            raise ConfigError(
+                f"task.text_columns must name {' or '.join(map(str, self._num_texts))} columns "
+                f"here, got {list(self._text_columns)}"
             )
 
     @property
+    def benchmarks(self) -> Mapping[str, Benchmark]:
+        """Those whose rows this source can give, by name."""
+        return GLUE
+
+    @property
+    def benchmark(self) -> Benchmark | None:
+        return self.benchmarks.get(self.name)
+
+    @property
+    def label_kind(self) -> Kind:
+        return self.benchmark.kind if self.benchmark else self.kind
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """In label order; None if there are none, or only the training labels show them."""
+        return self.benchmark.classes if self.benchmark else self.classes
+
+    @property
     def scores(self) -> Mapping[str, Score]:
-        return scores_of(self.kind, self.metrics)
+        metrics = self.benchmark.metrics if self.benchmark else self.metrics
+        return scores_of(self.label_kind, metrics)
+
+    @property
+    def _num_texts(self) -> tuple[int, ...]:
+        return (self.benchmark.num_texts,) if self.benchmark else (1, 2)
+
+    @property
+    def _text_columns(self) -> tuple[str, ...]:
+        given = self.text_columns or ()
+        return (given,) if isinstance(given, str) else tuple(given)
+
+    def check_tables(self, tables: SplitTables) -> None:
+        self._usable(tables)
+
+    def _usable(self, tables: SplitTables) -> tuple[SplitTables, Columns]:
+        """Without an unlabelled test set, unless it was asked for, and the columns of train."""
+        splits = dict(tables.tables)
+        columns = Columns.chosen(
+            splits["train"][""][0], self._text_columns, self.label_column, self._num_texts,
+            self.label_kind,
+        )  # fmt: skip
+        test = [table for joined in splits.get("test", {}).values() for table in joined]
+        if hidden := [table for table in test if columns.label not in table.columns()]:
+            if tables.test_key is not None:
+                raise DataError(
+                    f"{hidden[0].where}: no column {columns.label}, so it cannot be scored; "
+                    f"choose another {tables.test_key}"
+                )
+            del splits["test"]  # its labels are not public, as in GLUE
+        if splits.get("dev") == splits.get("test"):
+            splits.pop("dev", None)  # task.test=validation: dev is then held out of train
+        return replace(tables, tables=splits), columns
+
+    def read(self, visible: frozenset[str]) -> Corpus:
+        """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
+        tables, columns = self._usable(self.find(self.form))
+        wanted = columns.visible(visible)
+        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
+        chosen = self.facts(columns=str(columns))
+        remarks = [f"columns {columns}"] if chosen else []
+        return replace(
+            corpus, remarks=[*remarks, *corpus.remarks], agreed={**corpus.agreed, **chosen}
+        )
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        check_fields(self.name, fields)
+        self.check_fields(fields)
         visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
         if not visible and self.sizes is not None:
-            unseen = {split: Rows(self.sizes[split], {}) for split in SPLITS}
-            corpus = Parallel(self.corpus.describe(), unseen)
+            corpus = Corpus.unseen(self.sizes)
         else:
-            corpus = self.corpus.read(visible)
-        found = {split: corpus.splits[split].num_rows for split in SPLITS}
-        check_found(self.sizes, found, self.describe())
-        for split, count in found.items():
-            if not count:
-                raise DataError(f"{self.describe()}: the {split} split has no rows")
+            corpus = self.read(visible)
+            self.check_sizes(corpus.counts)
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir) if "text" in visible else None
-        answer = self._answer(corpus.splits["train"]) if "label" in visible else None
-        return ClassificationData(self, corpus, fields, tokenizer, answer)
+        labels = self._labels(corpus.splits["train"]) if "label" in visible else None
+        return ClassificationData(self, corpus, fields, tokenizer, labels)
 
-    def _answer(self, train: Rows) -> Answer:
-        if self.kind == "value":
+    def agreed_settings(self) -> dict[str, object]:
+        classes = None if self.class_names is None else list(self.class_names)
+        more = {"kind": self.label_kind, "classes": classes, "metrics": list(self.scores)}
+        return {**super().agreed_settings(), **more}
+
+    def _labels(self, train: Rows) -> Labels:
+        if self.label_kind == "value":
             return Value()
-        if self.classes is not None:
-            return Classes(tuple(self.classes))
-        return Classes.found_in(train.texts["label"], f"{self.describe()}, train")
+        if self.class_names is not None:
+            return Classes(tuple(self.class_names))
+        return Classes.of_cells(train.texts["label"], f"{self.describe()}, train")
 
 
-def check_fields(name: str, fields: frozenset[str]) -> None:
-    """Raise ConfigError if a model reads fields that understanding tasks lack."""
-    if unknown := fields - FIELDS:
-        raise ConfigError(
-            f"the task {name} has the fields text, types and label, but the model reads "
-            f"{', '.join(sorted(unknown))}; choose a model for understanding (model=…)"
-        )
-
-
-def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
-    """The tokenizer, trained on public sentences if needed."""
-    trained = isinstance(choice, TrainedTokenizer)
-    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
-    return choice.prepare(texts, in_project(cache_dir))
-
-
-class ClassificationData(TextData):
+class ClassificationData(TextData[Classification]):
     """One rank's view (TaskData)."""
 
     def __init__(
         self,
         task: Classification,
-        corpus: Parallel,
+        corpus: Corpus,
         fields: frozenset[str],
         tokenizer: Tokenizer | None,
-        answer: Answer | None,
+        label: Labels | None,
     ) -> None:
-        self._task, self._answer = task, answer
-        self._remarks, self._agreed = corpus.remarks, corpus.agreed
+        self._label = label
+        self.head = None if label is None else label.head
         text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         tables: dict[Split, PairTable] = {}
         labels: dict[Split, Tensor] = {}
@@ -147,29 +202,16 @@ class ClassificationData(TextData):
             columns = corpus.splits[split].texts
             if text is not None:
                 tables[split] = text.table(columns["first"], columns.get("second"))
-            if answer is not None:
-                where = f"{task.describe()}, {split}"
-                labels[split] = answer.parse(columns["label"], where)
+            if label is not None:
+                labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
             if "part" in columns:
                 self._parts[split] = columns["part"]
-        rows = {split: corpus.splits[split].num_rows for split in SPLITS}
-        super().__init__(fields, rows, text, tables, labels)
+        super().__init__(task, corpus, fields, corpus.counts, text, tables, labels)
 
     def describe(self) -> str:
-        classes = self._task.classes
-        named = [f"labels are those of {self._task.name}: {', '.join(classes)}"] if classes else []
-        rows = f"{self._task.describe()}: {counted(self._rows)}"
-        return ", ".join([rows, *self._remarks, *named])
-
-    def fingerprint(self) -> str:
-        task = self._task
-        classes = None if task.classes is None else list(task.classes)
-        more = {"kind": task.kind, "classes": classes, "metrics": list(task.scores)}
-        return task.fingerprint(self._rows, self._agreed, **more)
-
-    @property
-    def head(self) -> Head | None:
-        return None if self._answer is None else self._answer.head
+        names = self._task.class_names
+        named = f", labels are those of {self._task.name}: {', '.join(names)}" if names else ""
+        return super().describe() + named
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
@@ -186,10 +228,10 @@ class ClassificationData(TextData):
         If the split has parts: the main metric averaged over parts, then every metric of each
         part (accuracy, accuracy_en, accuracy_de …).
         """
-        labels, answer = self._known_labels(split)
+        labels, label = self._known_labels(split)
         check_predictions(predictions, split, len(labels), "sample")
         scores = self._task.scores
-        pairs = {i: (float(labels[i]), answer.read(predictions[i])) for i in sorted(predictions)}
+        pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
         if split not in self._parts:
             return _scored(scores, list(pairs.values()))
         by_part: dict[str, list[tuple[float, float]]] = {}
@@ -212,7 +254,7 @@ class ClassificationData(TextData):
         return said
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        labels, answer = self._known_labels(split)
+        labels, label = self._known_labels(split)
         lines = []
         for ident in sorted(predictions)[:count]:
             if self.text is None or "text" not in self._fields:
@@ -222,24 +264,24 @@ class ClassificationData(TextData):
                 lines.append(f"text    {decode(table.first(ident))}")
                 if table.seconds is not None:
                     lines.append(f"        {decode(table.second(ident))}")
-            lines.append(f"label   {answer.show(float(labels[ident]))}")
-            lines.append(f"output  {answer.show(answer.read(predictions[ident]))}\n")
+            lines.append(f"label   {label.show(float(labels[ident]))}")
+            lines.append(f"output  {label.show(label.read(predictions[ident]))}\n")
         return "\n".join(lines)
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write text_tokenizer.json if text is visible, labels.json if labels are."""
         super().save_tokenizers(folder)
-        if self._answer is not None:
-            names = self._answer.names if isinstance(self._answer, Classes) else None
-            content = {"kind": self._task.kind, "classes": names}
+        if self._label is not None:
+            names = self._label.names if isinstance(self._label, Classes) else None
+            content = {"kind": self._task.label_kind, "classes": names}
             path = folder / "labels.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def _known_labels(self, split: Split) -> tuple[Tensor, Answer]:
-        if self._answer is None:
+    def _known_labels(self, split: Split) -> tuple[Tensor, Labels]:
+        if self._label is None:
             raise DataError("labels are not visible here, so nothing can be scored")
-        return self._labels[split], self._answer
+        return self._labels[split], self._label
 
 
 def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -247,31 +289,92 @@ def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -
     return {name: round(score(right, predicted), 4) for name, score in scores.items()}
 
 
-OWN = Group(Classification, ("corpus", "name"))
+@settings("task", kw_only=True)
+class FolderClassification(Folder, Classification):
+    """Your own labelled texts, or a benchmark of GLUE, in the folder `path`."""
+
+    @property
+    def own_names(self) -> OwnNames:
+        return self.benchmark.files if self.benchmark else {}
 
 
-@settings_of(DEMO, OWN, max_length=64)
-def classification_from_demo(**settings: Any) -> Classification:
-    """The embedded film reviews."""
-    if (kind := settings.get("kind", "classes")) != "classes":
-        raise ConfigError(
-            f"task.kind={kind}: the demo has only classes; set profile=files for values"
-        )
-    return OWN.make(settings, corpus=DemoReviews(DEMO.make(settings)))
+@settings("task", kw_only=True)
+class HubClassification(Hub, Classification):
+    """A labelled data set from the hub, or a folder in the same format. A benchmark's dev set
+    becomes its test set, and dev is held out of train."""
+
+    @property
+    def data_set(self) -> str | None:
+        return self.name if self.config is None and self.benchmark else self.config
+
+    @property
+    def own_names(self) -> OwnNames:
+        return self.benchmark.hub_splits if self.benchmark else {}
+
+    @property
+    def hides_test(self) -> bool:
+        return self.benchmark is not None
 
 
-@settings_of(FOLDER, COLUMNS, SAMPLES, OWN)
-def classification_from_files(**settings: Any) -> Classification:
-    """Your own labelled texts in the folder `path`."""
-    return OWN.make(settings, corpus=_labelled(FOLDER, settings))
+@settings("task", kw_only=True)
+class DemoClassification(DemoLabelled, Classification):
+    """Embedded film reviews, also for sst2; for qnli questions with sentences."""
+
+    @property
+    def pairs(self) -> bool:
+        return self.name == "qnli"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name not in ("classification", "sst2", "qnli"):
+            raise ConfigError(
+                f"task.name={self.name}: the demo has sst2 and qnli only; for {self.name} use "
+                "profile=files with task.path=DIR, or profile=paper"
+            )
+        if self.kind != "classes":
+            raise ConfigError(
+                f"task.kind={self.kind}: the demo has only classes; set profile=files for values"
+            )
 
 
-@settings_of(HUB, COLUMNS, SAMPLES, OWN)
-def classification_from_hub(**settings: Any) -> Classification:
-    """A labelled data set from the hub, or a folder in the same format."""
-    return OWN.make(settings, corpus=_labelled(HUB, settings))
+@settings("task", kw_only=True)
+class CrossLingual(Classification):
+    """Text pairs trained in one language and tested in others: XNLI and PAWS-X. Scores: mean
+    accuracy over the tested languages, then accuracy per language."""
+
+    name: str = "xnli"
+
+    @property
+    def benchmarks(self) -> Mapping[str, Benchmark]:
+        return CROSS_LINGUAL
 
 
-def _labelled(source: Group[Any], settings: Mapping[str, Any]) -> Labelled:
-    sampling = SAMPLES.make(settings)
-    return Labelled(source.make(settings), COLUMNS.make(settings), sampling)
+@settings("task", kw_only=True)
+class FolderCrossLingual(FolderByLanguage, CrossLingual):
+    """The task from files in the folder `path`."""
+
+
+@settings("task", kw_only=True)
+class HubCrossLingual(HubByLanguage, CrossLingual):
+    """The task from the hub. path, languages: null: the benchmark's own."""
+
+    path: Text | None = None  # type: ignore[assignment]
+    languages: Languages | None = None
+
+    @property
+    def where(self) -> str:  # type: ignore[override]
+        return self.path or CROSS_LINGUAL[self.name].hub
+
+    @property
+    def tested(self) -> Sequence[str]:
+        return self.languages or CROSS_LINGUAL[self.name].languages
+
+
+@settings("task", kw_only=True)
+class DemoCrossLingual(DemoByLanguage, CrossLingual):
+    """Embedded inference pairs in English and Spanish; num_test pairs in each language."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name != "xnli":
+            raise ConfigError(f"task.name={self.name}: the demo has xnli only; use profile=files")

@@ -1,86 +1,86 @@
 """Language modelling: every next token of plain texts, or those of the answers in chats.
-Where texts come from is corpus/documents.py, packing is packing.py; no network lives here.
+Tokens and packing are in causal_text.py; no network lives here.
 
+Rows (corpus/rows.py) have one column: "text", or "messages", where each row is a chat.
 Batch fields, int64 [B, S]: "text" token ids of prompts and answers; "types" which of the sample's
 documents a token belongs to; "label" the token to be guessed at each place, of answers only.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, cast
 
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import DataError
+from xcloud.base.settings import settings
 from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
-from xcloud.contracts.task import Split, UsedAs
-from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
-from xcloud.tasks.classification import check_fields
-from xcloud.tasks.corpus.documents import (
-    MESSAGES,
-    TEXT,
-    DemoStories,
-    DocumentFolder,
-    Documents,
-    HubDocuments,
-)
-from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
-from xcloud.tasks.packing import PackedTable, pack, pieces_of
-from xcloud.tasks.settings import HUB, SAMPLES, Group, settings_of
-from xcloud.tasks.sizes import SizedTask, Sizes, check_found, check_sizes
-from xcloud.tasks.text_pairs import check_predictions, counted
-from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice, TrainedTokenizer
+from xcloud.contracts.task import SPLITS, Split, UsedAs
+from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
+from xcloud.tasks.corpus.demo import DemoStories
+from xcloud.tasks.corpus.files import TextFile, read_lines
+from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
+from xcloud.tasks.text_task import TextTask, View, check_predictions
+from xcloud.tasks.tokenizer import TokenizerChoice, TrainedTokenizer
 
-MIN_LENGTH = 8
+TEXT, MESSAGES = "text", "messages"
 FOLDER_NAME = "tokenizer"
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
 
 
-@dataclass(frozen=True)
-class LanguageModelling(SizedTask):
-    """Documents of `corpus`, packed into samples of at most max_length tokens. A document that is
-    longer is cut into several; a chat that is longer loses its end.
+@settings("task", kw_only=True)
+class LanguageModelling(TextTask):
+    """Documents, packed into samples of at most max_length tokens. A document that is longer is
+    cut into several; a chat that is longer loses its end.
 
     tokenizer: the model's own, with its chat template; a TrainedTokenizer is trained on public
-        sentences. sizes: see sizes.py. cache_dir: where trained tokenizers are kept.
+        sentences.
     A cloud that sees the labels but not the text reads the same file and keeps the answers only.
     """
 
+    name: ClassVar[str] = "language_modelling"
     used_as: ClassVar[UsedAs] = "causal language model"
+    form: ClassVar[Form] = Form(
+        "train.txt (plain text) or train.jsonl (text or messages)",
+        {"txt": "text", "jsonl": "json"},
+    )
+    tokenizer: TokenizerChoice = TrainedTokenizer()
+    max_length: Annotated[int, Field(ge=8)] = 128
 
-    corpus: Documents
-    tokenizer: TokenizerChoice = field(default_factory=TrainedTokenizer)
-    max_length: int = 128
-    sizes: Sizes = None
-    cache_dir: str = ".cache"
-    name: str = field(default="language_modelling", init=False)
+    def rows_of(self, table: Table) -> Rows:
+        """A row is a document; empty ones are left out."""
+        rows = read(table, {TEXT: self.text_column}, "task.column")
+        return rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
 
-    def __post_init__(self) -> None:
-        check_int("task.max_length", self.max_length, MIN_LENGTH)
-        check_sizes(self.sizes)
+    @property
+    def text_column(self) -> str:
+        return TEXT
+
+    def read(self) -> Corpus:
+        """All splits, each with the column text or messages. Raises DataError."""
+        return self.arrange(self.find(self.form), self.rows_of)
 
     def saved_text(self, folder: Path) -> CausalTokenizer:
         return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def load(self, fields: frozenset[str], seed: int) -> LanguageData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same text."""
-        check_fields(self.name, fields)
+        self.check_fields(fields)
         if not fields and self.sizes is not None:
-            unseen = {split: Rows(self.sizes[split], {}) for split in SPLITS}
-            return LanguageData(self, Parallel(self.corpus.describe(), unseen), {}, fields, None)
-        corpus = self.corpus.read()
+            return LanguageData(self, Corpus.unseen(self.sizes), {}, fields, None)
+        corpus = self.read()
         tokenizer = CausalTokenizer.of(self.tokenizer, self.cache_dir)
         tables = {
             split: self._table(corpus.splits[split], split, tokenizer, fields) for split in SPLITS
         }
-        found = {split: len(table) for split, table in tables.items()}
-        check_found(self.sizes, found, self.describe())
+        self.check_sizes({split: len(table) for split, table in tables.items()})
         return LanguageData(self, corpus, tables, fields, tokenizer)
 
     def _table(
@@ -91,7 +91,7 @@ class LanguageModelling(SizedTask):
         chats = rows.texts.get(MESSAGES, ())
         tokenizer.learns_chats |= bool(chats)
         for number, chat in enumerate(chats, start=1):
-            documents.append(tokenizer.chat(json.loads(chat), f"{where}, chat {number}"))
+            documents.append(tokenizer.chat(chat, f"{where}, chat {number}"))
         pieces = pieces_of(documents, self.max_length, split=not chats)
         table = PackedTable(pack(pieces, self.max_length), fields)
         if not len(table):
@@ -99,35 +99,25 @@ class LanguageModelling(SizedTask):
         return table
 
 
-class LanguageData:
+class LanguageData(View[LanguageModelling]):
     """One rank's view (TaskData): of fields that may not be seen here nothing was kept."""
 
     def __init__(
         self,
         task: LanguageModelling,
-        corpus: Parallel,
+        corpus: Corpus,
         tables: Mapping[Split, PackedTable],
         fields: frozenset[str],
         tokenizer: CausalTokenizer | None,
     ) -> None:
-        self._task, self._tables, self._fields = task, tables, fields
-        self._tokenizer = tokenizer
-        self._remarks, self._agreed = corpus.remarks, corpus.agreed
-        self._rows = {
-            split: len(tables[split]) if tables else corpus.splits[split].num_rows
-            for split in SPLITS
-        }
+        rows = {split: len(table) for split, table in tables.items()}
+        super().__init__(task, corpus, rows or corpus.counts)
+        self._tables, self._fields, self._tokenizer = tables, fields, tokenizer
 
     def describe(self) -> str:
-        said = f"{self._task.describe()}: {counted(self._rows)} of {self._task.max_length} tokens"
         tokens = sum(table.num_tokens for table in self._tables.values())
-        return ", ".join([said, f"{tokens:,} tokens in all", *self._remarks])
-
-    def fingerprint(self) -> str:
-        return self._task.fingerprint(self._rows, self._agreed)
-
-    def num_samples(self, split: Split) -> int:
-        return self._rows[split]
+        more = f", {tokens:,} tokens in samples of {self._task.max_length}" if tokens else ""
+        return super().describe() + more
 
     @property
     def text_fields(self) -> frozenset[str]:
@@ -136,10 +126,6 @@ class LanguageData:
     @property
     def num_cut(self) -> dict[str, int]:
         return {}  # long texts go on in the next sample
-
-    @property
-    def head(self) -> None:
-        return None
 
     def vocabulary(self, field: str) -> TokenIds:
         return self._seen(field, "text").token_ids
@@ -206,27 +192,96 @@ def _summed(predictions: Mapping[int, list[int]]) -> tuple[float, int]:
     return sum(nats for nats, _ in pairs) / 1e6, sum(tokens for _, tokens in pairs)
 
 
-OWN = Group(LanguageModelling, ("corpus",))
-STORIES = Group(DemoStories)
-FILES = Group(DocumentFolder, ("sampling",))
-
-
-@settings_of(STORIES, OWN, tokenizer=TrainedTokenizer(2000))
-def language_modelling_from_demo(**settings: Any) -> LanguageModelling:
+@settings("task", kw_only=True)
+class DemoLanguageModelling(DemoStories, LanguageModelling):
     """The embedded stories: no files, no network."""
-    return OWN.make(settings, corpus=STORIES.make(settings))
 
 
-@settings_of(
-    FILES, SAMPLES, OWN, tokenizer=PretrainedTokenizer("Qwen/Qwen2.5-0.5B"), max_length=512
-)
-def language_modelling_from_files(**settings: Any) -> LanguageModelling:
-    """Your own plain texts or chats in the folder `path`."""
-    return OWN.make(settings, corpus=FILES.make(settings, sampling=SAMPLES.make(settings)))
+@settings("task", kw_only=True)
+class HubLanguageModelling(Hub, LanguageModelling):
+    """Plain texts of a data set of the hub, such as Salesforce/wikitext.
+    column: where they are."""
+
+    column: Text = TEXT
+
+    @property
+    def text_column(self) -> str:
+        return self.column
 
 
-@settings_of(HUB, SAMPLES, OWN, tokenizer=PretrainedTokenizer("Qwen/Qwen2.5-0.5B"), max_length=512)
-def language_modelling_from_hub(column: str = "text", **settings: Any) -> LanguageModelling:
-    """Plain texts of a data set of the Hugging Face hub."""
-    corpus = HubDocuments(HUB.make(settings), column, SAMPLES.make(settings))
-    return OWN.make(settings, corpus=corpus)
+@settings("task", kw_only=True)
+class FolderLanguageModelling(Folder, LanguageModelling):
+    """Your own plain texts or chats in the folder `path`; each file may end in .gz.
+
+    .txt: plain text, UTF-8. document: what one is there: blank_line (it ends at an empty line),
+        line, or file.
+    .jsonl: an object a line, {"text": "…"} or {"messages": [{"role": "user", "content": "…"},
+        {"role": "assistant", "content": "…"}]}. All files are of one of the two kinds.
+    """
+
+    document: Literal["blank_line", "line", "file"] = "blank_line"
+
+    def rows_of(self, table: Table) -> Rows:
+        file = cast(TextFile, table)
+        if file.kind == "text":
+            texts = list(self._documents(file))
+            return Rows(len(texts), {TEXT: texts})
+        column = _column(file)
+        cells = [cell for (cell,) in file.rows((column,), f"the key {column!r} in every line")]
+        for number, cell in enumerate(cells, start=1):
+            if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
+                raise DataError(
+                    f'{file.where}, row {number}: neither "text" nor "messages" with role and '
+                    "content as text"
+                )
+        return Rows(len(cells), {column: cells})
+
+    def read(self) -> Corpus:
+        tables = self.find(self.form)
+        files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
+        if len({_column(file) for file in files}) > 1:
+            raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
+        corpus = self.arrange(tables, self.rows_of)
+        if self.document != "blank_line":
+            return corpus
+        alone = [split for split, parts in tables.tables.items() if len(parts[""]) == 1]
+        whole = [
+            f"{split} has {text.count(chr(10)) + 1} lines and no blank one, so it is one "
+            "document: is task.document=line meant?"
+            for split, texts in ((s, corpus.splits[s].texts.get(TEXT, ())) for s in alone)
+            for text in texts
+            if len(texts) == 1 and "\n" in text
+        ]
+        return replace(corpus, remarks=[*corpus.remarks, *whole])
+
+    def _documents(self, file: TextFile) -> Iterator[str]:
+        lines: list[str] = []
+        for line in read_lines(file.path):
+            ends = self.document == "line" or (self.document == "blank_line" and not line.strip())
+            lines.append(line)
+            if ends:
+                yield from _text(lines)
+                lines = []
+        yield from _text(lines)
+
+
+def _column(file: TextFile) -> str:
+    return MESSAGES if file.kind == "json" and MESSAGES in file.columns() else TEXT
+
+
+def _text(lines: list[str]) -> list[str]:
+    text = "\n".join(lines).strip()
+    return [text] if text else []
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in messages
+        )
+    )

@@ -1,5 +1,5 @@
 """Multilingual text as token ids for pre-training: which texts are read, how they are mixed.
-Sources are in corpus/; masking is in models/electra.py.
+Sources are in corpus/; masking is in models/pretraining.py.
 
 Shapes: B samples of a batch, R tokens of a batch, L parts (languages and language pairs),
 N samples of a batch over all lanes.
@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import make_once
-from xcloud.tasks.corpus.monolingual import TextSource, languages_of
-from xcloud.tasks.token_table import TokenTable, write_table
+from xcloud.tasks.corpus.multilingual import TextSource, languages_of
+from xcloud.tasks.tables import TokenTable, write_table
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer
 
 FORMAT = "xcloud tokens 1"
 CHUNK = 1000  # texts tokenised at a time
 
 
-@dataclass(frozen=True)
+@settings("text")
 class MultilingualText:
     """Texts of `source`, cut into samples of at most max_length tokens, special ids included: a
     language as `bos text eos`, a pair as `bos text eos translation eos` (TLM, Lample & Conneau,
@@ -43,15 +45,11 @@ class MultilingualText:
 
     source: TextSource
     tokenizer: TokenizerChoice
-    max_length: int = 128
-    language_power: float = 0.7
-    max_texts: int | None = None
+    max_length: Annotated[int, Field(ge=8)] = 128
+    language_power: Fraction = 0.7
+    max_texts: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_int("text.max_length", self.max_length, 8)
-        check_number("text.language_power", self.language_power, 0, 1)
-        if self.max_texts is not None:
-            check_int("text.max_texts", self.max_texts, 1)
         if isinstance(self.tokenizer, TrainedTokenizer) and self.source.public_texts() is None:
             raise ConfigError(
                 "text.tokenizer cannot be trained within this run: each cloud reads only its own "

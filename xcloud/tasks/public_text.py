@@ -6,19 +6,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from xcloud.base.checks import check_int
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
+from xcloud.base.project import in_project
+from xcloud.base.settings import NotNegative, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import public_sentences
-from xcloud.tasks.classification import public_tokenizer
 from xcloud.tasks.corpus.files import read_lines
-from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
+from xcloud.tasks.corpus.rows import Text
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
+
+TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
 
-@dataclass(frozen=True)
+def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
+    """The tokenizer, trained on public sentences if needed."""
+    trained = isinstance(choice, TrainedTokenizer)
+    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
+    return choice.prepare(texts, in_project(cache_dir))
+
+
+@settings("public_text")
 class PublicText:
     """Sentences of the demo grammar, or the lines of a file that every cloud has.
 
@@ -27,13 +36,8 @@ class PublicText:
     """
 
     tokenizer: TokenizerChoice
-    path: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("public_text.seed", self.seed, 0)
-        if self.path is not None and (not isinstance(self.path, str) or not self.path):
-            raise ConfigError(f"public_text.path must be a file or null, got {self.path!r}")
+    path: Text | None = None
+    seed: NotNegative = 0
 
     def describe(self) -> str:
         return "public sentences of the demo grammar" if self.path is None else self.path
@@ -51,13 +55,13 @@ class PublicText:
         if self.path is None:
             return public_sentences(num, self.seed)
         try:
-            found = [line.strip() for line in read_lines(Path(self.path).expanduser())]
+            texts = [line.strip() for line in read_lines(Path(self.path).expanduser())]
         except DataError as error:
             raise DataError(
                 f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
                 "every cloud, or null for the demo grammar"
             ) from error
-        lines = [line for line in found if line]
+        lines = [line for line in texts if line]
         if len(lines) < num:
             raise DataError(
                 f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "

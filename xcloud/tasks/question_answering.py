@@ -2,85 +2,98 @@
 
 A sample is a window: the question and as much of the paragraph as fits. A long paragraph yields
 several overlapping windows; the answer is the best-scoring span over all windows of a question.
-Paragraphs are read by corpus/paragraphs.py.
+Paragraphs and windows are made in paragraphs.py.
+Scores: Rajpurkar et al., arXiv:1606.05250, section 6.1. Answers are lowercased and stripped of
+ASCII punctuation, English articles and extra spaces before they are compared.
 Shapes: B samples (windows), S positions, N windows of a split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import Head
-from xcloud.contracts.task import Answers, Split
-from xcloud.tasks.answer_scores import exact_match, word_f1
-from xcloud.tasks.classification import check_fields, public_tokenizer
+from xcloud.contracts.task import SPLITS, Answers, Split
+from xcloud.tasks.corpus.demo import DemoParagraphs
 from xcloud.tasks.corpus.folder import Folder
-from xcloud.tasks.corpus.hub import HubSet
-from xcloud.tasks.corpus.paragraphs import (
-    DemoParagraphs,
+from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.rows import Corpus, Form
+from xcloud.tasks.paragraphs import (
     Paragraph,
-    ParagraphCorpus,
-    Paragraphs,
     Question,
-    Reading,
+    Windows,
     num_questions,
+    rows_of,
+    sample,
+    size,
 )
-from xcloud.tasks.corpus.text import SPLITS
-from xcloud.tasks.pair_table import num_special
-from xcloud.tasks.settings import DEMO, SAMPLES, Group, settings_of
-from xcloud.tasks.sizes import SizedTask, Sizes, check_found, check_sizes
-from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted
+from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.tables import num_special
+from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
-from xcloud.tasks.windows import Windows
 
+VERSION = re.compile(r"-v\d+(\.\d+)*$")
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
 LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
-@dataclass(frozen=True)
-class QuestionAnswering(SizedTask):
+@settings("task", kw_only=True)
+class QuestionAnswering(TextTask):
     """Find the span of a paragraph that answers a question.
 
     max_length: tokens per window, question and special ids included. max_question: longer
     questions are truncated. stride: tokens between the starts of consecutive windows.
-    tokenizer, cache_dir: as in Classification. sizes: windows per split, see sizes.py.
+    sizes: windows per split. Shares and splits count paragraphs, so that splits share no context;
+    limits count questions.
 
     Answers cannot be located or scored without their paragraph: a rank that reads labels must also
     read the text, as when the first and the last stage have one owner.
     """
 
     answers: ClassVar[Answers] = "span"
-    corpus: ParagraphCorpus
-    name: str = "squad"
-    tokenizer: TokenizerChoice = field(default_factory=lambda: PretrainedTokenizer("minilm"))
-    max_length: int = 384
-    max_question: int = 64
-    stride: int = 128
-    sizes: Sizes = None
-    cache_dir: str = ".cache"
+    name: ClassVar[str] = "squad"
+    form: ClassVar[Form] = Form(
+        "train.jsonl (a paragraph a line) or train-v1.1.json", {"jsonl": "json", "json": "squad"}
+    )
+    tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
+    max_length: Positive = 384
+    max_question: Positive = 64
+    stride: Positive = 128
 
     def __post_init__(self) -> None:
-        check_int("task.max_question", self.max_question, 1)
-        check_int("task.stride", self.stride, 1)
+        super().__post_init__()
         least = self.max_question + num_special(True, 2) + LEAST_CONTEXT
-        if isinstance(self.max_length, int) and self.max_length < least:
+        if self.max_length < least:
             raise ConfigError(
                 f"task.max_length is {self.max_length}, too short for a question of "
                 f"task.max_question={self.max_question} tokens and some of the paragraph; set "
                 f"it to at least {least}, or lower task.max_question"
             )
-        check_int("task.max_length", self.max_length, 1)
-        check_sizes(self.sizes)
+
+    def read(self) -> Corpus:
+        """Rows with the column "paragraph". Raises DataError."""
+        tables = self.find(self.form)
+        return self.arrange(
+            tables, rows_of, dev_as_test=True, size=size, sample=sample, unit="questions"
+        )
+
+    def agreed_settings(self) -> dict[str, object]:
+        lengths = {"max_question": self.max_question, "stride": self.stride}
+        return {**super().agreed_settings(), **lengths}
 
     def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        check_fields(self.name, fields)
+        self.check_fields(fields)
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
                 f"{self.name}: a rank of this layout reads labels but not text, and an answer "
@@ -89,70 +102,56 @@ class QuestionAnswering(SizedTask):
                 "other: {stages: [1]}}"
             )
         if not fields and self.sizes is not None:
-            return QuestionAnsweringData(self, fields, None, self.sizes)
-        reading = self.corpus.read()
-        for split in SPLITS:
-            if not num_questions(reading.splits[split]):
-                raise DataError(f"{self.describe()}: the {split} split has no questions")
+            return QuestionAnsweringData(self, fields, Corpus({}), self.sizes)
+        corpus = self.read()
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir)
-        windows = {s: self._windows(reading.splits[s], tokenizer) for s in SPLITS}
-        found = {split: len(windows[split].table) for split in SPLITS}
-        check_found(self.sizes, found, self.describe())
+        lengths = (self.max_length, self.max_question, self.stride)
+        windows = {
+            split: Windows.of(rows.texts["paragraph"], tokenizer, *lengths)
+            for split, rows in corpus.splits.items()
+        }
+        sizes = {split: len(windows[split].table) for split in SPLITS}
+        self.check_sizes(sizes)
         if not fields:  # this rank keeps only the counts
-            bare = Reading(reading.name, {}, reading.remarks, reading.agreed)
-            return QuestionAnsweringData(self, fields, bare, found)
-        return QuestionAnsweringData(self, fields, reading, found, tokenizer, windows)
-
-    def _windows(self, paragraphs: Sequence[Paragraph], tokenizer: Tokenizer) -> Windows:
-        return Windows.of(paragraphs, tokenizer, self.max_length, self.max_question, self.stride)
+            return QuestionAnsweringData(self, fields, corpus, sizes)
+        return QuestionAnsweringData(self, fields, corpus, sizes, tokenizer, windows)
 
 
-class QuestionAnsweringData(TextData):
+class QuestionAnsweringData(TextData[QuestionAnswering]):
     """One rank's view (TaskData): everything, or only the sizes if it sees no field."""
 
     def __init__(
         self,
         task: QuestionAnswering,
         fields: frozenset[str],
-        reading: Reading | None,
-        sizes: dict[Split, int] | Sizes,
+        corpus: Corpus,
+        sizes: Mapping[Split, int],
         tokenizer: Tokenizer | None = None,
-        windows: dict[Split, Windows] | None = None,
+        windows: Mapping[Split, Windows] | None = None,
     ) -> None:
-        assert sizes is not None
-        self._task = task
-        self._remarks = () if reading is None else reading.remarks
-        self._agreed = {} if reading is None else dict(reading.agreed)
-        self._windows = windows or {}
-        self._paragraphs = reading.splits if windows and reading is not None else {}
+        self._windows = dict(windows or {})
+        self.head = Head("span", 2) if "label" in fields else None
+        self._paragraphs: dict[Split, Sequence[Paragraph]] = {
+            split: corpus.splits[split].texts["paragraph"] for split in self._windows
+        }
         labels: dict[Split, Tensor] = {}
         if "label" in fields:
-            for split, found in self._windows.items():
+            for split, made in self._windows.items():
                 asked = [q for p in self._paragraphs[split] for q in p.questions]
                 places = [
-                    found.label(window, asked[question].answers[0])
-                    for window, question in enumerate(found.question_of)
+                    made.label(window, asked[question].answers[0])
+                    for window, question in enumerate(made.question_of)
                 ]
                 labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
         text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
-        tables = {split: found.table for split, found in self._windows.items()}
-        super().__init__(fields, sizes, text, tables, labels)
+        tables = {split: made.table for split, made in self._windows.items()}
+        super().__init__(task, corpus, fields, sizes, text, tables, labels)
 
     def describe(self) -> str:
-        parts = [f"{self._task.describe()}: windows {counted(self._rows)}"]
-        if self._paragraphs:
-            asked = {split: num_questions(found) for split, found in self._paragraphs.items()}
-            parts.append(f"questions {counted(asked)}")
-        return "; ".join([*parts, *self._remarks])
-
-    def fingerprint(self) -> str:
-        task = self._task
-        more = {"max_question": task.max_question, "stride": task.stride}
-        return task.fingerprint(self._rows, self._agreed, **more)
-
-    @property
-    def head(self) -> Head | None:
-        return Head("span", 2) if "label" in self._fields else None
+        asked = {split: num_questions(held) for split, held in self._paragraphs.items()}
+        questions = [f"questions {counted(asked)}"] if asked else []
+        windows = f"{self._task.describe()}: windows {counted(self._rows)}"
+        return "; ".join([windows, *questions, *self._remarks])
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""
@@ -212,29 +211,42 @@ class QuestionAnsweringData(TextData):
         return [q for paragraph in self._paragraphs[split] for q in paragraph.questions]
 
 
-OWN = Group(QuestionAnswering, ("corpus", "name"))
-FILES = Group(Folder)
-HUB_SET = Group(HubSet, ("train", "dev", "test", "own_names", "hidden_test"))
+def normalised(answer: str) -> str:
+    """Normalise an answer for comparison: "The  Denver Broncos!" -> "denver broncos"."""
+    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
-@settings_of(
-    DEMO, OWN, num_train=3_000, num_dev=300, num_test=900, max_length=128, max_question=32,
-    stride=48,
-)  # fmt: skip
-def squad_from_demo(**settings: Any) -> QuestionAnswering:
-    """Demo stories with questions; sizes count questions."""
-    return OWN.make(settings, corpus=DemoParagraphs(DEMO.make(settings)))
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """100 if the answer equals one of the references, else 0."""
+    return 100.0 * any(normalised(answer) == normalised(right) for right in references)
 
 
-@settings_of(FILES, SAMPLES, OWN)
-def squad_from_files(**settings: Any) -> QuestionAnswering:
-    """Paragraphs in the folder `path`. max_*_samples count questions."""
-    sampling = SAMPLES.make(settings)
-    return OWN.make(settings, corpus=Paragraphs(FILES.make(settings), sampling))
+def word_f1(answer: str, references: Sequence[str]) -> float:
+    """F1 over the words shared with a reference; best reference."""
+    return max(_f1(normalised(answer).split(), normalised(r).split()) for r in references)
 
 
-@settings_of(HUB_SET, SAMPLES, OWN, path="rajpurkar/squad")
-def squad_from_hub(**settings: Any) -> QuestionAnswering:
+def _f1(words: list[str], right: list[str]) -> float:
+    shared = sum((Counter(words) & Counter(right)).values())
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(words), shared / len(right)
+    return 100.0 * 2 * precision * recall / (precision + recall)
+
+
+@settings("task", kw_only=True)
+class DemoQuestionAnswering(DemoParagraphs, QuestionAnswering):
+    """Demo stories with questions."""
+
+
+@settings("task", kw_only=True)
+class FolderQuestionAnswering(Folder, QuestionAnswering):
+    """Paragraphs in the folder `path`; dev-v1.1.json is accepted too."""
+
+    def _is_usual(self, name: str, split: Split) -> bool:
+        return super()._is_usual(VERSION.sub("", name), split)
+
+
+@settings("task", kw_only=True)
+class HubQuestionAnswering(Hub, QuestionAnswering):
     """A hub data set in the format of SQuAD 1.1, one question per row."""
-    sampling = SAMPLES.make(settings)
-    return OWN.make(settings, corpus=Paragraphs(HUB_SET.make(settings), sampling))

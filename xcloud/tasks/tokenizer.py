@@ -10,13 +10,15 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-from xcloud.base.checks import check_choice, check_int
+from pydantic import Field
+
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import make_once, resolve
 from xcloud.tasks.word_starts import begins_word
@@ -177,7 +179,7 @@ class TokenizerChoice(Protocol):
         """The tokenizer, trained on these texts if needed. Raises DataError."""
 
 
-@dataclass(frozen=True)
+@settings("tokenizer")
 class TrainedTokenizer:
     """Trained on one side's training text; deterministic for the same text and settings.
 
@@ -192,10 +194,12 @@ class TrainedTokenizer:
     lowercase: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("tokenizer kind", self.kind, ("bpe", "wordpiece"))
-        check_choice("tokenizer lowercase", self.lowercase, (True, False))
         least = len(SPECIAL_TOKENS) + (BYTES if self.kind == "bpe" else 1)
-        check_int(f"tokenizer vocab_size for {self.kind}", self.vocab_size, least)
+        if self.vocab_size < least:
+            raise ConfigError(
+                f"tokenizer.vocab_size for {self.kind} must be a whole number >= {least}, got "
+                f"{self.vocab_size}"
+            )
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         if not any(texts):
@@ -271,19 +275,13 @@ class TrainedTokenizer:
         return backend
 
 
-@dataclass(frozen=True)
+@settings("tokenizer")
 class FileTokenizer:
     """A tokenizer trained beforehand, of which every cloud has a copy:
     python -m xcloud train-tokenizer --out FILE …
     """
 
-    path: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.path, str) or not self.path:
-            raise ConfigError(
-                "FileTokenizer.path must name a file made by `python -m xcloud train-tokenizer`"
-            )
+    path: Annotated[str, Field(min_length=1)]
 
     def check(self) -> None:
         """Raise DataError if the file is missing."""
@@ -297,7 +295,7 @@ class FileTokenizer:
         return Tokenizer.load(Path(self.path).expanduser())
 
 
-@dataclass(frozen=True)
+@settings("tokenizer")
 class PretrainedTokenizer:
     """The tokenizer of a pretrained model: a hub id such as bert-base-cased, a local folder, or
     the name of a packaged checkpoint (minilm).

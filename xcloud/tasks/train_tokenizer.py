@@ -1,7 +1,7 @@
 """Train the tokenizer that all clouds of a one-way job share, on public text:
     python -m xcloud train-tokenizer FOLDER --languages es en --out tokenizer.json
 
-FOLDER has the format of a run's text.source.path (xcloud/tasks/corpus/text_folder.py). The file
+FOLDER has the format of a run's text.source.path (corpus/multilingual.py, FolderText). The file
 reveals which word pieces the texts use: train on text that may be public, then copy the file to
 every cloud and set model.text.tokenizer.path.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import DataError, XcloudError
-from xcloud.tasks.corpus.text_folder import FolderText
+from xcloud.tasks.corpus.multilingual import FolderText
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
 POWER = 0.7  # the recipes' language_power

@@ -7,27 +7,28 @@ Shapes: B samples, S source positions, T target positions, bos and eos included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
+from xcloud.base.settings import settings
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import Split, UsedAs
-from xcloud.tasks.corpus.demo_grammar import DemoGrammar
+from xcloud.contracts.task import SPLITS, Split, UsedAs
+from xcloud.tasks.corpus.demo import DemoPairs
+from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import Folder
-from xcloud.tasks.corpus.pairs import Pairs
-from xcloud.tasks.corpus.text import SPLITS, Corpus, Parallel, Sampling
+from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.rows import Corpus, Form, Source, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3
-from xcloud.tasks.settings import HUB, Group, settings_of
-from xcloud.tasks.text_pairs import check_predictions, counted, digest_of
-from xcloud.tasks.token_table import TokenTable
+from xcloud.tasks.tables import TokenTable
+from xcloud.tasks.text_task import View, check_predictions, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -35,72 +36,131 @@ from xcloud.tasks.tokenizer import (
     TrainedTokenizer,
 )
 
+KEYS = "task.source, task.target, task.source_column or task.target_column"
 FIELDS = ("source", "target")
 SPECIAL_PER_SAMPLE = 2  # bos and eos
 
 
-@dataclass(frozen=True)
-class Translation:
-    """Sentence pairs of `corpus`, from language `source` to language `target`.
+@settings("task", kw_only=True)
+class Translation(Source):
+    """Sentence pairs, from language `source` to language `target`.
 
+    source_column, target_column: if not named like the languages.
+    source_monolingual_file, target_monolingual_file: further texts of one language, one in a line
+        (.gz may be packed), for tokenizers and for backbones to be pretrained on. Only a cloud
+        that sees this side reads its file. Lines that are also in dev or test are left out.
     max_length: tokens per side, bos and eos included. Longer sides are truncated independently and
-    empty ones are kept, so that every cloud knows which samples exist.
+        empty ones are kept, so that every cloud knows which samples exist.
     cache_dir: for trained tokenizers; relative to the checkout.
     """
 
-    used_as: ClassVar[UsedAs] = "translation task"
-
-    corpus: Corpus
-    source: str = "es"
-    target: str = "en"
-    source_tokenizer: TokenizerChoice = field(default_factory=TrainedTokenizer)
-    target_tokenizer: TokenizerChoice = field(default_factory=TrainedTokenizer)
-    max_length: int = 64
+    source: Text = "es"
+    target: Text = "en"
+    source_column: Text | None = None
+    target_column: Text | None = None
+    source_monolingual_file: Text | None = None
+    target_monolingual_file: Text | None = None
+    source_tokenizer: TokenizerChoice = TrainedTokenizer()
+    target_tokenizer: TokenizerChoice = TrainedTokenizer()
+    max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
     cache_dir: str = ".cache"
     name: ClassVar[str] = "translation"
+    used_as: ClassVar[UsedAs] = "translation task"
 
     def __post_init__(self) -> None:
-        check_int("task.max_length", self.max_length, SPECIAL_PER_SAMPLE + 1)
-        for key in FIELDS:
-            if not isinstance(getattr(self, key), str) or not getattr(self, key):
-                raise ConfigError(f"task.{key} must name a language or column, such as es")
+        super().__post_init__()
         if self.source == self.target:
             raise ConfigError(f"task.source and task.target are both {self.source!r}")
 
-    def saved_text(self, folder: Path) -> TranslationText:
-        return TranslationText.load(folder, self.max_length)
-
     def describe(self) -> str:
-        return f"{self.corpus.describe()} {self.source}→{self.target}"
+        return f"{self.source_name()} {self.source}→{self.target}"
 
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        self.corpus.check(self.source, self.target)
+        tables = self.check_source(self.form)
+        for parts in () if tables is None else tables.tables.values():
+            for table in parts[""]:
+                if not set(table.columns()) <= {self.source, self.target}:  # no line pair
+                    check_columns(table, [*self._columns.values()], KEYS)
         _metrics(self.language)
+
+    def agreed_settings(self) -> dict[str, object]:
+        """Without tokenizers, which are private to the side that sees the text."""
+        return {"source": self.source, "target": self.target}
+
+    @property
+    def form(self) -> Form:
+        expected = (
+            "train.tsv (first line: column names), train.jsonl, or "
+            f"train.{self.source} and train.{self.target}"
+        )
+        return Form(expected, languages=(self.source, self.target))
 
     @property
     def language(self) -> str:
         """Of the target, as sacreBLEU calls it: zh of zh_CN."""
         return self.target.replace("_", "-").partition("-")[0].lower()
 
+    @property
+    def _columns(self) -> dict[str, str]:
+        """By field."""
+        return {
+            "source": self.source_column or self.source,
+            "target": self.target_column or self.target,
+        }
+
+    def read(self, fields: frozenset[str]) -> Corpus:
+        """The columns source and target, those of `fields`. Raises DataError."""
+        wanted = {key: column for key, column in self._columns.items() if key in fields}
+        tables = self.find(self.form)
+        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS))
+        further, remarks = {}, []
+        for key in sorted(wanted):
+            texts = tables.further.get(getattr(self, key), ())
+            path = getattr(self, f"{key}_monolingual_file")
+            if path is not None:
+                texts, remark = self._further_texts(key, path, corpus)
+                remarks.append(remark)
+            further[key] = texts
+        return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
+
+    def _further_texts(self, key: str, path: str, corpus: Corpus) -> tuple[list[str], str]:
+        """Lines of the file that are neither empty nor in dev or test, and a remark."""
+        splits: tuple[Split, ...] = ("dev", "test")
+        scored = {text for split in splits for text in corpus.splits[split].texts[key]}
+        lines = [line.strip() for line in read_lines(Path(path).expanduser())]
+        texts = [line for line in lines if line and line not in scored]
+        if not texts:
+            raise DataError(
+                f"task.{key}_monolingual_file={path}: no text in it that is not in dev or test"
+            )
+        left_out = sum(line in scored for line in lines)
+        remark = f"{len(texts):,} further texts in {getattr(self, key)}"
+        return texts, remark + (f" ({left_out:,} of dev or test left out)" if left_out else "")
+
+    def saved_text(self, folder: Path) -> TranslationText:
+        return TranslationText.load(folder, self.max_length)
+
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
         if unknown := fields - set(FIELDS):
             raise ConfigError(f"translation has the fields source and target, not {unknown}")
-        languages = {"source": self.source, "target": self.target}
-        visible = frozenset(languages[key] for key in fields)
-        parallel = self.corpus.read(self.source, self.target, visible)
-        for split, rows in parallel.splits.items():
-            if not rows.num_rows:
+        corpus = self.read(fields)
+        for split, count in corpus.counts.items():
+            if not count:
                 raise DataError(f"{self.describe()}: the {split} split has no rows")
-        cache_dir = in_project(self.cache_dir)
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
         tokenizers = {
-            key: choices[key].prepare(parallel.texts(languages[key]), cache_dir)
+            key: choices[key].prepare(learnable(corpus, key), in_project(self.cache_dir))
             for key in FIELDS
             if key in fields
         }
-        return TranslationData(self, parallel, tokenizers)
+        return TranslationData(self, corpus, tokenizers)
+
+
+def learnable(corpus: Corpus, key: str) -> list[str]:
+    """All that may be learned from one side: of the training pairs, and further texts."""
+    return [*corpus.splits["train"].texts[key], *corpus.further[key]]
 
 
 class TranslationText:
@@ -146,53 +206,29 @@ class TranslationText:
         return self.tokenizer("target").decode(ids)
 
 
-class TranslationData:
+class TranslationData(View[Translation]):
     """One rank's view (TaskData); texts of an invisible side are not kept."""
 
     def __init__(
-        self, task: Translation, parallel: Parallel, tokenizers: Mapping[str, Tokenizer]
+        self, task: Translation, corpus: Corpus, tokenizers: Mapping[str, Tokenizer]
     ) -> None:
-        self._task, self._parallel_name = task, parallel.name
-        self._remarks, self._agreed = parallel.remarks, parallel.agreed
-        self._rows = {split: parallel.splits[split].num_rows for split in SPLITS}
+        super().__init__(task, corpus, corpus.counts)
         self.text = TranslationText(tokenizers, task.max_length)
-        languages = {"source": task.source, "target": task.target}
         self._tables = {
-            (split, key): self.text.table(key, parallel.splits[split].texts[languages[key]])
+            (split, key): self.text.table(key, corpus.splits[split].texts[key])
             for split in SPLITS
             for key in tokenizers
         }
-        self._learnable = {
-            key: self.text.table(key, parallel.texts(languages[key])) for key in tokenizers
-        }
+        self._learnable = {key: self.text.table(key, learnable(corpus, key)) for key in tokenizers}
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references: dict[Split, Sequence[str]] = {}
         if "target" in tokenizers:
             evaluated: tuple[Split, ...] = ("dev", "test")
-            self._references = {s: parallel.splits[s].texts[task.target] for s in evaluated}
+            self._references = {s: corpus.splits[s].texts["target"] for s in evaluated}
 
     def describe(self) -> str:
-        parts = [
-            f"{self._parallel_name} {self._task.source}→{self._task.target}",
-            f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})",
-            *self._remarks,
-        ]
-        return ", ".join(parts)
-
-    def fingerprint(self) -> str:
-        """Excludes tokenizers, which are private to the side that sees the text."""
-        shared = {
-            "task": self._task.name,
-            "source": self._task.source,
-            "target": self._task.target,
-            "max_length": self._task.max_length,
-            "rows": self._rows,
-            "corpus": dict(self._agreed),
-        }
-        return digest_of(shared)
-
-    def num_samples(self, split: Split) -> int:
-        return self._rows[split]
+        pairs = f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})"
+        return ", ".join([self._task.describe(), pairs, *self._remarks])
 
     @property
     def text_fields(self) -> frozenset[str]:
@@ -204,10 +240,6 @@ class TranslationData:
             name: sum(self._tables[split, name].num_cut for split in SPLITS)
             for name in self.text_fields
         }
-
-    @property
-    def head(self) -> None:
-        return None
 
     def vocabulary(self, field: str) -> TokenIds:
         return self.text.tokenizer(field).token_ids
@@ -289,64 +321,24 @@ def _signatures(language: str) -> dict[str, str]:
     return {name: str(metric.get_signature()) for name, metric in _metrics(language).items()}
 
 
-OWN = Group(Translation, ("corpus",))
-GRAMMAR = Group(DemoGrammar, ("num_dev", "num_test"), seed="corpus_seed")
-FILES = Group(Folder)
-ARCHIVE = Group(Wit3, ("sampling",))
-COLUMNS = Group(Pairs, ("source", "sampling"))
-MONOLINGUAL = Group(Pairs, ("source", "sampling", "source_column", "target_column"))
-SAMPLING = Group(Sampling, ("unit",), seed="split_seed")
-
-
-@settings_of(
-    GRAMMAR, OWN, source_tokenizer=TrainedTokenizer(2000), target_tokenizer=TrainedTokenizer(2000)
-)
-def translation_from_demo(**settings: Any) -> Translation:
+@settings("task", kw_only=True)
+class DemoTranslation(DemoPairs, Translation):
     """The embedded Spanish-English demo: no files, no network."""
-    return OWN.make(settings, corpus=GRAMMAR.make(settings))
 
 
-@settings_of(
-    FILES,
-    MONOLINGUAL,
-    SAMPLING,
-    OWN,
-    source_tokenizer=TrainedTokenizer(8000),
-    target_tokenizer=TrainedTokenizer(8000),
-)
-def translation_from_files(**settings: Any) -> Translation:
+@settings("task", kw_only=True)
+class FolderTranslation(Folder, Translation):
     """Your own parallel corpus in the folder `path`."""
-    sampling = SAMPLING.make(settings)
-    corpus = MONOLINGUAL.make(settings, source=FILES.make(settings), sampling=sampling)
-    return OWN.make(settings, corpus=corpus)
 
 
-@settings_of(
-    ARCHIVE,
-    SAMPLING,
-    OWN,
-    source_tokenizer=PretrainedTokenizer("FacebookAI/xlm-roberta-base"),
-    target_tokenizer=PretrainedTokenizer("google-bert/bert-base-cased"),
-    max_length=128,
-)
-def translation_from_paper(**settings: Any) -> Translation:
-    """IWSLT'14 from its original archive in the folder `path`; see Wit3.
-
-    By default the tokenizers of the recipe's pretrained models.
-    """
-    return OWN.make(settings, corpus=ARCHIVE.make(settings, sampling=SAMPLING.make(settings)))
-
-
-@settings_of(
-    HUB,
-    COLUMNS,
-    SAMPLING,
-    OWN,
-    source_tokenizer=TrainedTokenizer(8000),
-    target_tokenizer=TrainedTokenizer(8000),
-)
-def translation_from_hub(**settings: Any) -> Translation:
+@settings("task", kw_only=True)
+class HubTranslation(Hub, Translation):
     """A Hugging Face data set, or a folder in the same format."""
-    sampling = SAMPLING.make(settings)
-    corpus = COLUMNS.make(settings, source=HUB.make(settings), sampling=sampling)
-    return OWN.make(settings, corpus=corpus)
+
+
+@settings("task", kw_only=True)
+class Wit3Translation(Wit3, Translation):
+    """IWSLT'14 from its original archive; tokenizers: of the recipe's pretrained models."""
+
+    source_tokenizer: TokenizerChoice = PretrainedTokenizer("FacebookAI/xlm-roberta-base")
+    target_tokenizer: TokenizerChoice = PretrainedTokenizer("google-bert/bert-base-cased")

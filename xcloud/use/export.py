@@ -15,7 +15,7 @@ from typing import cast
 from xcloud.base.errors import XcloudError
 from xcloud.models.causal import CausalLM
 from xcloud.rank.export import exporting
-from xcloud.tasks.causal_tokenizer import CausalTokenizer
+from xcloud.tasks.causal_text import CausalTokenizer
 from xcloud.use.trained import TrainedRun, parser_of
 
 

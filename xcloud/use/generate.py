@@ -26,7 +26,7 @@ from xcloud.base.errors import DataError, XcloudError
 from xcloud.comm.boundary import Message
 from xcloud.models.causal_stage import CausalStage, Past
 from xcloud.models.stages import TEXT, TYPES
-from xcloud.tasks.causal_tokenizer import CausalTokenizer
+from xcloud.tasks.causal_text import CausalTokenizer
 from xcloud.use.trained import TrainedRun, parser_of
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet

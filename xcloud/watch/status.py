@@ -1,7 +1,7 @@
 """`python -m xcloud status RUN`: what every rank of a run does, from the files of its folder.
 Works while the run is running, hangs, or has ended. Starts and changes nothing.
 
-Of a run over several machines each cloud's folder tells of its own ranks.
+Of a run over several machines each cloud's folder shows its own ranks.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _process(pid: int, host: str) -> str:
 def waited_for(ranks: Sequence[RankStatus]) -> dict[int, tuple[int, str, float]]:
     """The longest wait of each rank that waits. In a collective a rank waits for all others, and
     those that are in it too are not the reason."""
-    found = {}
+    longest = {}
     waits = {one.rank: one.waits for one in ranks}
     for one in ranks:
         late = [
@@ -125,8 +125,8 @@ def waited_for(ranks: Sequence[RankStatus]) -> dict[int, tuple[int, str, float]]
             if (one.rank, wait[1]) not in [other[:2] for other in waits.get(wait[0], ())]
         ]
         if one.waits:
-            found[one.rank] = (late or one.waits)[0]
-    return found
+            longest[one.rank] = (late or one.waits)[0]
+    return longest
 
 
 def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
@@ -134,15 +134,15 @@ def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     circle of ranks that wait for each other has no end, and its ranks are not listed."""
     well = [one.rank for one in ranks if one.is_well]
     waits_for = {rank: wait[0] for rank, wait in waited_for(ranks).items() if rank in well}
-    found: dict[int, list[int]] = {}
+    waiting: dict[int, list[int]] = {}
     for rank in waits_for:
         seen, end = {rank}, waits_for[rank]
         while end in waits_for and end not in seen:
             seen.add(end)
             end = waits_for[end]
         if end not in waits_for:
-            found.setdefault(end, []).append(rank)
-    return found
+            waiting.setdefault(end, []).append(rank)
+    return waiting
 
 
 def checkpoints(run_dir: Path) -> dict[int, float]:

@@ -11,22 +11,26 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from xcloud.base.errors import DataError
-from xcloud.tasks.corpus.source import check_columns
-from xcloud.tasks.corpus.text import Rows
+from xcloud.tasks.corpus.rows import FileKind, check_columns
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A Table: one file, or the files of a line pair. `name` has no suffixes."""
+    """A Table: one file, or the files of a line pair. `name` has no suffixes.
+
+    kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text,
+    which its task cuts into documents.
+    """
 
     name: str
-    kind: Literal["table", "json", "lines"]
+    kind: FileKind
     paths: dict[str, Path]  # language -> file for lines; "" -> file for the others
 
     @property
@@ -48,68 +52,80 @@ class TextFile:
             return list(self.paths)
         if self.kind == "table":
             return next(read_lines(self.path), "").split("\t")
-        row = next((row for _, row in json_rows(self.path)), None)
-        return list(row) if isinstance(row, dict) else []
+        row = next((row for _, row in self.records()), None)
+        return list(row.get("translation", row)) if isinstance(row, dict) else []
 
-    def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
+    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
         """See Table."""
         if self.kind == "table":
-            return self._read_table(wanted, keys)
-        return (
-            self._read_lines(wanted)
-            if self.kind == "lines"
-            else self._read_json(wanted, keys, number)
-        )
+            return self._table_rows(columns, keys)
+        return self._line_rows(columns) if self.kind == "lines" else self._json_rows(columns, keys)
 
-    def _read_table(self, wanted: Mapping[str, str], keys: str) -> Rows:
-        header = self.columns()
-        check_columns(self, [*wanted.values()], keys)
-        places = {name: header.index(column) for name, column in wanted.items()}
-        texts: dict[str, list[str]] = {name: [] for name in wanted}
-        num_rows = 0
-        for cells in table_rows(self.path):
-            num_rows += 1
-            # Other columns are dropped line by line: this cloud may not see them.
-            for name, place in places.items():
-                texts[name].append(cells[place].strip())
-        return Rows(num_rows, texts)
-
-    def _read_json(self, wanted: Mapping[str, str], keys: str, number: str | None) -> Rows:
-        texts: dict[str, list[str]] = {name: [] for name in wanted}
-        num_rows = 0
-        for line, found in json_rows(self.path):
-            row = found if isinstance(found, dict) else {}
-            row = row.get("translation", row)
-            row = row if isinstance(row, dict) else {}
-            for name, column in wanted.items():
-                text = row.get(column)
-                if column == number and isinstance(text, int | float):
-                    text = str(text)
-                if not isinstance(text, str):
+    def records(self) -> Iterator[tuple[str, Any]]:
+        """(location, parsed value) of each non-empty line; of kind squad, of each paragraph."""
+        if self.kind != "squad":
+            lines = enumerate(read_lines(self.path), start=1)
+            for where, text in ((f"{self.path}, line {n}", t) for n, t in lines if t.strip()):
+                try:
+                    yield where, json.loads(text)
+                except json.JSONDecodeError as error:
                     raise DataError(
-                        f"{self.path}, line {line}: no text under {column!r}; its keys: "
+                        f"{where}: not JSON ({error.msg}); expected one object per line"
+                    ) from error
+            return
+        try:
+            whole = json.loads("\n".join(read_lines(self.path)))
+            paragraphs = [row for article in whole["data"] for row in article["paragraphs"]]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(
+                f'{self.path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
+                "a file with one paragraph per line must be named .jsonl"
+            ) from error
+        yield from ((f"{self.path}, paragraph {i}", p) for i, p in enumerate(paragraphs, start=1))
+
+    def _table_rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[str, ...]]:
+        header = self.columns()
+        check_columns(self, columns, keys)
+        places = [header.index(column) for column in columns]
+        lines = enumerate(read_lines(self.path), start=1)
+        next(lines, None)
+        for number, line in lines:
+            cells = line.split("\t")
+            if len(cells) != len(header):
+                raise DataError(
+                    f"{self.path}, line {number}: {len(cells)} columns, but the header has "
+                    f"{len(header)}; texts must not contain tabs"
+                )
+            yield tuple([cells[place] for place in places])
+
+    def _json_rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+        for where, record in self.records():
+            row = record.get("translation", record) if isinstance(record, dict) else {}
+            row = row if isinstance(row, dict) else {}
+            for column in columns:
+                if row.get(column) is None:
+                    raise DataError(
+                        f"{where}: no text under {column!r}; its keys: "
                         f"{', '.join(row) or 'none'}. Choose with {keys}"
                     )
-                texts[name].append(text.strip())
-            num_rows += 1
-        return Rows(num_rows, texts)
+            yield tuple([row[column] for column in columns])
 
-    def _read_lines(self, wanted: Mapping[str, str]) -> Rows:
-        """Opens only the visible sides. A rank that sees neither counts the rows of one."""
-        for side in wanted.values():
+    def _line_rows(self, sides: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Opens only these sides. A rank that sees neither counts the rows of one."""
+        for side in sides:
             if side not in self.paths:
                 raise DataError(f"{self.path}: its other side, {self.name}.{side}, is missing")
-        if not wanted:
-            return Rows(sum(1 for _ in read_lines(self.path)), {})
-        paths = {name: self.paths[side] for name, side in wanted.items()}
-        texts = {name: [line.strip() for line in read_lines(path)] for name, path in paths.items()}
-        counts = {paths[name].name: len(side) for name, side in texts.items()}
-        if len(set(counts.values())) > 1:
-            said = " and ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
-            raise DataError(
-                f"{self.path.parent}: the sides of a line pair differ in lines: {said}"
-            )
-        return Rows(next(iter(counts.values())), texts)
+        if not sides:
+            yield from (() for _ in read_lines(self.path))
+        paths = [self.paths[side] for side in sides]
+        for row in zip_longest(*map(read_lines, paths)):
+            if None in row:
+                counts = {path.name: sum(1 for _ in read_lines(path)) for path in paths}
+                raise DataError(
+                    f"{self.path.parent}: the sides of a line pair differ in lines: "
+                    + " and ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
+                )
+            yield row
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -131,30 +147,3 @@ def read_lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: not UTF-8 text ({error})") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-
-
-def table_rows(path: Path) -> Iterator[list[str]]:
-    """Cells of each line after the header. Raises DataError if their number differs."""
-    lines = read_lines(path)
-    width = len(next(lines, "").split("\t"))
-    for number, line in enumerate(lines, start=2):
-        cells = line.split("\t")
-        if len(cells) != width:
-            raise DataError(
-                f"{path}, line {number}: {len(cells)} columns, but the header has {width}; "
-                "texts must not contain tabs"
-            )
-        yield cells
-
-
-def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number, parsed value) of each non-empty line."""
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {number}: not JSON ({error.msg}); expected one object per line"
-            ) from error

@@ -4,141 +4,65 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
 
-from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.task import Split
+from pydantic import Field
+
+from xcloud.base.errors import DataError
+from xcloud.base.settings import settings
+from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.corpus.files import TextFile
-from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
-from xcloud.tasks.corpus.text import SPLITS
+from xcloud.tasks.corpus.rows import DEV_NAMES, Form, Names, OwnNames, Sampled, SplitTables, Text
 
-Names = str | Sequence[str] | None
-LANGUAGE = re.compile(r"[a-z]{2,3}")
+LANGUAGE = "^[a-z]{2,3}$"
+Language = Annotated[str, Field(pattern=LANGUAGE)]
+Languages = Annotated[Sequence[Language], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class _Path:
-    """Common part of the folder sources."""
+@settings("task", kw_only=True)
+class InFolder(Sampled):
+    """path: of the folder that holds the corpus."""
 
-    path: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.path, str) or not self.path:
-            raise ConfigError("task.path must name the folder that holds the corpus")
+    path: Text
 
     @property
-    def where(self) -> str:
+    def where(self) -> str:  # type: ignore[override]
         return str(Path(self.path).expanduser())
 
-    def describe(self) -> str:
+    def source_name(self) -> str:
         return f"files in {Path(self.where).resolve().name}"
 
-    def check(self) -> bool:
-        return True
+    def check_source(self, form: Form) -> SplitTables:
+        return self.find(form)
 
 
-@dataclass(frozen=True)
-class Folder(_Path):
+@settings("task", kw_only=True)
+class Folder(InFolder):
     """A folder with train, dev (val, valid, validation) and test files, recognised by name.
 
     train_file, dev_file, test_file: override the files of a split: a name, a pattern such as
-    "newstest20*.tsv.gz", or a list of these.
+        "newstest20*.tsv.gz", or a list of these.
+    language: selects among train.en.tsv, train.de.tsv, …; files without a language always match.
     """
 
     train_file: Names = None
     dev_file: Names = None
     test_file: Names = None
+    language: Text = "en"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._asked()
+    @property
+    def own_names(self) -> OwnNames:
+        """Names of the corpus itself, used where no file was requested."""
+        return {}
 
-    def find(self, form: Form) -> Found:
-        chosen = self._choose(list_files(Path(self.where), form), form, self._asked())
-        facts = {
-            "files": {split: [file.name for file in files] for split, files in chosen.items()}
-        }
-        splits = {split: self._parts(split, files) for split, files in chosen.items()}
-        return Found(splits, None if self.test_file is None else "task.test_file", facts)
-
-    def _asked(self) -> dict[Split, list[str]]:
-        """File patterns requested for each split."""
-        return {s: patterns_of(getattr(self, f"{s}_file"), f"task.{s}_file") for s in SPLITS}
-
-    def _parts(self, split: Split, files: Sequence[TextFile]) -> Mapping[str, Sequence[TextFile]]:
-        return {"": files}
-
-    def _choose(
-        self, files: Sequence[TextFile], form: Form, asked: Mapping[Split, Sequence[str]]
-    ) -> dict[Split, list[TextFile]]:
-        """The files of each split: those requested, else the one with a usual name.
-
-        dev and test may have none. Raises DataError if a choice is missing or ambiguous.
-        """
-        there = ", ".join(file.label for file in files) or "none"
-        chosen: dict[Split, list[TextFile]] = {}
-        for split in SPLITS:
-            for pattern in asked[split]:
-                found = [file for file in files if matches(file, pattern)]
-                if not found:
-                    raise DataError(
-                        f"{self.where}: no file for task.{split}_file={pattern}; found: {there}"
-                    )
-                new = [file for file in found if file not in chosen.get(split, [])]
-                chosen.setdefault(split, []).extend(new)
-        taken = [file for parts in chosen.values() for file in parts]
-        if twice := [file.label for file in taken if taken.count(file) > 1]:
-            raise DataError(f"{self.where}: {twice[0]} is used for two splits; check task.*_file")
-        for split in SPLITS:
-            if split in chosen:
-                continue
-            found = [f for f in files if f not in taken and form.is_usual(f.name, split)]
-            if len(found) > 1:
-                raise DataError(
-                    f"{self.where}: several files for {split}: "
-                    f"{', '.join(f.label for f in found)}; choose with task.{split}_file=NAME"
-                )
-            if found:
-                chosen[split] = found
-        if "train" not in chosen:
-            raise DataError(
-                f"{self.where}: no training file; expected {form.expected}; found: {there}. "
-                "Choose with task.train_file=NAME (missing dev or test is held out of it)"
-            )
-        return chosen
-
-
-@dataclass(frozen=True)
-class LabelledFolder(Folder):
-    """A Folder that may have files per language, or corpus-specific names.
-
-    language: selects among train.en.tsv, train.de.tsv, …; files without a language always match.
-    own_names: used where no file was requested.
-    """
-
-    language: str = "en"
-    own_names: OwnNames = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.language, str) or not self.language:
-            raise ConfigError(f"task.language must be a code such as en, got {self.language!r}")
-
-    def _choose(
-        self, files: Sequence[TextFile], form: Form, asked: Mapping[Split, Sequence[str]]
-    ) -> dict[Split, list[TextFile]]:
-        names = {file.name for file in files}
-        own = {s: list(n) for s, n in self.own_names.items() if not asked[s] and set(n) <= names}
-
-        def is_usual(name: str, split: Split) -> bool:
-            stem, _, language = name.rpartition(".")
-            if stem in ("train", "test", *DEV_NAMES):
-                return language == self.language and form.is_usual(stem, split)
-            return form.is_usual(name, split)
-
-        return super()._choose(files, Form(form.expected, is_usual), {**asked, **own})
+    def find(self, form: Form) -> SplitTables:
+        chosen = self._choose(list_files(Path(self.where), form), form)
+        names = {split: [file.name for file in files] for split, files in chosen.items()}
+        tables = {split: self._parts(split, files) for split, files in chosen.items()}
+        key = None if self.test_file is None else "task.test_file"
+        return SplitTables(tables, {"files": names}, test_key=key)
 
     def _parts(self, split: Split, files: Sequence[TextFile]) -> Mapping[str, Sequence[TextFile]]:
         names = self.own_names.get(split, {})
@@ -147,32 +71,79 @@ class LabelledFolder(Folder):
             parts.setdefault(names.get(file.name, ""), []).append(file)
         return {"": files} if "" in parts else parts  # parts only if every file has one
 
+    def _patterns(self, split: Split, files: Sequence[TextFile]) -> list[str]:
+        """Of the files requested for a split, or of the corpus's own names if all are there."""
+        asked: Names = getattr(self, f"{split}_file")
+        own = list(self.own_names.get(split, ()))
+        if asked is None:
+            return own if set(own) <= {file.name for file in files} else []
+        return [asked] if isinstance(asked, str) else list(asked)
 
-@dataclass(frozen=True)
-class FolderByLanguage(_Path):
+    def _choose(self, files: Sequence[TextFile], form: Form) -> dict[Split, list[TextFile]]:
+        """The files of each split: those requested, else the one with a usual name.
+
+        dev and test may have none. Raises DataError if a choice is missing or ambiguous.
+        """
+        there = ", ".join(file.label for file in files) or "none"
+        chosen: dict[Split, list[TextFile]] = {}
+        for split in SPLITS:
+            for pattern in self._patterns(split, files):
+                matching = [file for file in files if matches(file, pattern)]
+                if not matching:
+                    raise DataError(
+                        f"{self.where}: no file for task.{split}_file={pattern}; found: {there}"
+                    )
+                new = [file for file in matching if file not in chosen.get(split, [])]
+                chosen.setdefault(split, []).extend(new)
+        taken = [file for parts in chosen.values() for file in parts]
+        if twice := [file.label for file in taken if taken.count(file) > 1]:
+            raise DataError(f"{self.where}: {twice[0]} is used for two splits; check task.*_file")
+        for split in SPLITS:
+            if split in chosen:
+                continue
+            usual = [f for f in files if f not in taken and self._is_usual(f.name, split)]
+            if len(usual) > 1:
+                raise DataError(
+                    f"{self.where}: several files for {split}: "
+                    f"{', '.join(f.label for f in usual)}; choose with task.{split}_file=NAME"
+                )
+            if usual:
+                chosen[split] = usual
+        if "train" not in chosen:
+            raise DataError(
+                f"{self.where}: no training file; expected {form.expected}; found: {there}. "
+                "Choose with task.train_file=NAME (missing dev or test is held out of it)"
+            )
+        return chosen
+
+    def _is_usual(self, name: str, split: Split) -> bool:
+        stem, _, language = name.rpartition(".")
+        if stem in ("train", "test", *DEV_NAMES):
+            return language == self.language and is_usual_name(stem, split)
+        return is_usual_name(name, split)
+
+
+@settings("task", kw_only=True)
+class FolderByLanguage(InFolder):
     """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
 
     train_language: of train and dev. languages: tested ones; None: all with a test file.
     Without a training file, the dev file of train_language is used and a remark says so.
     """
 
-    train_language: str = "en"
-    languages: Sequence[str] | None = None
+    train_language: Language = "en"
+    languages: Languages | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_languages(self.train_language, self.languages)
-
-    def find(self, form: Form) -> Found:
+    def find(self, form: Form) -> SplitTables:
         here = self.train_language
         expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
-        files = list_files(Path(self.where), Form(expected, form.is_usual))
+        files = list_files(Path(self.where), Form(expected))
         by_name = {file.name: file for file in files}
         there = ", ".join(file.label for file in files) or "none"
         tests = {
             name.removeprefix("test."): file
             for name, file in by_name.items()
-            if name.startswith("test.") and LANGUAGE.fullmatch(name.removeprefix("test."))
+            if name.startswith("test.") and re.match(LANGUAGE, name.removeprefix("test."))
         }
         ordered = sorted(tests, key=lambda language: (language != here, language))
         wanted = ordered if self.languages is None else self.languages
@@ -194,30 +165,12 @@ class FolderByLanguage(_Path):
                 f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; found: "
                 f"{there}. For another language set task.train_language"
             )
-        splits: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": [train]}}
+        tables: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": [train]}}
         if dev is not None:
-            splits["dev"] = {"": [dev]}
-        splits["test"] = {language: [tests[language]] for language in wanted}
+            tables["dev"] = {"": [dev]}
+        tables["test"] = {language: [tests[language]] for language in wanted}
         facts = {"train": [train.name, *([dev.name] if dev else [])], "languages": list(wanted)}
-        return Found(splits, "task.languages", facts, remarks)
-
-
-def check_languages(train_language: str, languages: Sequence[str] | None) -> None:
-    if not isinstance(train_language, str) or not LANGUAGE.fullmatch(train_language):
-        raise ConfigError(f"task.train_language must be a code such as en, got {train_language!r}")
-    if languages is None:
-        return
-    if isinstance(languages, str) or not languages:
-        raise ConfigError(f"task.languages must be a list such as [en, de], got {languages!r}")
-    if wrong := [x for x in languages if not isinstance(x, str) or not LANGUAGE.fullmatch(x)]:
-        raise ConfigError(f"task.languages: {wrong[0]!r} is not a language code (quote 'no')")
-
-
-def patterns_of(names: Names, setting: str) -> list[str]:
-    patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
-    if not all(isinstance(name, str) and name for name in patterns):
-        raise ConfigError(f"{setting} must be a file name or a list of them, got {names!r}")
-    return patterns
+        return SplitTables(tables, facts, remarks, "task.languages")
 
 
 def matches(file: TextFile, pattern: str) -> bool:
@@ -226,6 +179,7 @@ def matches(file: TextFile, pattern: str) -> bool:
 
 
 def is_usual_name(name: str, split: Split) -> bool:
+    """Whether a file of this name, without endings, usually holds the split."""
     if split == "test":  # test, test_2016_flickr, test-2; but not testimony
         return name == "test" or (name.startswith("test") and not name[4:5].isalpha())
     return name in (DEV_NAMES if split == "dev" else ("train",))

@@ -6,112 +6,140 @@ Rows are columns, or {"translation": {"es": …, "en": …}}. `datasets` no long
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.task import Split
+from xcloud.base.settings import settings
+from xcloud.contracts.task import SPLITS, Split
 from xcloud.hub import go_offline_if_unreachable
-from xcloud.tasks.corpus.folder import check_languages
-from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
-from xcloud.tasks.corpus.text import SPLITS, Rows
+from xcloud.tasks.corpus.folder import Language
+from xcloud.tasks.corpus.rows import (
+    DEV_NAMES,
+    Form,
+    OwnNames,
+    Sampled,
+    SplitTables,
+    Text,
+    check_columns,
+)
 
 BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class HubTable:
-    """A Table: one split of a data set, map-style or streaming. Cells are converted to text."""
+    """A Table: one split of a data set, map-style or streaming."""
 
     dataset: Any
     where: str
 
     def columns(self) -> list[str]:
-        return list(self.dataset.column_names or next(iter(self.dataset), {}))
+        names = list(self.dataset.column_names or next(iter(self.dataset), {}))
+        if "translation" not in names:
+            return names
+        return list(next(iter(self.dataset), {"translation": {}})["translation"])
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Mapping[str, Sequence[Any]]]:
-        """Load only these columns. Raises DataError if one is missing."""
-        yield from self.dataset.select_columns(list(columns)).iter(batch_size=BATCH_ROWS)
-
-    def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
-        """See Table."""
-        there = self.columns()
-        nested = "translation" in there
-        if not nested and (missing := sorted(set(wanted.values()) - set(there))):
-            raise DataError(
-                f"{self.where}: no column {', '.join(missing)}; there are: {', '.join(there)}. "
-                f"Choose with {keys}"
-            )
+    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+        """See Table. Loads only these columns."""
+        check_columns(self, columns, keys)
+        names = self.dataset.column_names or list(next(iter(self.dataset), {}))
+        nested = "translation" in names
         # A rank that sees nothing counts the rows of any column.
-        kept = ["translation"] if nested else sorted(set(wanted.values())) or there[:1]
-        texts: dict[str, list[str]] = {name: [] for name in wanted}
-        num_rows = 0
-        for batch in self.batches(kept):
-            rows = batch[kept[0]]
-            num_rows += len(rows)
-            for name, column in wanted.items():
-                if nested and rows and column not in rows[0]:
-                    raise DataError(
-                        f"{self.where}: no {column!r} in its translations, only: "
-                        f"{', '.join(rows[0])}. Choose with {keys}"
-                    )
-                cells = [row.get(column) for row in rows] if nested else batch[column]
-                texts[name].extend("" if cell is None else str(cell).strip() for cell in cells)
-        return Rows(num_rows, texts)
+        kept = ["translation"] if nested else list(dict.fromkeys(columns)) or names[:1]
+        for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
+            first = batch[kept[0]]
+            if nested:
+                yield from (tuple([row.get(column) for column in columns]) for row in first)
+            elif columns:
+                yield from zip(*(batch[column] for column in columns), strict=True)
+            else:
+                yield from (() for _ in first)
 
 
-@dataclass(frozen=True)
-class HubSet:
-    """A Hugging Face data set, or a local folder in the same format.
-
-    path: such as "Helsinki-NLP/opus-100", or a folder. config: such as "en-es".
-    train, dev, test: split names; None: train, validation (valid, dev) and test, if present.
-    own_names: splits to be joined into one. hidden_test: its test labels are not public.
+@settings("task", kw_only=True)
+class OnHub(Sampled):
+    """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest.
 
     Only the visible columns of a local folder are kept. A hub data set is public: `datasets`
     caches all columns on disk, and a rank loads the visible ones.
     """
 
-    path: str = ""
+    path: Text
+    revision: str | None = None
+
+    @property
+    def where(self) -> str:  # type: ignore[override]
+        return self.path
+
+    def source_name(self) -> str:
+        return self.where
+
+    @property
+    def data_set(self) -> str | None:
+        """The data set's config to check for."""
+        raise NotImplementedError
+
+    def check_source(self, form: Form) -> None:
+        """Raise DataError if the hub is out of reach and the data set is not cached."""
+        if is_local(self.where) or go_offline_if_unreachable():
+            return
+        import datasets
+
+        try:
+            datasets.load_dataset_builder(self.where, self.data_set, revision=self.revision)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise not_loaded(self.where, False, error) from error
+
+
+@settings("task", kw_only=True)
+class Hub(OnHub):
+    """A Hugging Face data set, or a local folder in the same format.
+
+    config: such as "en-es".
+    train, dev, test: split names; null: train, validation (valid, dev) and test, if present.
+    """
+
     config: str | None = None
     train: str | None = None
     dev: str | None = None
     test: str | None = None
-    revision: str | None = None
-    own_names: OwnNames = field(default_factory=dict)
-    hidden_test: bool = False
-
-    def __post_init__(self) -> None:
-        check_name(self.path)
 
     @property
-    def where(self) -> str:
-        return self.path
+    def own_names(self) -> OwnNames:
+        """Splits of the data set to be joined into one."""
+        return {}
 
-    def describe(self) -> str:
-        name = Path(self.path).name if is_local(self.path) else self.path
-        return f"{name} {self.config}" if self.config else name
-
-    def check(self) -> bool:
-        check_hub(self.path, self.config, self.revision)
+    @property
+    def hides_test(self) -> bool:
+        """Whether the data set's test labels are not public."""
         return False
 
-    def find(self, form: Form) -> Found:
-        loaded: Mapping[str, Any] = load_hub(self.path, self.config, self.revision)
-        splits: dict[Split, Mapping[str, Sequence[HubTable]]] = {}
+    @property
+    def data_set(self) -> str | None:
+        return self.config
+
+    def source_name(self) -> str:
+        name = Path(self.where).name if is_local(self.where) else self.where
+        return f"{name} {self.data_set}" if self.data_set else name
+
+    def find(self, form: Form) -> SplitTables:
+        loaded: Mapping[str, Any] = load_hub(self.where, self.data_set, self.revision)
+        tables: dict[Split, Mapping[str, Sequence[HubTable]]] = {}
         for split in SPLITS:
-            splits[split] = {
-                part: [HubTable(loaded[name], f"{self.path}, split {name}")]
-                for name, part in self._names(split, list(loaded)).items()
+            names = self._names(split, list(loaded)).items()
+            tables[split] = {
+                part: [HubTable(loaded[name], f"{self.where}, split {name}")]
+                for name, part in names
             }
-        splits = {split: parts for split, parts in splits.items() if parts}
-        if "train" not in splits:
+        tables = {split: parts for split, parts in tables.items() if parts}
+        if "train" not in tables:
             raise DataError(
-                f"{self.path}: no split train; there are: {', '.join(loaded)}. Set task.train"
+                f"{self.where}: no split train; there are: {', '.join(loaded)}. Set task.train"
             )
-        facts = {"config": self.config, "revision": self.revision}
-        return Found(splits, None if self.test is None else "task.test", facts)
+        facts = {"config": self.data_set, "revision": self.revision}
+        return SplitTables(tables, facts, test_key=None if self.test is None else "task.test")
 
     def _names(self, split: Split, there: Sequence[str]) -> Mapping[str, str]:
         """The data set's splits that make up this one, with their part names."""
@@ -119,67 +147,55 @@ class HubSet:
         if asked is not None:
             if asked not in there:
                 raise DataError(
-                    f"{self.path}: no split {asked!r} for task.{split}; there are: "
+                    f"{self.where}: no split {asked!r} for task.{split}; there are: "
                     f"{', '.join(there)}"
                 )
             return {asked: ""}
         own = self.own_names.get(split, {})
         if own and set(own) <= set(there):
             return own
-        if split == "test" and self.hidden_test:
+        if split == "test" and self.hides_test:
             return {}
         usual = DEV_NAMES if split == "dev" else (split,)
         return {name: "" for name in [n for n in usual if n in there][:1]}
 
 
-@dataclass(frozen=True)
-class HubByLanguage:
+@settings("task", kw_only=True)
+class HubByLanguage(OnHub):
     """A data set with one config per language, such as facebook/xnli: train and validation of
-    train_language, test of every language in `languages`."""
+    train_language, test of every language in `tested`."""
 
-    path: str
-    train_language: str = "en"
-    languages: Sequence[str] = ()
-    revision: str | None = None
+    train_language: Language = "en"
+
+    @property
+    def tested(self) -> Sequence[str]:
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
-        check_name(self.path)
-        check_languages(self.train_language, self.languages)
-        if is_local(self.path):
+        super().__post_init__()
+        if is_local(self.where):
             raise ConfigError(
                 f"task.path={self.path} is a folder, but the paper profile reads the hub; "
                 "use profile=files for a folder"
             )
 
     @property
-    def where(self) -> str:
-        return self.path
+    def data_set(self) -> str:
+        return self.train_language
 
-    def describe(self) -> str:
-        return self.path
-
-    def check(self) -> bool:
-        check_hub(self.path, self.train_language, self.revision)
-        return False
-
-    def find(self, form: Form) -> Found:
+    def find(self, form: Form) -> SplitTables:
         def table(language: str, split: str) -> Sequence[HubTable]:
-            loaded = load_hub(self.path, language, self.revision, split)
-            return [HubTable(loaded, f"{self.path} {language}, split {split}")]
+            loaded = load_hub(self.where, language, self.revision, split)
+            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
 
         here = self.train_language
-        splits: dict[Split, Mapping[str, Sequence[HubTable]]] = {
+        tables: dict[Split, Mapping[str, Sequence[HubTable]]] = {
             "train": {"": table(here, "train")},
             "dev": {"": table(here, "validation")},
-            "test": {language: table(language, "test") for language in self.languages},
+            "test": {language: table(language, "test") for language in self.tested},
         }
-        facts = {"revision": self.revision, "languages": list(self.languages)}
-        return Found(splits, "task.languages", facts)
-
-
-def check_name(path: object) -> None:
-    if not isinstance(path, str) or not path:
-        raise ConfigError("task.path must be a hub id such as owner/name, or a folder")
+        facts = {"revision": self.revision, "languages": list(self.tested)}
+        return SplitTables(tables, facts, test_key="task.languages")
 
 
 def is_local(name: str) -> bool:
@@ -208,18 +224,6 @@ def load_hub(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise not_loaded(name, reached, error) from error
-
-
-def check_hub(name: str, config: str | None, revision: str | None) -> None:
-    """Raise DataError if the hub is out of reach and the data set is not cached."""
-    if is_local(name) or go_offline_if_unreachable():
-        return
-    import datasets
-
-    try:
-        datasets.load_dataset_builder(name, config, revision=revision)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise not_loaded(name, False, error) from error
 
 
 def not_loaded(name: str, reached: bool, error: Exception) -> DataError:

@@ -9,14 +9,17 @@ Later releases (IWSLT15.TED.…, TEDX) have the same format.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
+from xcloud.base.settings import settings
 from xcloud.contracts.task import Split
 from xcloud.tasks.corpus.files import read_lines
-from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
+from xcloud.tasks.corpus.folder import InFolder
+from xcloud.tasks.corpus.rows import Form, SplitTables, Table
 
 # Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
 TAGGED = re.compile(
@@ -28,54 +31,84 @@ ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"
 
 
 @dataclass(frozen=True)
-class Wit3:
+class TalkTable:
+    """A Table of sentence pairs: train.tags.*, or the set `name` (dev2010) of the archive."""
+
+    folder: Path
+    pair: str
+    name: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.folder}: " + (
+            f"the set {self.name}" if self.name else f"train.tags.{self.pair}"
+        )
+
+    def columns(self) -> list[str]:
+        return self.pair.split("-")
+
+    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+        """See Table. Opens the files of these sides only; one that sees neither counts the rows of
+        a side that its cloud has."""
+        sides = columns or [
+            s for s in self.columns() if (self.folder / f"train.tags.{self.pair}.{s}").exists()
+        ]
+        texts = {side: self._texts(side) for side in sides}
+        if len({len(lines) for lines in texts.values()}) > 1:
+            counts = sorted((side, len(lines)) for side, lines in texts.items())
+            listed = " and ".join(f"{side} {count:,}" for side, count in counts)
+            raise DataError(
+                f"{self.where}: the sides differ in rows: {listed}; is the archive complete?"
+            )
+        rows = zip(*texts.values(), strict=True)
+        return rows if columns else (() for _ in rows)
+
+    def _texts(self, side: str) -> list[str]:
+        if self.name is None:
+            lines = read_lines(_existing(self.folder / f"train.tags.{self.pair}.{side}"))
+            return [_clean(line) for line in lines if not TAGGED.match(line)]
+        paths = sorted(self.folder.glob(f"IWSLT*.{self.name}.{self.pair}.{side}.xml"))
+        if len(paths) > 1:
+            raise DataError(
+                f"{self.folder}: several files for the set {self.name}: "
+                f"{', '.join(path.name for path in paths)}; choose one, as in TED.{self.name}"
+            )
+        usual = self.folder / f"IWSLT14.TED.{self.name}.{self.pair}.{side}.xml"
+        path = paths[0] if paths else _existing(usual)
+        texts = [_clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
+        if not texts:
+            raise DataError(f"{path}: no <seg id=…> text </seg> in it")
+        return texts
+
+
+@settings("task", kw_only=True)
+class Wit3(InFolder):
     """IWSLT'14 TED talks; `path` is the folder of the language pair, or the one above it.
 
     dev, test: sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or test is
-    held out of train by `sampling`. fairseq's preparation takes every 23rd training row as dev and
-    dev2010 + tst2010..2012 as test, so its BLEU is not comparable.
+    held out of train. fairseq's preparation takes every 23rd training row as dev and dev2010 +
+    tst2010..2012 as test, so its BLEU is not comparable.
     """
 
-    path: str = ""
     dev: Sequence[str] = ("dev2010",)
     test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
-    sampling: Sampling = field(default_factory=Sampling)
 
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ConfigError("task.path must name the folder with train.tags.es-en.es")
-        for name in ("dev", "test"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(f"task.{name} must be a list of sets such as [tst2010, tst2011]")
-
-    def describe(self) -> str:
+    def source_name(self) -> str:
         return "IWSLT (WIT3)"
 
-    def check(self, source: str, target: str) -> None:
-        self._find(source, target)
-
-    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
-        folder, pair = self._find(source, target)
-        # A rank that sees neither side counts the rows of any side its cloud has.
-        sides = sorted(visible) or [
-            side for side in (source, target) if (folder / f"train.tags.{pair}.{side}").exists()
-        ]
-        train = {side: _train_lines(folder / f"train.tags.{pair}.{side}") for side in sides}
-        splits: dict[Split, Rows] = {
-            "train": _rows(train, visible, f"{folder}: train.tags.{pair}")
+    def find(self, form: Form) -> SplitTables:
+        folder, pair = self._folder(*form.languages)
+        tables: dict[Split, dict[str, Sequence[Table]]] = {
+            "train": {"": [TalkTable(folder, pair)]}
         }
-        names: tuple[tuple[Split, Sequence[str]], ...] = (("dev", self.dev), ("test", self.test))
-        for split, sets in names:
-            if sets:
-                splits[split] = Rows.joined(
-                    _read_set(folder, name, pair, sides, visible) for name in sets
-                )
-        splits, remarks = self.sampling.apply(splits, str(folder))
-        agreed = {"dev": list(self.dev), "test": list(self.test), "sampling": repr(self.sampling)}
-        return Parallel(self.describe(), splits, remarks, agreed)
+        chosen: dict[Split, Sequence[str]] = {"dev": self.dev, "test": self.test}
+        for split, names in chosen.items():
+            if names:
+                tables[split] = {"": [TalkTable(folder, pair, name) for name in names]}
+        return SplitTables(tables, {"dev": list(self.dev), "test": list(self.test)})
 
-    def _find(self, source: str, target: str) -> tuple[Path, str]:
-        top = Path(self.path).expanduser()
+    def _folder(self, source: str, target: str) -> tuple[Path, str]:
+        top = Path(self.where)
         pairs = (f"{source}-{target}", f"{target}-{source}")
         for pair in pairs:
             for folder in (top, top / pair):
@@ -90,44 +123,13 @@ class Wit3:
         )
 
 
-def _train_lines(path: Path) -> list[str]:
-    _require(path)
-    return [_clean(line) for line in read_lines(path) if not TAGGED.match(line)]
-
-
-def _read_set(
-    folder: Path, name: str, pair: str, sides: Sequence[str], visible: frozenset[str]
-) -> Rows:
-    texts = {}
-    for side in sides:
-        found = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))
-        if len(found) > 1:
-            raise DataError(
-                f"{folder}: several files for the set {name}: {', '.join(f.name for f in found)}; "
-                f"choose one, as in TED.{name}"
-            )
-        path = found[0] if found else folder / f"IWSLT14.TED.{name}.{pair}.{side}.xml"
-        _require(path)
-        texts[side] = [_clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
-        if not texts[side]:
-            raise DataError(f"{path}: no <seg id=…> text </seg> in it")
-    return _rows(texts, visible, f"{folder}: the set {name}")
-
-
-def _require(path: Path) -> None:
+def _existing(path: Path) -> Path:
     if not path.exists():
         raise DataError(
             f"{path} is missing; it is part of the WIT3 archive (release 2014-01). "
             "To omit a dev or test set remove it from task.dev or task.test"
         )
-
-
-def _rows(texts: dict[str, list[str]], visible: frozenset[str], where: str) -> Rows:
-    counts = {side: len(lines) for side, lines in texts.items()}
-    if len(set(counts.values())) > 1:
-        said = " and ".join(f"{side} {count:,}" for side, count in sorted(counts.items()))
-        raise DataError(f"{where}: the sides differ in rows: {said}; is the archive complete?")
-    return Rows(next(iter(counts.values())), {side: texts[side] for side in visible})
+    return path
 
 
 def _clean(text: str) -> str:

@@ -10,25 +10,20 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
     from xcloud.sweep.points import Point
-
-INTERRUPTED = 130
 
 
 def sweep_name(given: str | None) -> str:
@@ -41,54 +36,16 @@ def sweep_name(given: str | None) -> str:
 OmegaConf.register_new_resolver("sweep_name", sweep_name, use_cache=True, replace=True)
 
 
-class SweepSweeper(Sweeper):
-    """The grid of all combinations, as hydra/sweeper=basic makes it, but for one thing:
-    SweepLauncher checks the points itself, and says which one is wrong and why."""
+class SweepSweeper(BasicSweeper):
+    """The grid of all combinations. SweepLauncher checks the points itself, and says which one is
+    wrong and why."""
 
-    hydra_context: HydraContext
-    config: DictConfig
-    launcher: Launcher
+    def __init__(self, params: dict[str, str] | None = None) -> None:
+        super().__init__(max_batch_size=None, params=params)
 
-    def __init__(self, params: Mapping[str, str] | None = None) -> None:
-        self.params = dict(params or {})
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        self.hydra_context, self.config = hydra_context, config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-
-    def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        points = self._grid(
-            [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        )
-        folder = Path(str(self.config.hydra.sweep.dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         if not isinstance(self.launcher, SweepLauncher):
-            self.validate_batch_is_legal(points)
-        results = self.launcher.launch(points, initial_job_idx=0)
-        for result in results:
-            _ = result.return_value  # raises what the point raised
-        return [results]
-
-    def _grid(self, words: Sequence[str]) -> list[list[str]]:
-        """The overrides of each point; of a key that is given twice, the last."""
-        choices: dict[str, list[str]] = {}
-        loader = self.hydra_context.config_loader
-        for override in OverridesParser.create(loader).parse_overrides(list(words)):
-            key = override.get_key_element()
-            if not override.is_sweep_override():
-                choices[key] = [f"{key}={override.get_value_element_as_str()}"]
-            elif override.is_discrete_sweep():
-                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-            else:
-                raise HydraException(
-                    f"{override.input_line}: a grid needs values, not an interval"
-                )
-        return [list(point) for point in product(*choices.values())]
+            super().validate_batch_is_legal(batch)
 
 
 class SweepLauncher(Launcher):
@@ -125,33 +82,15 @@ class SweepLauncher(Launcher):
         self.first_index = initial_job_idx
         sweep = Sweep(self.config.get("sweep") or folder.name, folder, self.settings)
         code = sweep.run(asked, self._compose, self._run_here)
-        if code == INTERRUPTED or (code and self._grid_is_hydras):
+        if code:
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
-        return [self._return_of(overrides, sweep.causes.get(overrides)) for overrides in asked]
-
-    def _return_of(self, overrides: tuple[str, ...], cause: str | None) -> JobReturn:
-        """For a sweeper that wants results; a point that was skipped has none."""
-        from xcloud.base.errors import RunFailed
-
-        if overrides in self.returned:
-            return self.returned[overrides]
-        done = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
-        if cause is not None:
-            done.status, done.return_value = JobStatus.FAILED, RunFailed(cause)
-        return done
-
-    @property
-    def _grid_is_hydras(self) -> bool:
-        """Other sweepers (Optuna) launch again and again and want the results."""
-        sweeper = self.config.hydra.sweeper
-        grids = ("BasicSweeper", "SweepSweeper")
-        is_whole = sweeper.get("max_batch_size") is None
-        return str(sweeper._target_).endswith(grids) and is_whole
+        kept = JobReturn(status=JobStatus.COMPLETED)  # of a point that had finished before
+        return [self.returned.get(overrides, kept) for overrides in asked]
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a point. Raises ConfigError with one line."""
         from xcloud.base.errors import ConfigError
-        from xcloud.job.hints import in_one_line
+        from xcloud.job.overrides import in_one_line
 
         try:
             return self.context.config_loader.load_sweep_config(self.config, list(overrides))

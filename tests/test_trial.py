@@ -1,0 +1,369 @@
+"""A trial run: what it tries, and that the costs of a job come back from its recorded steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests import combinations
+from tests.plan_pieces import EIGHT
+from tests.toy import ToyModel, ToyStage, toy_config
+from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.boundary import Message
+from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
+from xcloud.job import config as configs
+from xcloud.launch.processes import RunStopped
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.strategy import Strategy
+from xcloud.plan.autopilot import Tour
+from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
+from xcloud.plan.pricing import Pricer
+from xcloud.plan.profile import Curve, Profile, read_profile
+from xcloud.planner import trial as trials
+from xcloud.planner.planning import Planner
+from xcloud.planner.trial import TrialRun
+
+BLOCKS, BLOCK_S, FRONT_S, HEAD_S = 5, 0.012, 0.006, 0.02
+
+
+@dataclass(frozen=True)
+class BlockModel(ToyModel):
+    """Blocks that take BLOCK_S for a forward, with more before the first and after the last."""
+
+    blocks_per_stage: Sequence[int] | None = None
+
+    def num_blocks(self, max_length: int) -> int:
+        return BLOCKS
+
+    def block_counts(self, num_stages: int, max_length: int) -> list[int]:
+        given = self.blocks_per_stage
+        if given is None:
+            return [BLOCKS // num_stages] * (num_stages - 1) + [
+                BLOCKS - BLOCKS // num_stages * (num_stages - 1)
+            ]
+        return [*given, BLOCKS - sum(given)]
+
+    def with_block_counts(self, counts: Sequence[int]) -> BlockModel:
+        return replace(self, blocks_per_stage=tuple(counts[:-1]))
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        blocks = self.block_counts(num_stages, context.max_length)[stage]
+        return BlockStage(self, stage, num_stages, blocks)
+
+
+class BlockStage(ToyStage):
+    def __init__(self, model: ToyModel, stage: int, num_stages: int, blocks: int) -> None:
+        super().__init__(model, stage, num_stages)
+        own_s = FRONT_S * (stage == 0) + HEAD_S * self.is_last
+        self.takes_s = blocks * BLOCK_S + own_s
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        time.sleep(self.takes_s)
+        return super().forward(received, batch)
+
+
+def toy(tmp_path: Path, *overrides: str, cluster: str = "two_clouds", few: bool = False) -> Any:
+    config = OmegaConf.create(toy_config(cluster, ["plan=show", *overrides]))
+    config.cache_dir = str(tmp_path / "cache")
+    config.plan.trial_steps = 1
+    if few:
+        for name in ("fp16_int8", "int4_int8"):
+            del config.plan.compressors[name]
+    return config
+
+
+def trial_of(config: Any) -> TrialRun:
+    job: Any = configs.job_from_config(config)
+    return Planner(job, job.plan, configs.built(config, "cluster")).trial(config)
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Trials run with their ranks in threads, over links in memory. The jobs that ran."""
+    made: list[Any] = []
+
+    def run(config: Any, run_dir: Path, more_follows: bool) -> None:
+        made.append(configs.job_from_config(config))
+        combinations.run(made[-1], run_dir, monkeypatch)
+
+    monkeypatch.setattr(trials, "run", run)
+    return made
+
+
+# What is tried.
+
+
+def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) -> None:
+    trial = trial_of(toy(tmp_path, "schedule=gpipe", "cluster/wan=line_8m"))
+
+    own = [shape for shape, name in trial.legs if name == NO_COMPRESSION]
+    assert own == [*(GPipe(m) for m in (4, 1, 2, 3, 6, 8)), ZeroBubble(1), ZeroBubble(8)]
+    others = [leg for leg in trial.legs if leg[1] != NO_COMPRESSION]
+    names = {"fp16_int8", "int8", "int4_int8", "int4"}
+    assert set(others) == {(GPipe(m), name) for m in (1, 8) for name in names}
+
+    job: Any = configs.job_from_config(trial.trial_config)
+    tour = job.autopilot
+    assert isinstance(tour, Tour) and job.schedules == trial.shapes
+    assert job.compression.names[0] == NO_COMPRESSION and len(job.compression.choices) == 5
+    for step, (shape, name) in enumerate(trial.legs, 1):
+        chosen, compression = divmod(tour.leg(step), 5)
+        assert (job.schedules[chosen], job.compression.names[compression]) == (shape, name)
+    assert tour.leg(1 + len(trial.legs)) == tour.leg(1)
+    assert job.max_steps == 3 * len(trial.legs), "the first turn warms up"
+
+
+def test_a_trial_is_the_job_without_lines_merges_and_first_phases(tmp_path: Path) -> None:
+    config = toy(tmp_path, "strategy=streaming", "cluster/wan=line_8m", "training.batch_size=16")
+    config.cluster.clouds.cloud_b.slowdown = 3.0
+
+    found: Any = configs.job_from_config(trial_of(config).trial_config)
+
+    assert found.strategy == Strategy() and found.plan is None
+    assert found.cluster.wan == ClusterLayout({"a": Cloud()}, "free").wan
+    assert {cloud.slowdown for cloud in found.cluster.clouds.values()} == {1.0}
+    assert not found.checkpoint.are_made and found.training.batch_size == 16
+    phased = trial_of(toy(tmp_path, "compression=phased_example"))
+    own = next(iter(configs.job_from_config(phased.trial_config).compression.choices.values()))  # type: ignore[attr-defined]
+    assert own.label == "int4+int4" or own.label == "int4+int8"
+
+
+def test_weights_wait_in_no_trial_whose_job_forbids_it(tmp_path: Path) -> None:
+    config = toy(tmp_path, "cluster.clouds.cloud_b.num_ranks=2")
+    config.cluster.clouds.cloud_b.shard = True
+    shapes = trial_of(config).shapes
+    assert not any(isinstance(shape, ZeroBubble) for shape in shapes)
+    assert min(shape.num_micro_batches for shape in shapes) == 2, "each rank has work"
+    split = trial_of(toy(tmp_path, "schedule=zero_bubble"))
+    assert split.shapes[0] == OneForwardOneBackward(4), "whole backwards are seen, too"
+
+
+@pytest.mark.parametrize(
+    ("clouds", "blocks", "stages"),
+    [
+        ({"a": Cloud(), "b": Cloud()}, [1, 1, 2, 1], {"a": (0, 1), "b": (2, 3)}),
+        ({"a": Cloud()}, [1, 3, 1], {"a": (0, 1, 2)}),
+        ({"a": Cloud(2, [0, 1], one_stage_per_rank=True)}, [2, 3], {"a": (0, 1)}),
+        ({n: Cloud() for n in "abcde"}, [1] * 5, {n: (i,) for i, n in enumerate("abcde")}),
+        (
+            {"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])},
+            [1, 1, 2, 1],
+            {"a": (0, 2, 3), "b": (1,)},
+        ),
+    ],
+)
+def test_the_first_and_the_last_block_are_stages_of_their_own_in_the_same_cloud(
+    tmp_path: Path, clouds: dict[str, Cloud], blocks: list[int], stages: dict[str, Any]
+) -> None:
+    config = toy(tmp_path)
+    job: Any = configs.job_from_config(config)
+    own = replace(job, plan=None, model=BlockModel())
+    trial = TrialRun(config, own, ClusterLayout(clouds, "free"), "none", {}, [4], 1)
+
+    assert trial.blocks == blocks
+    assert {name: tuple(c.stages or ()) for name, c in trial.layout.clouds.items()} == stages
+
+
+# What comes of it.
+
+
+def recorded(profile: Profile, layout: ClusterLayout, ends: tuple[int, ...]) -> list[Leg]:
+    """The steps of a trial as the simulator foresees them."""
+    pricer = Pricer(profile, {"pipeline": Arranged(Strategy(), layout)}, 16)
+
+    def leg(schedule: Schedule, name: str) -> Leg:
+        step = pricer.predict(Plan("pipeline", ends, schedule, name)).timeline
+        splits = isinstance(schedule, ZeroBubble)
+        return Leg(16 / schedule.num_micro_batches, name, splits, [measured_costs(step)] * 2)
+
+    shapes: list[Schedule] = [GPipe(m) for m in (1, 2, 4, 8)]
+    legs = [leg(shape, NO_COMPRESSION) for shape in (*shapes, ZeroBubble(2), ZeroBubble(8))]
+    return [*legs, *(leg(GPipe(m), "int4") for m in (1, 8))]
+
+
+def test_the_costs_of_every_block_come_back_from_simulated_steps() -> None:
+    front = replace(EIGHT.pieces[0], forward_s=Curve([(1, 0.03), (2, 0.06)]), trained_bytes=9000)
+    head = replace(EIGHT.pieces[7], backward_s=Curve([(1, 0.07), (2, 0.14)]))
+    pieces = [front, *EIGHT.pieces[1:7], head]
+    profile = replace(EIGHT, pieces=pieces, fetch_s=Curve([(1, 0.002)]), control_bytes=99)
+    layout = ClusterLayout({"a": Cloud(1, [0, 1]), "b": Cloud(1, [2, 3])}, "free")
+    between = StageFacts(12_000, 12_000, 3e6, 18e5, 3)
+    ends = [StageFacts(4000, trained, 1e6, 6e5, 1) for trained in (9000, 4000)]
+    facts = [ends[0], between, between, ends[1]]
+    trial = Trial(
+        recorded(profile, layout, (1, 4, 7, 8)), NO_COMPRESSION, facts,
+        [((0, 1), 1), ((2, 3), 1)], 16.0,
+    )  # fmt: skip
+
+    found = trial.pieces([0] * 7)
+
+    assert [p.boundary for p in found] == [p.boundary for p in pieces]
+    for b in (2.0, 3.0, 8.0):
+        for mine, given in zip(found, pieces, strict=True):
+            assert mine.forward_s.at(b) == pytest.approx(given.forward_s.at(b), abs=1e-4)
+            assert mine.backward_s.at(b) == pytest.approx(given.backward_s.at(b), abs=1e-4)
+            assert mine.weights_s.at(b) == pytest.approx(given.weights_s.at(b), abs=1e-4)
+            assert mine.activation_bytes.at(b) == pytest.approx(given.activation_bytes.at(b))
+            assert mine.splitting_s.at(b) == pytest.approx(0.0, abs=1e-4)
+    assert sum(p.optimizer_s for p in found) == pytest.approx(0.008, abs=1e-4)
+    assert found[0].trained_bytes == 9000 and trial.control_bytes == 99
+    # A rank of two stages fetches once for each in the simulation.
+    assert trial.fetch_s().at(4) == pytest.approx(2 * 0.008, abs=1e-4)
+
+    for name in ("none", "int4"):
+        mine, given = trial.directions(name, 1), EIGHT.compressors[name].boundaries[0]
+        assert mine.backward is not None and given.backward is not None
+        for b in (2.0, 5.0, 16.0):
+            assert mine.forward.at(b).num_bytes == given.forward.at(b).num_bytes
+            assert mine.backward.at(b).decompress_s == pytest.approx(
+                given.backward.at(b).decompress_s, abs=1e-4
+            )
+    again = replace(profile, pieces=found, fetch_s=Curve([(1, 0.002)]))
+    for plan in (
+        Plan("pipeline", (2, 8), GPipe(4), NO_COMPRESSION),
+        Plan("pipeline", (5, 8), ZeroBubble(8, 3), "int4"),
+    ):
+        two = {
+            "pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))
+        }
+        seen, meant = (Pricer(p, two, 16).step_s(plan) for p in (again, profile))
+        assert seen == pytest.approx(meant, rel=2e-3), "a cut that was not in the trial"
+
+
+def test_a_model_that_is_cut_in_one_way_has_the_costs_of_its_stages() -> None:
+    pieces = [replace(EIGHT.pieces[0], blocks=0), replace(EIGHT.pieces[7], blocks=0)]
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free")
+    facts = [StageFacts(4000, 4000, 1e6, 6e5), StageFacts(4000, 0, 1e6, 6e5)]
+    legs = recorded(replace(EIGHT, pieces=pieces), layout, (1, 2))
+
+    first, last = Trial(legs, "none", facts, [((0,), 1), ((1,), 1)], 16.0).pieces([0])
+
+    assert (first.name, last.name, last.boundary, last.blocks) == ("stage 0", "stage 1", None, 0)
+    assert first.weights_s.at(4) == 0, "the first stage puts nothing off"
+    assert last.weights_s.at(4) == pytest.approx(0.04, abs=1e-4)
+    assert first.optimizer_s == pytest.approx(0.002, abs=1e-5) and last.optimizer_s == 0
+
+
+def test_a_trial_in_threads_finds_what_blocks_take(tmp_path: Path, in_threads: list[Any]) -> None:
+    config = toy(tmp_path, "plan.micro_batches=[2,4]", few=True)
+    config.model = {"_target_": f"{__name__}.BlockModel", "blocks_per_stage": None}
+    trial = trial_of(config)
+
+    found = trial.profile()
+
+    (job,) = in_threads
+    assert job.model.blocks_per_stage == [1, 1, 2] and job.cluster.num_stages == 4
+    assert [piece.name for piece in found.pieces] == [f"block {i}" for i in range(BLOCKS)]
+    took_s = [piece.forward_s.at(4.0) for piece in found.pieces]
+    meant_s = [FRONT_S + BLOCK_S, BLOCK_S, BLOCK_S, BLOCK_S, BLOCK_S + HEAD_S]
+    for took, meant in zip(took_s, meant_s, strict=True):  # sleeps last longer on a busy machine
+        assert 0.8 * meant <= took < 2 * meant + 0.01
+    first, last = found.pieces[0], found.pieces[-1]
+    assert first.parameter_bytes == 4 * (16 * 12 + 12 * 12 + 12) == first.trained_bytes
+    assert first.activation_bytes.at(8) > 0 < last.put_off_bytes.at(8)
+    assert (found.train_samples, found.tokens_per_sample) == (40, 6.0)
+    none, int4 = (found.compressors[name].boundaries[0] for name in ("none", "int4"))
+    assert none.forward.at(4).num_bytes > 3 * int4.forward.at(4).num_bytes > 0
+    assert int4.backward is not None and int4.backward.at(4).compress_s > 0
+    averaging = found.compressors["int8"].averaging
+    assert (
+        averaging is not None
+        and averaging.num_bytes > sum(p.trained_bytes for p in found.pieces) / 4
+    )
+
+    assert trial_of(config).profile() == found and len(in_threads) == 1, "it is kept"
+    config.training.batch_size = 16
+    trial_of(config).profile()
+    assert len(in_threads) == 2, "another job has another trial"
+
+
+def test_ranks_that_share_a_stage_are_read_together(tmp_path: Path, in_threads: list[Any]) -> None:
+    config = toy(tmp_path, "plan.micro_batches=[2,4]", cluster="two_clouds_dp", few=True)
+
+    first, last = trial_of(config).profile().pieces
+
+    assert first.forward_s.at(2.0) > 0 and last.backward_s.at(4.0) > 0
+    assert not any(config.cluster.clouds[name].get("replica", 0) for name in config.cluster.clouds)
+
+
+def test_a_trial_leaves_the_job_of_one_cloud_with_a_price(
+    tmp_path: Path, in_threads: list[Any]
+) -> None:
+    found = trial_of(
+        toy(tmp_path, "plan.micro_batches=[2,4]", cluster="one_cloud", few=True)
+    ).profile()
+
+    assert found.pieces[0].backward_s.at(8.0) > 0
+    (boundary,) = found.compressors["none"].boundaries or [None]
+    assert boundary is None or boundary.forward.at(8.0).num_bytes == 0, "nothing crosses"
+
+
+def test_a_trial_that_fails_leaves_its_logs_and_one_that_is_stopped_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    trial = trial_of(toy(tmp_path))
+    ends: list[BaseException] = [RunStopped("saved"), KeyboardInterrupt(), RunFailed("rank 0: no")]
+
+    def run(config: Any, run_dir: Path, more_follows: bool) -> None:
+        print("a progress line")
+        (run_dir / "rank0.log").write_text("why")
+        raise ends[0]
+
+    monkeypatch.setattr(trials, "run", run)
+    while ends:
+        with pytest.raises(type(ends[0])) as raised:
+            trial.measured()
+        logs = list((tmp_path / "temporary").glob("*/rank0.log"))
+        assert bool(logs) == isinstance(ends.pop(0), RunFailed)
+    assert "rank 0: no; that was the trial run" in str(raised.value)
+    assert "plan.profile=FILE" in str(raised.value)
+
+
+def test_a_profile_of_another_release_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(asdict(EIGHT) | {"work_factor": 1.2}))
+    with pytest.raises(ConfigError, match=r"old.json: profile has no key 'work_factor'"):
+        read_profile(file)
+
+
+@pytest.mark.slow
+def test_a_real_trial_of_processes_gives_a_profile_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    config = toy(tmp_path, "cluster/wan=line_8m", "plan.micro_batches=[2,4]")
+    config.model.step_s = 0.01
+
+    found = trial_of(config).measured()
+
+    assert all(0.01 <= piece.forward_s.at(4.0) < 0.1 for piece in found.pieces)
+    assert not list((tmp_path / "temporary").iterdir()) and capfd.readouterr().out == ""
+
+
+def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
+    from xcloud.rank.tour import StageFacts as Facts
+
+    stage = ToyStage(ToyModel(dropout=0.0), 1, 2)
+    facts = Facts(stage)
+    received = {"counts": torch.ones(4), "hidden": torch.randn(24, 12, requires_grad=True)}
+    batch = {"ids": torch.arange(4), "target": torch.zeros(4, 6, dtype=torch.long)}
+    stage(received, batch)
+
+    assert facts.table["put_off_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
+    assert facts.table["activation_bytes"] > 0
+    before = dict(facts.table)
+    stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})
+    assert facts.table == before, "the first forward alone is counted"

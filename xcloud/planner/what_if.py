@@ -1,0 +1,79 @@
+"""What if: what a job would take and cost on clouds that FILE describes, which need not
+exist. Nothing is measured and nothing runs.
+
+FILE is YAML; docs/plans/eight_clouds.yaml is one, with every key explained. The least of one:
+
+    clouds: {"*": {ranks: 8}, north: {}, south: {}}
+    links: {"*": {bandwidth_bits_per_s: 1.0e9, latency_s: 0.02}}
+    model: {layers: 24, hidden: 2048, vocabulary: 50000, sequence_length: 1024, flop_per_s: 1.0e14}
+    batch_size: 256
+
+clouds: ranks, slowdown, memory_gb. links, inside: bandwidth_bits_per_s, latency_s.
+prices: rank_hour, egress_per_gb; by cloud, pair of clouds (a-b) or "*".
+model: as above, and utilisation, seconds_per_layer (in place of flop_per_s),
+    parameters_per_layer, trained_share, checkpointing; or profile: a JSON file, as plan.profile
+    of run.py.
+codecs: compress_bytes_per_s, decompress_bytes_per_s; by compressor or "*"; else they take no time.
+search: strategies, compressors (files of conf/compression), stages_inside, replicas, every,
+    micro_batches: lists of what is tried.
+
+The table has the best plan of each strategy and compressor, by the time of a step, by the cost of
+a million tokens or by the bytes of them that leave clouds (--by).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
+from xcloud.job.config import compressions, read_plain
+from xcloud.plan.profile import Profile, read_profile
+from xcloud.plan.what_if import plan_what_if
+from xcloud.plan.what_if_file import WhatIf, what_if_from, with_lines
+from xcloud.report.what_if_table import ORDERS, as_table, print_planned, ranked
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m xcloud plan", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("file", type=Path, help="clouds, lines, prices and a model")
+    parser.add_argument("--by", choices=list(ORDERS), default="step", help="what comes first")
+    parser.add_argument("--rows", type=int, default=20, help="rows of the table (20)")
+    parser.add_argument("--out", type=Path, help="write all of it here, as JSON")
+    given = parser.parse_args(arguments)
+    started_s = time.perf_counter()
+    try:
+        what_if = read_what_if(given.file)
+        planned = plan_what_if(what_if, profile_of(what_if, given.file.parent))
+    except ConfigError as error:
+        print(f"xcloud: {given.file}: {error}", file=sys.stderr)
+        return 2
+    rows = ranked(planned, given.by)
+    if what_if.model is not None and what_if.model.trained_share == 1:
+        print("all weights are trained; with LoRA or frozen parts give model.trained_share")
+    has_prices = bool(what_if.prices.rank_hour or what_if.prices.egress_per_gb)
+    print_planned(rows[: given.rows], planned, has_prices, time.perf_counter() - started_s)
+    if given.out:
+        given.out.write_text(json.dumps(as_table(rows, planned), indent=1) + "\n")
+    return 0
+
+
+def read_what_if(path: Path) -> WhatIf:
+    return what_if_from(read_plain(path))
+
+
+def profile_of(what_if: WhatIf, folder: Path) -> Profile:
+    """folder: in which the names of files begin."""
+    if what_if.model is None:
+        assert what_if.profile is not None
+        return with_lines(what_if, read_profile(folder / what_if.profile))
+    found = compressions(what_if.search.compressors, project_root() / "conf")
+    return what_if.model.profile(found, what_if.codecs, what_if.lines)

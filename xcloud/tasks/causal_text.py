@@ -1,0 +1,241 @@
+"""Documents and chats as token ids for a causal language model and back, packed into samples.
+
+A tokenizer is kept as a folder that transformers' AutoTokenizer loads, the chat template with it.
+Shapes: B samples, S positions, T all tokens of all samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import DataError
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
+from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.tokenizer import SPECIAL_TOKENS, PretrainedTokenizer, TokenizerChoice
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages, each with "role" (system, user, assistant …) and "content"."""
+
+CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
+OPEN = 64  # samples that a document is tried in; more fill little better
+
+
+class Document(NamedTuple):
+    """learned: for each token, whether a model is to guess it."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class CausalTokenizer:
+    """A tokenizer of transformers with an end-of-text token. Padding it needs none."""
+
+    def __init__(self, pretrained: Any, name: str) -> None:
+        if getattr(pretrained, "backend_tokenizer", None) is None:
+            raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
+        if pretrained.eos_token_id is None:
+            raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
+        self._pretrained, self._name = pretrained, name
+        self.learns_chats = False  # or it did: a prompt is then a question
+        self._first = [] if pretrained.bos_token_id is None else [pretrained.bos_token_id]
+        self._eos = pretrained.eos_token_id
+
+    @staticmethod
+    def of(choice: TokenizerChoice, cache_dir: str) -> CausalTokenizer:
+        """A pretrained model's, or one trained on public sentences. Raises DataError."""
+        if isinstance(choice, PretrainedTokenizer):
+            return CausalTokenizer(choice.load(), choice.name_or_path)
+        from transformers import PreTrainedTokenizerFast
+
+        pad, bos, eos, _, unknown = SPECIAL_TOKENS
+        backend = public_tokenizer(choice, cache_dir).backend
+        made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos,
+            unk_token=unknown, clean_up_tokenization_spaces=False,
+        )  # fmt: skip
+        return CausalTokenizer(made, repr(choice))
+
+    @staticmethod
+    def load(folder: Path) -> CausalTokenizer:
+        found = CausalTokenizer(PretrainedTokenizer(str(folder)).load(), str(folder))
+        found.learns_chats = (folder / CHATS_FILE).exists()
+        return found
+
+    def save(self, folder: Path) -> None:
+        self._pretrained.save_pretrained(folder)
+        if self.learns_chats:
+            (folder / CHATS_FILE).touch()
+
+    @property
+    def token_ids(self) -> TokenIds:
+        first = self._first[0] if self._first else self._eos
+        return TokenIds(len(self._pretrained), NO_TOKEN, first, self._eos, NO_TOKEN)
+
+    @property
+    def vocabularies(self) -> dict[str, TokenIds]:
+        return {"text": self.token_ids}
+
+    @cached_property
+    def digest(self) -> str:
+        described = f"{self._pretrained.backend_tokenizer.to_str()} {self._template}"
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def texts(self, texts: Sequence[str]) -> list[Document]:
+        """Begin token (where there is one), text, end token: all to be guessed."""
+        found = [[*self._first, *ids, self._eos] for ids in self._encode(texts)]
+        return [Document(ids, [True] * len(ids)) for ids in found]
+
+    def chat(self, messages: Chat, where: str) -> Document:
+        """Rendered by the tokenizer's own template; only the assistant's turns are to be guessed.
+        What follows the last of them is left out. where: for messages.
+
+        Prompt and answer are cut into tokens apart, as they are when a model is asked.
+        """
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = self._render(messages[:number], True, where)
+            answered = self._render(messages[: number + 1], False, where)
+            if not (asked.startswith(done) and answered.startswith(asked)):
+                raise DataError(
+                    f"{where}: the chat template of {self._name} writes earlier turns anew when "
+                    "an answer is added, so it cannot be told what the answer is; give chats with "
+                    "one answer each, or a tokenizer whose template only appends"
+                )
+            pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+            done = answered
+        if not pieces:
+            raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
+        document = Document([], [])
+        encoded = self._encode([text for text, _ in pieces])
+        for ids, (_, learned) in zip(encoded, pieces, strict=True):
+            document.ids.extend(ids)
+            document.learned.extend([learned] * len(ids))
+        return document
+
+    def prompt(self, text: str) -> list[int]:
+        """What a model is given to go on from: a chat with one question if it has learned chats,
+        else the begin token and the text."""
+        if not self.learns_chats:
+            return [*self._first, *self._encode([text])[0]] or [self._eos]
+        asked = self._render([{"role": "user", "content": text}], True, "prompt")
+        return self._encode([asked])[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._pretrained.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def _template(self) -> str | None:
+        template: str | None = self._pretrained.chat_template
+        return template
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        backend = self._pretrained.backend_tokenizer
+        return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _render(self, messages: Chat, ask: bool, where: str) -> str:
+        if self._template is None:
+            raise DataError(
+                f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
+                "tokenizer of a model made for chats"
+            )
+        try:
+            text: str = self._pretrained.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=ask
+            )
+        except Exception as error:  # whatever the template raises
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+        return text
+
+
+def pieces_of(documents: Iterable[Document], max_length: int, split: bool) -> Iterator[Document]:
+    """Documents of at most max_length tokens with something to guess. split: a longer one becomes
+    several; else its end is lost, as a chat's second half is no chat."""
+    for ids, learned in documents:
+        starts = range(0, len(ids) if split else 1, max_length)
+        for start in starts:
+            part = Document(ids[start : start + max_length], learned[start : start + max_length])
+            if any(part.learned[1:]):
+                yield part
+
+
+def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
+    """Samples of whole documents: each goes into the first of the last OPEN samples that has room.
+    The same for the same documents in every cloud."""
+    samples: list[list[Document]] = []
+    room: list[int] = []
+    for document in documents:
+        size = len(document.ids)
+        first = max(0, len(samples) - OPEN)
+        place = next((i for i in range(first, len(samples)) if room[i] >= size), None)
+        if place is None:
+            samples.append([])
+            room.append(max_length)
+            place = len(samples) - 1
+        samples[place].append(document)
+        room[place] -= size
+    return samples
+
+
+class PackedTable:
+    """Samples as flat tensors; only what the `fields` (text, types, label) need is kept."""
+
+    def __init__(self, samples: Sequence[Sequence[Document]], fields: frozenset[str]) -> None:
+        lengths = torch.tensor([sum(len(d.ids) for d in documents) for documents in samples])
+        self._offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+        whole = [(n, d) for documents in samples for n, d in enumerate(documents)]
+        made = {
+            "text": lambda: [token for _, d in whole for token in d.ids],
+            "types": lambda: [n for n, d in whole for _ in d.ids],
+            "label": lambda: [label for _, d in whole for label in _labels(d)],
+        }
+        self._flat_T = {
+            name: torch.tensor(made[name](), dtype=torch.int32) for name in sorted(fields)
+        }
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._offsets[-1])
+
+    def padded(self, ids: Tensor) -> dict[str, Tensor]:
+        """int64 [B, S] of each kept field."""
+        if not len(ids):
+            return {name: torch.zeros((0, 1), dtype=torch.int64) for name in self._flat_T}
+        lengths_B = self._offsets[ids + 1] - self._offsets[ids]
+        positions_S = torch.arange(int(lengths_B.max()))
+        inside_BS = positions_S < lengths_B[:, None]
+        index_BS = (self._offsets[ids][:, None] + positions_S) * inside_BS
+        beyond = {"text": NO_TOKEN, "types": 0, "label": NO_LABEL}
+        return {
+            name: torch.where(inside_BS, flat[index_BS].long(), beyond[name])
+            for name, flat in self._flat_T.items()
+        }
+
+    def of(self, name: str, sample: int) -> list[int]:
+        """A field of one sample."""
+        start, end = self._offsets[sample : sample + 2].tolist()
+        values: list[int] = self._flat_T[name][start:end].tolist()
+        return values
+
+    def num_guessed(self, ids: Tensor) -> int:
+        return int((self.padded(ids)["label"] != NO_LABEL).sum())
+
+
+def _labels(document: Document) -> Iterator[int]:
+    """At each place the token that follows, if it is to be guessed."""
+    for token, learned in zip(document.ids[1:], document.learned[1:], strict=True):
+        yield token if learned else NO_LABEL
+    yield NO_LABEL

@@ -1,0 +1,239 @@
+"""The texts of xcloud/demo_corpus as sources: no download, no files.
+
+The text is public, so a digest of it can show that all clouds run the same grammar. Labels are
+drawn independently for each sample: a fixed order would reveal labels to a cloud that sees only
+sample numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.contracts.task import SPLITS, Split
+from xcloud.demo_corpus import (
+    MAX_PAIRS,
+    STORY_QUESTIONS,
+    answers,
+    inferences,
+    pairs,
+    reviews,
+    stories,
+)
+from xcloud.tasks.corpus.rows import Form, Given, Source, SplitTables, Table
+
+Size = Annotated[int, Field(ge=1, le=100_000)]
+
+
+def tables(
+    columns: Mapping[str, Sequence[Any]], counts: Mapping[Split, int]
+) -> dict[Split, dict[str, Sequence[Given]]]:
+    """Cut columns into consecutive splits of these sizes, in this order."""
+    result: dict[Split, dict[str, Sequence[Given]]] = {}
+    start = 0
+    for split, count in counts.items():
+        part = slice(start, start + count)
+        cells = {name: column[part] for name, column in columns.items()}
+        result[split] = {"": [Given(f"demo, {split}", cells)]}
+        start += count
+    return result
+
+
+class Demo(Source):
+    """A generated corpus: the same for the same seed, whatever the experiment's."""
+
+    where = "demo"
+
+    def check_source(self, form: Form) -> None:
+        """Nothing to check."""
+
+
+@settings("task", kw_only=True)
+class DemoSized(Demo):
+    """num_train, num_dev, num_test: rows of each split."""
+
+    num_train: Size = 8_000
+    num_dev: Size = 500
+    num_test: Size = 1_000
+    corpus_seed: NotNegative = 7
+
+    @property
+    def counts(self) -> dict[Split, int]:
+        return {split: getattr(self, f"num_{split}") for split in SPLITS}
+
+    def generated(
+        self, columns: Mapping[str, Sequence[Any]], samples: object, **facts: object
+    ) -> SplitTables:
+        """The splits, of all columns. samples: the texts to agree on, beside `facts`."""
+        facts["demo"] = hashlib.sha256(repr(samples).encode()).hexdigest()
+        return SplitTables(tables(columns, self.counts), facts, [f"seed {self.corpus_seed}"])
+
+
+@settings("task", kw_only=True)
+class DemoPairs(Demo):
+    """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together.
+
+    No sentence occurs twice in either language, so the splits are disjoint. The same seed gives
+    the same pairs on every machine, whatever the experiment's seed.
+
+    num_monolingual: further sentences in each language that have no translation in the other and
+    occur in no pair: texts for tokenizers and for backbones to be pretrained on.
+    """
+
+    num_pairs: Positive = 24_000
+    num_dev: Positive = 1_000
+    num_test: Positive = 1_000
+    num_monolingual: NotNegative = 0
+    corpus_seed: NotNegative = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least, most = self.num_dev + self.num_test + 1, MAX_PAIRS - 2 * self.num_monolingual
+        if not least <= self.num_pairs <= most:
+            raise ConfigError(
+                f"task.num_pairs must be {least}..{most}: at least one more than task.num_dev and "
+                "task.num_test together, and at most what twice task.num_monolingual leaves of "
+                f"{MAX_PAIRS}; got {self.num_pairs}"
+            )
+
+    def source_name(self) -> str:
+        return "demo grammar"
+
+    def check_source(self, form: Form) -> None:
+        if set(form.languages) != {"es", "en"}:
+            source, target = form.languages
+            raise ConfigError(
+                f"the demo grammar has es and en only, got source={source!r}, target={target!r}; "
+                "for other languages set profile=files and task.path"
+            )
+
+    def find(self, form: Form) -> SplitTables:
+        self.check_source(form)
+        num, extra = self.num_pairs, self.num_monolingual
+        every = pairs(num + 2 * extra, self.corpus_seed)
+        sides = {"es": [es for es, _ in every], "en": [en for _, en in every]}
+        train = num - self.num_dev - self.num_test
+        counts: dict[Split, int] = {"train": train, "dev": self.num_dev, "test": self.num_test}
+        digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in every).encode())
+        facts = {"demo_grammar": digest.hexdigest(), "seed": self.corpus_seed}
+        remarks = [f"{extra:,} further sentences in each language"] if extra else []
+        # Of the other pairs one half lends its Spanish, the other half its English.
+        further = {"es": sides["es"][num : num + extra], "en": sides["en"][num + extra :]}
+        remarks.append(f"seed {self.corpus_seed}")
+        return SplitTables(tables(sides, counts), facts, remarks, further=further)
+
+
+@settings("task", kw_only=True)
+class DemoLabelled(DemoSized):
+    """Film reviews (label 1 is positive, 0 negative), or questions with sentences (entailment if
+    the sentence answers the question)."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether questions with sentences are generated."""
+        return False
+
+    def source_name(self) -> str:
+        return "demo questions and sentences" if self.pairs else "demo film reviews"
+
+    def find(self, form: Form) -> SplitTables:
+        total = sum(self.counts.values())
+        if not self.pairs:
+            samples = reviews(total, self.corpus_seed)
+            label = [str(int(positive)) for _, positive in samples]
+            columns = {"sentence": [text for text, _ in samples], "label": label}
+            return self.generated(columns, samples, seed=self.corpus_seed)
+        asked = answers(total, self.corpus_seed)
+        columns = {
+            "question": [question for question, _, _ in asked],
+            "sentence": [sentence for _, sentence, _ in asked],
+            "label": ["entailment" if yes else "not_entailment" for _, _, yes in asked],
+        }
+        return self.generated(columns, asked, seed=self.corpus_seed)
+
+
+@settings("task", kw_only=True)
+class DemoByLanguage(DemoSized):
+    """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
+    set has num_test pairs per language."""
+
+    train_language: Literal["en", "es"] = "en"
+    languages: Annotated[Sequence[Literal["en", "es"]], Field(min_length=1)] | None = None
+
+    def source_name(self) -> str:
+        return "demo inference"
+
+    def find(self, form: Form) -> SplitTables:
+        samples = inferences(sum(self.counts.values()), self.corpus_seed)
+
+        def in_language(language: str) -> SplitTables:
+            columns = {
+                "premise": [texts[language][0] for texts, _ in samples],
+                "hypothesis": [texts[language][1] for texts, _ in samples],
+                "label": [relation for _, relation in samples],
+            }
+            return self.generated(columns, samples, seed=self.corpus_seed)
+
+        here = self.train_language
+        found = in_language(here)
+        tested = self.languages or sorted(("en", "es"), key=lambda x: (x != here, x))
+        test: dict[str, Sequence[Table]] = {
+            language: in_language(language).tables["test"][""] for language in tested
+        }
+        return SplitTables({**found.tables, "test": test}, found.facts, found.remarks)
+
+
+@settings("task", kw_only=True)
+class DemoParagraphs(DemoSized):
+    """Short generated stories with three questions each; the sizes count questions, rounded up."""
+
+    num_train: Size = 3_000
+    num_dev: Size = 300
+    num_test: Size = 900
+
+    @property
+    def counts(self) -> dict[Split, int]:
+        return {s: math.ceil(getattr(self, f"num_{s}") / STORY_QUESTIONS) for s in SPLITS}
+
+    def source_name(self) -> str:
+        return "demo stories"
+
+    def find(self, form: Form) -> SplitTables:
+        told = stories(sum(self.counts.values()), self.corpus_seed)
+        asked = [
+            [
+                {"question": question, "answers": [{"text": answer, "start": start}]}
+                for question, answer, start in story.questions
+            ]
+            for story in told
+        ]
+        texts = [story.text for story in told]
+        by_split, start = {}, 0
+        for split, count in self.counts.items():
+            by_split[split] = told[start : start + count]
+            start += count
+        return self.generated({"context": texts, "qas": asked}, by_split)
+
+
+@settings("task", kw_only=True)
+class DemoStories(DemoSized):
+    """Embedded English paragraphs of four events."""
+
+    num_train: Size = 3_000
+    num_dev: Size = 200
+    num_test: Size = 400
+
+    def source_name(self) -> str:
+        return "demo stories"
+
+    def find(self, form: Form) -> SplitTables:
+        order: tuple[Split, ...] = ("dev", "test", "train")
+        counts = {split: self.counts[split] for split in order}
+        texts = [story.text for story in stories(sum(counts.values()), self.corpus_seed)]
+        return SplitTables(tables({"text": texts}, counts), {})

@@ -1,0 +1,302 @@
+"""Rows with named columns: what a source of a task gives, and which of them are used. No file
+formats here.
+
+Row numbers mean the same sample in every cloud, so no rule here may depend on a row's text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from xcloud.base.errors import DataError
+from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.contracts.task import SPLITS, Split
+
+DEV_NAMES = ("dev", "val", "valid", "validation")
+Text = Annotated[str, Field(min_length=1)]
+Names = Text | Sequence[Text] | None
+FileKind = Literal["table", "json", "squad", "lines", "text"]
+OwnNames = Mapping[Split, Mapping[str, str]]
+"""Split -> set name -> part name ("" for none)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some columns of a split; only visible ones are included."""
+
+    num_rows: int
+    texts: Mapping[str, Sequence[Any]]
+
+    def take(self, numbers: Sequence[int]) -> Rows:
+        texts = {name: [column[i] for i in numbers] for name, column in self.texts.items()}
+        return Rows(len(numbers), texts)
+
+    @staticmethod
+    def joined(parts: Iterable[Rows]) -> Rows:
+        parts = list(parts)
+        names = parts[0].texts if parts else ()
+        texts = {name: [text for part in parts for text in part.texts[name]] for name in names}
+        return Rows(sum(part.num_rows for part in parts), texts)
+
+
+Sets = Mapping[str, Rows]
+"""The sets of a split by part name; a single set named "" is the whole split."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A task's rows as one rank sees them.
+
+    remarks: how the splits were made, for the user.
+    agreed: what must be equal in all clouds besides row counts; contains no private text.
+    further: texts that belong to no row, by column.
+    """
+
+    splits: Mapping[Split, Rows]
+    remarks: Sequence[str] = ()
+    agreed: Mapping[str, object] = field(default_factory=dict)
+    further: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[Split, int]:
+        return {split: self.splits[split].num_rows for split in SPLITS}
+
+    @staticmethod
+    def unseen(sizes: Mapping[Split, int]) -> Corpus:
+        """For a rank that reads nothing and is given the row counts."""
+        return Corpus({split: Rows(sizes[split], {}) for split in SPLITS})
+
+
+class Table(Protocol):
+    """Rows with named columns, read one after the other."""
+
+    @property
+    def where(self) -> str:
+        """Location, for messages."""
+
+    def columns(self) -> list[str]:
+        """Column names. May read a file's first line."""
+
+    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+        """The cells of these columns, mostly texts; others are dropped row by row. With no
+        columns, an empty tuple for each row. keys: settings that choose columns, for messages."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A Table in memory, of a generated corpus."""
+
+    where: str
+    cells: Mapping[str, Sequence[Any]]
+
+    def columns(self) -> list[str]:
+        return list(self.cells)
+
+    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+        check_columns(self, columns, keys)
+        if not columns:
+            return iter([()] * len(next(iter(self.cells.values()))))
+        return zip(*(self.cells[name] for name in columns), strict=True)
+
+
+def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
+    """Raise DataError if a table lacks one of these columns. keys: what to change then."""
+    there = table.columns()
+    if missing := sorted(set(wanted) - set(there)):
+        raise DataError(
+            f"{table.where}: no column {', '.join(missing)}; it has {', '.join(there)}. "
+            f"Choose with {keys}"
+        )
+
+
+def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
+    """wanted: new name -> column. Cells become texts without outer spaces, null an empty one."""
+    columns: list[list[str]] = [[] for _ in wanted]
+    num_rows = 0
+    for row in table.rows([*wanted.values()], keys):
+        num_rows += 1
+        for column, cell in zip(columns, row, strict=True):
+            if isinstance(cell, list | dict):
+                raise DataError(f"{table.where}, row {num_rows}: {cell!r} is no text; see {keys}")
+            column.append("" if cell is None else str(cell).strip())
+    return Rows(num_rows, dict(zip(wanted, columns, strict=True)))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which files make up a corpus in a folder. endings: format by file ending.
+    languages: of line pairs (train.es, train.en), if any."""
+
+    expected: str
+    endings: Mapping[str, FileKind] = field(
+        default_factory=lambda: {"tsv": "table", "jsonl": "json", "json": "json"}
+    )
+    languages: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class SplitTables:
+    """The tables of each split: split -> part -> tables; the part "" is the whole split.
+
+    test_key: the setting that chose the test set; None if it was chosen by name.
+    facts, remarks, further: as in Corpus.
+    """
+
+    tables: Mapping[Split, Mapping[str, Sequence[Table]]]
+    facts: Mapping[str, object]
+    remarks: Sequence[str] = ()
+    test_key: str | None = None
+    further: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+class Source:
+    """Where a task's rows come from. A base class of settings: the class that YAML names has a
+    source and a task as its bases, so that all settings stand beside each other under `task`.
+
+    A generated corpus has all splits in the sizes asked for: these are the settings of Sampled.
+    """
+
+    where: str
+    dev_share: int | float = 0
+    test_share: int | float = 0
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    split_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what relates several settings; each base calls the next."""
+
+    def source_name(self) -> str:
+        """A short name, without reading anything."""
+        raise NotImplementedError
+
+    def check_source(self, form: Form) -> SplitTables | None:
+        """Quick check: raise DataError if data is missing. The tables where that is local."""
+        raise NotImplementedError
+
+    def find(self, form: Form) -> SplitTables:
+        """Reads no text. Raises DataError if a set is missing or ambiguous."""
+        raise NotImplementedError
+
+    def facts(self, **more: object) -> Mapping[str, object]:
+        """How the rows were chosen, to be agreed; nothing for a generated corpus."""
+        return {}
+
+    def arrange(
+        self,
+        tables: SplitTables,
+        rows_of: Callable[[Table], Rows],
+        dev_as_test: bool = False,
+        size: Callable[[Rows], int] = lambda rows: rows.num_rows,
+        sample: Callable[[Rows, int, int], Rows] | None = None,
+        unit: str = "rows",
+    ) -> Corpus:
+        """Read all three splits, with a remark for each one held out of train or sampled.
+
+        Parts are sampled equally and interleaved, so that a prefix of a split covers all of them.
+        dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
+        train, so that nothing is tuned on the reported scores. size, sample, unit: if the limits
+        do not count rows.
+        """
+        splits: dict[Split, Sets] = {
+            split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
+            for split, parts in tables.tables.items()
+        }
+        remarks, train = list(tables.remarks), splits["train"][""]
+        if dev_as_test and "test" not in splits and "dev" in splits:
+            splits["test"] = splits.pop("dev")
+            remarks.append("test: the dev set, as there is no labelled test set")
+        if not train.num_rows:
+            raise DataError(f"{self.where}: the training set has no rows")
+        for split, numbers in self._held_out(splits, train.num_rows).items():
+            splits[split] = {"": train.take(numbers)}
+            if split != "train":
+                remarks.append(f"{split} held out of train, seed {self.split_seed}")
+        result: dict[Split, Rows] = {}
+        for split in SPLITS:
+            most = self.max_train_samples if split == "train" else self.max_eval_samples
+            parts, before = dict(splits[split]), sum(map(size, splits[split].values()))
+            for part, rows in parts.items():
+                if most is not None and size(rows) > most:
+                    parts[part] = (sample or limit)(rows, most, self.split_seed)
+            if sum(map(size, parts.values())) < before:
+                remarks.append(
+                    f"{split}: a sample of its {before:,} {unit}, seed {self.split_seed}"
+                )
+            result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
+        return Corpus(result, remarks, {**tables.facts, **self.facts()}, tables.further)
+
+    def _held_out(self, there: Iterable[Split], num_rows: int) -> dict[Split, list[int]]:
+        """Row numbers of train for each missing split and, last, for the remaining train; empty if
+        none is missing. Raises DataError if train has too few rows."""
+        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
+        wanted = {
+            split: share if isinstance(share, int) else max(1, int(share * num_rows))
+            for split, share in shares.items()
+            if split not in there
+        }
+        if not wanted:
+            return {}
+        if sum(wanted.values()) >= num_rows:
+            raise DataError(
+                f"{self.where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but "
+                f"train has {num_rows:,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
+            )
+        result: dict[Split, list[int]] = {}
+        left = list(range(num_rows))
+        for split, count in wanted.items():
+            positions = set(chosen_rows(len(left), count, self.split_seed))
+            result[split] = [row for i, row in enumerate(left) if i in positions]
+            left = [row for i, row in enumerate(left) if i not in positions]
+        return {**result, "train": left}
+
+
+@settings("task", kw_only=True)
+class Sampled(Source):
+    """What to hold out of train where a dev or test split is missing, and how many rows to keep.
+
+    dev_share, test_share: a row count (500) or a fraction of the training rows (0.02).
+    max_train_samples, max_eval_samples: in splits with parts, of each part; null: all.
+    split_seed: draws rows by number, whatever the experiment's seed: all seeds are scored on the
+        same rows, and every cloud draws the same.
+    """
+
+    dev_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    test_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    max_train_samples: Positive | None = None
+    max_eval_samples: Positive | None = None
+    split_seed: NotNegative = 0
+
+    def facts(self, **more: object) -> Mapping[str, object]:
+        names = ("dev_share", "test_share", "max_train_samples", "max_eval_samples", "split_seed")
+        return {**more, "sampling": [getattr(self, name) for name in names]}
+
+
+def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
+    """A seeded sample of `wanted` row numbers below num_rows, ascending."""
+    draw = random.Random(seed).random  # random() alone: the same on every Python version
+    keys = [draw() for _ in range(num_rows)]
+    return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
+
+
+def limit(rows: Rows, most: int, seed: int) -> Rows:
+    """A seeded sample by row number, in file order."""
+    return rows.take(chosen_rows(rows.num_rows, most, seed))
+
+
+def interleaved(sets: Sets) -> Rows:
+    """Interleave the sets row by row; adds the column "part" with the set name."""
+    order = sorted(
+        (row, number) for number, rows in enumerate(sets.values()) for row in range(rows.num_rows)
+    )
+    parts = list(sets.items())
+    texts: dict[str, Sequence[Any]] = {
+        name: [parts[number][1].texts[name][row] for row, number in order]
+        for name in parts[0][1].texts
+    }
+    return Rows(len(order), {**texts, "part": [parts[number][0] for _, number in order]})

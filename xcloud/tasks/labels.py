@@ -1,0 +1,302 @@
+"""Labels, a class or a value: from cells to numbers, from predictions to labels, and their scores.
+What labelled texts look like: usual column names, and the classes, scores and files of known data
+sets. Reads none of them.
+
+GLUE: Wang et al., arXiv:1804.07461. Its test labels are not public, so scores here are dev scores,
+as in most papers. XNLI: Conneau et al., arXiv:1809.05053. PAWS-X: Yang et al., arXiv:1908.11828.
+
+Scores are in percent and take two lists of equal length, labels first. Undefined ones (only one
+class, constant values) are 0, as in the GLUE scorers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.contracts.model import Head
+from xcloud.tasks.corpus.rows import OwnNames, Table
+
+Kind = Literal["classes", "value"]
+Score = Callable[[Sequence[float], Sequence[float]], float]
+VALUE_UNIT = 1e-6  # predictions are in these units; see Head
+MOST_CLASSES = 1000
+
+
+def accuracy(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Share of correct predictions."""
+    from sklearn import metrics
+
+    return 100.0 * float(metrics.accuracy_score(right, predicted))
+
+
+def f1(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Harmonic mean of precision and recall of class 1."""
+    return _f1(right, predicted, [1])
+
+
+def macro_f1(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Mean F1 over every class among labels or predictions."""
+    return _f1(right, predicted, None)
+
+
+def _f1(right: Sequence[float], predicted: Sequence[float], classes: list[int] | None) -> float:
+    from sklearn import metrics
+
+    how = {"labels": classes, "average": "macro", "zero_division": 0.0}
+    return 100.0 * float(metrics.f1_score(right, predicted, **how))
+
+
+def matthews(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Matthews correlation (Matthews 1975; multi-class: Gorodkin 2004), -100..100."""
+    from sklearn import metrics
+
+    if len({*right, *predicted}) == 1:
+        return 0.0
+    return 100.0 * float(metrics.matthews_corrcoef(right, predicted))
+
+
+def pearson(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Linear correlation, -100..100."""
+    from scipy import stats
+
+    if len(set(right)) == 1 or len(set(predicted)) == 1:
+        return 0.0
+    return 100.0 * float(stats.pearsonr(right, predicted).statistic)
+
+
+def spearman(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Pearson correlation of ranks; ties share their mean rank."""
+    from scipy import stats
+
+    return pearson(stats.rankdata(right).tolist(), stats.rankdata(predicted).tolist())
+
+
+SCORES: Mapping[Kind, Mapping[str, Score]] = {
+    "classes": {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews},
+    "value": {"pearson": pearson, "spearman": spearman},
+}
+MEANINGS = {
+    "accuracy": "share of correct classes, percent",
+    "f1": "F1 of class 1, percent",
+    "macro_f1": "mean F1 over classes, percent",
+    "matthews": "Matthews correlation, times 100",
+    "pearson": "Pearson correlation, times 100",
+    "spearman": "Spearman rank correlation, times 100",
+}
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Named classes. A cell holds the name or its index in `names`."""
+
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of_cells(cells: Sequence[str], where: str) -> Classes:
+        """Numbers 0..n-1 if all cells are numbers, else their names in alphabetical order."""
+        there = set(cells)
+        if all(cell.isdecimal() for cell in there):
+            most = max(int(cell) for cell in there)
+            if len(there) > 1 and most < MOST_CLASSES:
+                return Classes(tuple(str(number) for number in range(most + 1)))
+        if not 2 <= len(there) <= MOST_CLASSES:
+            raise DataError(
+                f"{where}: {len(there):,} different labels ({_some(there)}); expected 2 to "
+                f"{MOST_CLASSES} classes. Is task.label_column right? For numeric targets set "
+                "task.kind=value"
+            )
+        return Classes(tuple(sorted(there)))
+
+    @property
+    def head(self) -> Head:
+        return Head("classes", len(self.names))
+
+    def parse(self, cells: Sequence[str], where: str) -> Tensor:
+        """One number per cell. Raises DataError for an invalid label."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        by_number = {str(number): number for number in range(len(self.names))}
+        known = by_number | numbers
+        if unknown := set(cells) - known.keys():
+            hidden = unknown == {"-1"}
+            said = (
+                "its labels are hidden (-1); test on the dev set (task.test_file=dev or "
+                "task.test=validation)"
+                if hidden
+                else f"unknown labels: {_some(unknown)}; the classes are "
+                f"{', '.join(self.names[:20])}"
+            )
+            raise DataError(f"{where}: {said}")
+        return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
+
+    def read(self, prediction: Sequence[int]) -> float:
+        """Convert a stage's prediction to a label value."""
+        return prediction[0]
+
+    def show(self, label: float) -> str:
+        return self.names[int(label)] if 0 <= label < len(self.names) else f"{label} (no class)"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number, such as a similarity from 0 to 5; learned and scored unscaled."""
+
+    @property
+    def head(self) -> Head:
+        return Head("value", 1)
+
+    def parse(self, cells: Sequence[str], where: str) -> Tensor:
+        try:
+            numbers = [float(cell) for cell in cells]
+        except ValueError as error:
+            raise DataError(f"{where}: a label is not a number ({error})") from error
+        if not all(math.isfinite(number) for number in numbers):
+            raise DataError(f"{where}: a label is not a finite number")
+        return torch.tensor(numbers, dtype=torch.float32)
+
+    def read(self, prediction: Sequence[int]) -> float:
+        return prediction[0] * VALUE_UNIT
+
+    def show(self, label: float) -> str:
+        return f"{label:.3g}"
+
+
+Labels = Classes | Value
+"""How a task's labels are encoded, once its training labels are known."""
+
+
+def scores_of(kind: Kind, names: Sequence[str] | None) -> Mapping[str, Score]:
+    """The named scores, in this order. None: accuracy for classes, both correlations for values.
+
+    Raises ConfigError for a score that does not fit the kind.
+    """
+    there = SCORES[kind]
+    if names is None:
+        names = ("accuracy",) if kind == "classes" else tuple(there)
+    if unknown := [name for name in names if name not in there]:
+        raise ConfigError(
+            f"task.metrics: {unknown[0]!r} is not a score for {kind}; choose from "
+            f"{', '.join(there)}"
+        )
+    return {name: there[name] for name in names}
+
+
+def _some(cells: set[str]) -> str:
+    return ", ".join(map(repr, sorted(cells)[:5])) + (", …" if len(cells) > 5 else "")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """classes: None for regression. num_texts: of a sample. files, hub_splits: the sets that make
+    up a split, with their part names. hub, languages: of one tested in several languages.
+    """
+
+    classes: tuple[str, ...] | None
+    metrics: tuple[str, ...]
+    num_texts: int
+    files: OwnNames = field(default_factory=dict)
+    hub_splits: OwnNames = field(default_factory=dict)
+    hub: str = "nyu-mll/glue"
+    languages: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return "value" if self.classes is None else "classes"
+
+
+ENTAILMENT = ("entailment", "not_entailment")
+RELATIONS = ("entailment", "neutral", "contradiction")
+GLUE: Mapping[str, Benchmark] = {
+    "sst2": Benchmark(("negative", "positive"), ("accuracy",), 1),
+    "cola": Benchmark(
+        ("unacceptable", "acceptable"), ("matthews", "accuracy"), 1,
+        {"train": {"in_domain_train": ""}, "dev": {"in_domain_dev": "", "out_of_domain_dev": ""}},
+    ),
+    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), 2),
+    "qnli": Benchmark(ENTAILMENT, ("accuracy",), 2),
+    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), 2),
+    "stsb": Benchmark(None, ("pearson", "spearman"), 2),
+    "mnli": Benchmark(
+        RELATIONS, ("accuracy",), 2,
+        {"dev": {"dev_matched": "matched", "dev_mismatched": "mismatched"}},
+        {"dev": {"validation_matched": "matched", "validation_mismatched": "mismatched"}},
+    ),
+    "rte": Benchmark(ENTAILMENT, ("accuracy",), 2),
+    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), 2),
+}  # fmt: skip
+CROSS_LINGUAL: Mapping[str, Benchmark] = {
+    "xnli": Benchmark(
+        RELATIONS, ("accuracy",), 2, hub="facebook/xnli",
+        languages=("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur",
+                   "vi", "zh"),
+    ),
+    "pawsx": Benchmark(
+        ("different", "paraphrase"), ("accuracy",), 2, hub="google-research-datasets/paws-x",
+        languages=("en", "de", "es", "fr", "ja", "ko", "zh"),
+    ),
+}  # fmt: skip
+
+KEYS = "task.text_columns and task.label_column"
+PAIRS = (
+    ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
+    ("premise", "hypothesis"), ("#1 String", "#2 String"), ("text1", "text2"),
+    ("text_a", "text_b"),
+)  # fmt: skip
+SINGLES = ("sentence", "text", "question", "review", "comment", "content")
+LABELS: Mapping[Kind, Sequence[str]] = {
+    "classes": ("label", "gold_label", "is_duplicate", "Quality", "class", "category"),
+    "value": ("score", "similarity", "relatedness", "value", "label"),
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a sample's one or two texts, and of its label."""
+
+    texts: tuple[str, ...]
+    label: str
+
+    @staticmethod
+    def chosen(
+        table: Table,
+        texts: Sequence[str],
+        label: str | None,
+        num_texts: Sequence[int],
+        kind: Kind,
+    ) -> Columns:
+        """Among the columns of a training set, those given or with usual names. num_texts:
+        allowed for a sample. Raises DataError."""
+        there = table.columns()
+        described = f"{table.where} has the columns {', '.join(there) or 'none'}"
+        if not texts:
+            usual = [*PAIRS, *((name,) for name in SINGLES)]
+            fitting = [t for t in usual if set(t) <= set(there) and len(t) in num_texts]
+            if not fitting:
+                what = "one or two texts" if len(num_texts) > 1 else f"{num_texts[0]} text(s)"
+                raise DataError(
+                    f"{described}; none has a usual name for {what}. Set task.text_columns=[NAME]"
+                )
+            texts = fitting[0]
+        label = label or next((name for name in LABELS[kind] if name in there), None)
+        if label is None:
+            raise DataError(
+                f"{described}; none has a usual label name. Set task.label_column=NAME"
+            )
+        if missing := [name for name in (*texts, label) if name not in there]:
+            raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
+        return Columns(tuple(texts), label)
+
+    def visible(self, visible: frozenset[str]) -> dict[str, str]:
+        """first, second, label -> column name, visible ones only."""
+        wanted = dict(zip(("first", "second"), self.texts, strict=False))
+        shown = wanted if "text" in visible else {}
+        return shown | ({"label": self.label} if "label" in visible else {})
+
+    def __str__(self) -> str:
+        return f"{' + '.join(self.texts)} → {self.label}"

@@ -1,0 +1,241 @@
+"""What tasks on single texts or text pairs share: settings, tokenising, and most of a rank's view.
+
+A rank that sees no field opens no file: if task.sizes are not set, rank 0 sends them
+(xcloud/rank/loading.py). In a single process they are counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import Positive, settings
+from xcloud.contracts.model import Batch, Head, TokenIds
+from xcloud.contracts.task import SPLITS, Split
+from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
+from xcloud.tasks.tables import PairTable
+from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
+
+FIELDS = frozenset({"text", "types", "label"})
+
+
+@settings("task", kw_only=True)
+class TextTask(Source):
+    """Settings of a task with the fields text, types and label.
+
+    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
+        because a vocabulary reveals its training text.
+    max_length: in tokens, special ids included.
+    sizes: samples of train, dev and test, for ranks that read none. null: rank 0 sends them.
+    cache_dir: for trained tokenizers; relative to the checkout.
+    """
+
+    tokenizer: TokenizerChoice
+    max_length: Positive
+    sizes: Mapping[Split, Positive] | None = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sizes is not None and set(self.sizes) != set(SPLITS):
+            raise ConfigError(
+                "task.sizes must be null or name all three: {train: 5000, dev: 100, test: 500}; "
+                f"got {self.sizes!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def form(self) -> Form:
+        """The files that the task reads."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.source_name()})"
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
+        if (tables := self.check_source(self.form)) is not None:
+            self.check_tables(tables)
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            self.tokenizer.check()
+
+    def agreed_settings(self) -> dict[str, object]:
+        """Part of the fingerprint. A rank without files knows no file names, so the corpus does
+        not count where sizes are set."""
+        tokenizer: dict[str, object] = {"tokenizer": repr(self.tokenizer)}
+        return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
+
+    def check_tables(self, tables: SplitTables) -> None:
+        """Raise DataError if they cannot be used. Reads no text."""
+
+    def check_fields(self, fields: frozenset[str]) -> None:
+        """Raise ConfigError if a model reads fields that the task lacks."""
+        if unknown := fields - FIELDS:
+            raise ConfigError(
+                f"the task {self.name} has the fields text, types and label, but the model reads "
+                f"{', '.join(sorted(unknown))}; choose a model for understanding (model=…)"
+            )
+
+    def check_sizes(self, rows: Mapping[Split, int]) -> None:
+        """Raise DataError if a split is empty or task.sizes differ from the data."""
+        for split, count in rows.items():
+            if not count:
+                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        if self.sizes is not None and dict(self.sizes) != dict(rows):
+            there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
+            raise DataError(
+                f"{self.describe()}: task.sizes differ from the data, which has {{{there}}}"
+            )
+
+
+class TextPairs:
+    """An understanding task's tokenizer and maximum sample length."""
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+        self.tokenizer, self._max_length = tokenizer, max_length
+
+    @staticmethod
+    def load(folder: Path, max_length: int) -> TextPairs:
+        """Load what `save` wrote. Raises DataError if it is missing."""
+        return TextPairs(Tokenizer.load(folder / "text_tokenizer.json"), max_length)
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(folder / "text_tokenizer.json")
+
+    def table(self, firsts: Sequence[str], seconds: Sequence[str] | None) -> PairTable:
+        return PairTable.of_samples(
+            self._encode(firsts), None if seconds is None else self._encode(seconds),
+            self._max_length, self.tokenizer.token_ids, self.tokenizer.num_separators,
+        )  # fmt: skip
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Repeated texts, such as premises, are tokenised once."""
+        distinct = list(dict.fromkeys(texts))
+        ids = dict(zip(distinct, self.tokenizer.encode(distinct), strict=True))
+        return [ids[text] for text in texts]
+
+    def batch(self, firsts: Sequence[str], seconds: Sequence[str] | None = None) -> Batch:
+        """ids, text and types of texts outside the corpus."""
+        ids = torch.arange(len(firsts))
+        text, types = self.table(firsts, seconds).padded(ids)
+        return {"ids": ids, "text": text, "types": types}
+
+
+class Configured(Protocol):
+    """What views need of their task."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_length(self) -> int: ...
+    def describe(self) -> str: ...
+    def agreed_settings(self) -> dict[str, object]: ...
+
+
+T = TypeVar("T", bound=Configured)
+U = TypeVar("U", bound=TextTask)
+
+
+class View(Generic[T]):
+    """One rank's view of a task: what all of them share (TaskData)."""
+
+    head: Head | None = None
+
+    def __init__(self, task: T, corpus: Corpus, rows: Mapping[Split, int]) -> None:
+        self._task, self._rows = task, dict(rows)
+        self._remarks, self._agreed = corpus.remarks, corpus.agreed
+
+    def describe(self) -> str:
+        return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
+
+    def fingerprint(self) -> str:
+        shared = {
+            "task": self._task.name,
+            "max_length": self._task.max_length,
+            "rows": self._rows,
+            "corpus": dict(self._agreed),
+        }
+        described = json.dumps(shared | self._task.agreed_settings(), sort_keys=True)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def num_samples(self, split: Split) -> int:
+        return self._rows[split]
+
+
+class TextData(View[U]):
+    """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
+    text is None and tables is empty if text is not visible; labels likewise."""
+
+    def __init__(
+        self,
+        task: U,
+        corpus: Corpus,
+        fields: frozenset[str],
+        rows: Mapping[Split, int],
+        text: TextPairs | None,
+        tables: Mapping[Split, PairTable],
+        labels: Mapping[Split, Tensor],
+    ) -> None:
+        super().__init__(task, corpus, rows)
+        self._fields, self.text = fields, text
+        self._tables, self._labels = tables, labels
+
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return self._fields & {"text"}
+
+    @property
+    def num_cut(self) -> dict[str, int]:
+        return {name: sum(t.num_cut for t in self._tables.values()) for name in self.text_fields}
+
+    def vocabulary(self, field: str) -> TokenIds:
+        return self._texts(field).tokenizer.token_ids
+
+    def batch(self, split: Split, ids: Tensor) -> Batch:
+        batch = {"ids": ids}
+        if self._tables:
+            text, types = self._tables[split].padded(ids)
+            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
+        if self._labels:
+            batch["label"] = self._labels[split][ids]
+        return batch
+
+    def weight(self, ids: Tensor) -> float:
+        """The number of samples."""
+        return float(len(ids))
+
+    def save_tokenizers(self, folder: Path) -> None:
+        """Write text_tokenizer.json if text is visible."""
+        if self.text is not None:
+            self.text.save(folder)
+
+    def _texts(self, field: str) -> TextPairs:
+        if self.text is None or field not in self.text_fields:
+            visible = ", ".join(sorted(self._fields)) or "none"
+            raise DataError(f"{field!r} is not a text field visible here; visible: {visible}")
+        return self.text
+
+
+def counted(counts: Mapping[Split, int]) -> str:
+    """ "1,000 train, 50 dev, 50 test"."""
+    return ", ".join(f"{count:,} {split}" for split, count in counts.items())
+
+
+def check_predictions(
+    predictions: Mapping[int, object], split: Split, num: int, what: str
+) -> None:
+    """Raise ValueError if there are none, or one is for no sample of the split."""
+    if not predictions:
+        raise ValueError(f"no predictions to score on {split}")
+    if outside := [i for i in predictions if not 0 <= i < num]:
+        raise ValueError(f"{what} {outside[0]} is not in {split} (0..{num - 1})")
