@@ -167,10 +167,11 @@ def reference(
         for parameters in zip(
             shared.parameters(), *(w.parameters() for w in workers), strict=True
         ):
-            anchor, *values = parameters
-            gradients = [anchor.detach() - value.detach() for value in values]
-            anchor.grad = sum(
-                (w * g for w, g in zip(weights, gradients, strict=True)), torch.zeros_like(anchor)
+            outer_value, *values = parameters
+            gradients = [outer_value.detach() - value.detach() for value in values]
+            outer_value.grad = sum(
+                (w * g for w, g in zip(weights, gradients, strict=True)),
+                torch.zeros_like(outer_value),
             ) / sum(weights)
         outer_optimizer.step()
     return [p.detach() for p in shared.parameters()]
