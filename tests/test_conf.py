@@ -306,7 +306,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be dealt evenly to the 4"),
+        (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be spread evenly over the 4"),
         (["strategy=hybrid", "cluster=u_shape", "+cluster.clouds.c._target_="
           "xcloud.cluster.layout.Cloud", "+cluster.clouds.d.stages=[3]",
           "+cluster.clouds.d._target_=xcloud.cluster.layout.Cloud",
