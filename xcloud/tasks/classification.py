@@ -144,7 +144,7 @@ class Classification(TextTask):
             corpus = Corpus.unseen(self.sizes)
         else:
             corpus = self.read(visible)
-            self.check_sizes(corpus.counts)
+            self.check_rows(corpus.counts)
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir) if "text" in visible else None
         labels = self._labels(corpus.splits["train"]) if "label" in visible else None
         return ClassificationData(self, corpus, fields, tokenizer, labels)
