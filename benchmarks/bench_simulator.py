@@ -35,7 +35,7 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import Costs
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.prediction import Prediction
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
     BoundaryCodec,
@@ -47,7 +47,6 @@ from xcloud.plan.profile import (
 )
 from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.simulator import Simulator
 
 FREE_LINE = ("free", 1e10, 0.0)
 LINES = [FREE_LINE, ("30 Mbit/s", 30e6, 0.0), ("10 Mbit/s, 20 ms", 10e6, 0.01),

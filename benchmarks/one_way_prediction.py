@@ -165,21 +165,20 @@ def _program(job: SimulatedJob, planned: _Planned) -> tuple[Program, list[list[f
     seconds: list[list[float]] = [[] for _ in range(1 + len(rank_of))]
     program.route()
     routes = [program.route() for _ in job.producers]
-    channels = [program.channel() for _ in range(1 + len(rank_of))]
     needed = Counter(planned.used_in.values())
     inputs = [program.token(needed[step]) for step in range(len(planned.ordered))]
     nowhere = program.token()
     met: dict[tuple[int, int], int] = {}  # all ranks of a producer have made this number
     for step, orders in enumerate(planned.ordered):
         told = program.token()
-        program.operation(0, posts=(program.parcel(0, 1, 0, channels[0], told),))
+        program.operation(0, posts=(program.parcel(0, 1, 0, told),))
         program.operation(0, inputs[step])
         seconds[0] += [0.0, _consumer_s(job)]
         for source, number in orders:
             rank, producer = rank_of[source], job.producers[source.producer]
             used_in = planned.used_in.get((source, number))
             token = nowhere if used_in is None else inputs[used_in]
-            batch = program.parcel(rank, 0, routes[source.producer], channels[rank], token)
+            batch = program.parcel(rank, 0, routes[source.producer], token)
             program.operation(rank, told, (batch,))
             round_ = source.producer, number
             if round_ not in met:

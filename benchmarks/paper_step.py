@@ -16,8 +16,7 @@ from xcloud.parallel.schedule import Action, Schedule
 from xcloud.plan.costs import Costs, Transfer, Update
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines
 from xcloud.plan.line import Line
-from xcloud.plan.prediction import Prediction
-from xcloud.plan.simulator import Simulator
+from xcloud.plan.prediction import Prediction, Simulator
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,6 @@ def run_blocking(
     the same moment, transfers do before operations, and first the one that was begun to be
     computed first."""
     state = _Lines(program, num_bytes, lines)
-    if any(line.window is not None for line in state.lines):
-        raise ValueError("a line's window has no meaning where transfers block; leave it None")
     missing = list(program.counts)
     ready_s = [0.0] * len(missing)
     sleepers: dict[int, list[int]] = {}
@@ -121,7 +118,7 @@ def run_blocking(
             if at > now:
                 heappush(events, (at, cross, turn[number], number))
                 continue
-            found = state.carry(number, parcel.route, queued_s[number], now)
+            found = state.carry(number, parcel.route, now)._replace(queued_s=queued_s[number])
             passages[number] = found
             for rank in both:
                 free_s[rank] = found.until_s

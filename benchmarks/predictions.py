@@ -151,8 +151,17 @@ class Result(NamedTuple):
 
 
 class Bench:
-    def __init__(self, size: Size) -> None:
+    """sleeps: the blocks do (benchmarks/sleeping_blocks.py), so that a busy machine takes as long
+    as a quiet one but for messages, compressors and the norm."""
+
+    def __init__(self, size: Size, sleeps: bool = False) -> None:
         self.size, self.config = size, composed(*BASE, *size.settings)
+        if sleeps:
+            self.config.task = {"_target_": "tests.toy.ToyTask", "num_samples": 400}
+            self.config.model = {
+                "_target_": "benchmarks.sleeping_blocks.SleepingBlocks", "blocks": BLOCKS,
+                "blocks_per_stage": None,
+            }  # fmt: skip
         self.config.plan.strategies.local_updates.averaging.every = EVERY
         job = configs.job_from_config(self.config)
         assert job.plan is not None
@@ -352,6 +361,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=64)
     parser.add_argument("--half", choices=("both", "open", "held-out"), default="both")
     parser.add_argument("--small", action="store_true", help="steps of a fifth of a second")
+    parser.add_argument("--sleeping", action="store_true", help="on a busy machine, see Bench")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -359,7 +369,7 @@ def main() -> None:
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         warm_ranks.import_first("transformers")
         try:
-            bench = Bench(SMALL if given.small else LARGE)
+            bench = Bench(SMALL if given.small or given.sleeping else LARGE, given.sleeping)
             written["profile"] = dict(bench.profile.of)
             written["trial_reference_s"] = bench.reference_s
             results = measure(bench, given.points, given.half)

@@ -21,7 +21,7 @@ from xcloud.parallel.hub import Hub, MergeRecord
 from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
 from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.strategy import Replicas
+from xcloud.parallel.replicas import Replicas
 from xcloud.record.reporter import Reporter
 
 ALONE = RankGroup.alone()

@@ -17,12 +17,12 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Averaging, Replicas, Strategy
+from xcloud.parallel.strategy import Averaging, Strategy
 from xcloud.survive.changes import Places
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 
 @settings("strategy.averaging")

@@ -27,7 +27,7 @@ FULL = TableCosts(
     [Direction(10_000, 0.003, 0.001)],
     [Update(0.001, 0.0, 0.002, 0.003), Update(0.0, 0.0, 0.001, 0.006)],
     {1: 1.5},
-    {"a-b": Line(LinkProfile(8e6, 0.004, trace=[[5.0, 1e6]]), 0.0005, window=3)},
+    {"a-b": Line(LinkProfile(8e6, 0.004, trace=[[5.0, 1e6]]), 0.0005)},
     weights_s=[0.008, 0.016],
 )
 PLAIN = replace(FULL, slowdown={}, lines={})

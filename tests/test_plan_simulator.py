@@ -27,11 +27,9 @@ from xcloud.plan.formulas import (
     bubble_of_blocking_transfers,
     step_of_overlapped_transfers,
 )
-from xcloud.plan.line import Line
-from xcloud.plan.prediction import Prediction
-from xcloud.plan.simulator import Simulator
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.record.timeline import chrome_trace
-from xcloud.report.timeline_picture import write_timeline
+from xcloud.report.pictures import write_timeline
 
 GRID = list(product([1, 2, 3, 5], [1, 2, 7], [(1.0, 2.0), (1.3, 0.7)], [0.0, 0.5, 1.5, 5.0]))
 
@@ -138,20 +136,6 @@ def test_8_ranks_feed_3_and_each_micro_batch_meets_its_own() -> None:
     done = [op.action for ops in simulator.ops for op in ops if op.action is not None]
     assert len(done) == len(set(done)) == 2 * 2 * 48
     assert found.ranks[8].compute_s == pytest.approx(48 / 3 * 3)
-
-
-def test_a_window_holds_messages_until_word_of_the_oldest_is_back() -> None:
-    costs = TableCosts([0.0, 0.0], [0.0, 0.0], lines={"c0-c1": Line(LinkProfile(1.0, 5.0))})
-    one_by_one = TableCosts(
-        [0.0, 0.0], [0.0, 0.0], lines={"c0-c1": Line(LinkProfile(1.0, 5.0), 1.0, window=2)}
-    )
-
-    assert simulate(ForwardOnly(6), chain(2), costs).step_s == pytest.approx(5)
-    found = simulate(ForwardOnly(6), chain(2), one_by_one)
-    # Two leave at 0 and 1, are there at 6 and 7; the next may leave at 11 and 12, and so on.
-    flights = found.timeline.flights["c0", "c1"]
-    assert [f.from_us / 1e6 for f in flights] == [0, 1, 11, 12, 22, 23]
-    assert found.step_s == pytest.approx(29) and found.bound == "latency c0 to c1"
 
 
 def test_a_line_with_a_trace_is_slow_while_its_trace_says_so() -> None:
@@ -295,7 +279,7 @@ def test_a_real_network_has_no_numbers() -> None:
 
 def test_the_simulator_needs_no_torch() -> None:
     code = (
-        "import sys, xcloud.plan.simulator, xcloud.plan.recorded, "
+        "import sys, xcloud.plan.prediction, xcloud.plan.recorded, "
         "xcloud.plan.measured; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -31,6 +31,7 @@ from xcloud.models.lora import Lora
 from xcloud.parallel.exchange import FlatBuffer, Work, local_part
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.sharding import (
     Sharder,
@@ -38,10 +39,9 @@ from xcloud.parallel.sharding import (
     is_sharded,
     whole_blocks,
 )
-from xcloud.parallel.strategy import Replicas
 from xcloud.rank.export import whole
 from xcloud.record.reporter import Reporter
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]

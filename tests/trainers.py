@@ -20,15 +20,15 @@ from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Replicas, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.rank.privacy import PrivateGradients
 from xcloud.rank.tied import join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, Feed
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.wiring import Wiring
 

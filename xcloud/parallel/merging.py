@@ -69,6 +69,15 @@ class Robust(ABC):
             return [torch.full_like(tensor, math.nan) for tensor in contributions[0].tensors]
         return self._merge(counted)
 
+    def check(self, num_replicas: int) -> None:
+        """Raise ConfigError if so few cannot outvote a bad one."""
+        if num_replicas < self.needs:
+            raise ConfigError(
+                f"{self} needs {self.needs} replicas or more to outvote a bad one, got "
+                f"{num_replicas}: of two that differ nobody can tell which is bad. Use the mean, "
+                "or more clouds"
+            )
+
     @staticmethod
     def bad(contributions: Sequence[Contribution]) -> list[int]:
         """Those with a value that is not finite."""
@@ -136,12 +145,8 @@ class NormBound(Robust):
 
 def check_merge(merge: Merge, num_replicas: int) -> None:
     """Raise ConfigError if so few replicas cannot outvote a bad one."""
-    if isinstance(merge, Robust) and not can_merge(merge, num_replicas):
-        raise ConfigError(
-            f"{merge} needs {merge.needs} replicas or more to outvote a bad one, got "
-            f"{num_replicas}: of two that differ nobody can tell which is bad. Use the mean, or "
-            "more clouds"
-        )
+    if isinstance(merge, Robust):
+        merge.check(num_replicas)
 
 
 def can_merge(merge: Merge, num_contributions: int) -> bool:

@@ -3,8 +3,7 @@ between them. Knows nothing of stages, schedules or clouds; those who write prog
 
 A *token* is something that operations wait for: so many signals or arrivals, then it is there. An
 operation may wait for one token; when it ends, it may post messages, each of which counts for a
-token when it arrives, and signal a token at once. Messages of one *route* share a line; those of
-one *channel* (a sender, a receiver, one kind of traffic) share a window.
+token when it arrives, and signal a token at once. Messages of one *route* share a line.
 
 Cost: O((operations + messages) * log(ranks)). Times in seconds from 0 on.
 """
@@ -26,7 +25,6 @@ class Parcel(NamedTuple):
     sender: int
     receiver: int
     route: int
-    channel: int
     token: int
 
 
@@ -41,7 +39,6 @@ class Program:
     parcels: list[Parcel] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     num_routes: int = 0
-    num_channels: int = 0
 
     @classmethod
     def for_ranks(cls, num_ranks: int) -> Program:
@@ -55,12 +52,8 @@ class Program:
         self.num_routes += 1
         return self.num_routes - 1
 
-    def channel(self) -> int:
-        self.num_channels += 1
-        return self.num_channels - 1
-
-    def parcel(self, sender: int, receiver: int, route: int, channel: int, token: int) -> int:
-        self.parcels.append(Parcel(sender, receiver, route, channel, token))
+    def parcel(self, sender: int, receiver: int, route: int, token: int) -> int:
+        self.parcels.append(Parcel(sender, receiver, route, token))
         return len(self.parcels) - 1
 
     def operation(
@@ -116,17 +109,14 @@ class _Lines:
                 known[key] = self.lines[parcel.route].line_s(size)
             self._line_s.append(known[key])
 
-    def latency_at(self, route: int, now_s: float) -> float:
-        return self.lines[route].latency_at(now_s) if self._odd[route] else self.latency_s[route]
-
-    def carry(self, number: int, route: int, queued_s: float, now_s: float) -> Passage:
-        """Take the route's line for this parcel from now_s on, or when it is free."""
+    def carry(self, number: int, route: int, now_s: float) -> Passage:
+        """Take the route's line for this parcel from now on, or when it is free."""
         free_s = self.free_s[route]
         start_s = now_s if now_s > free_s else free_s
         if not self._odd[route]:
             until_s = start_s + self._line_s[number]
             self.free_s[route] = until_s
-            return Passage(queued_s, start_s, until_s, until_s + self.latency_s[route])
+            return Passage(now_s, start_s, until_s, until_s + self.latency_s[route])
         line = self.lines[route]
         until_s = self.free_s[route] = line.until_s(start_s, self._num_bytes[number])
         arrived_s = until_s + line.latency_at(until_s)
@@ -136,7 +126,7 @@ class _Lines:
             arrived_s += draw * line.jitter_s
         self._num_carried[route] += 1
         arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])
-        return Passage(queued_s, start_s, until_s, arrived_s)
+        return Passage(now_s, start_s, until_s, arrived_s)
 
 
 def run(
@@ -160,28 +150,8 @@ def run(
     free_s = [0.0] * num_ranks
     begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
     passages = [NEVER] * len(parcels)
-    # (when, rank) = its operation under way ends; (when, num_ranks + parcel) = it may leave.
-    events: list[tuple[float, int]] = []
+    events: list[tuple[float, int]] = []  # (when, rank): its operation under way ends
     awake = list(range(num_ranks))
-    windows = [line.window for line in state.lines]
-    under_way: list[list[float]] = [[] for _ in range(program.num_channels)]  # arrival times
-    held: list[list[tuple[int, float]]] = [[] for _ in range(program.num_channels)]
-
-    def leave(number: int, queued_s: float, now_s: float) -> None:
-        parcel = parcels[number]
-        found = passages[number] = carry(number, parcel.route, queued_s, now_s)
-        count(parcel.token, found.arrived_s)
-        if windows[parcel.route] is not None:
-            under_way[parcel.channel].append(found.arrived_s)
-            if held[parcel.channel]:
-                heappush(events, (free_slot_s(parcel), num_ranks + held[parcel.channel][0][0]))
-
-    def free_slot_s(parcel: Parcel) -> float:
-        """When the channel may send the next message."""
-        window, arrived = windows[parcel.route], under_way[parcel.channel]
-        if window is None or len(arrived) < window:
-            return 0.0
-        return arrived[-window] + state.latency_at(parcel.route, arrived[-window])
 
     def count(token: int, at_s: float) -> None:
         missing[token] -= 1
@@ -214,26 +184,11 @@ def run(
         if not events:
             return Moments(begin_s, passages)
         now, which = heappop(events)
-        if which >= num_ranks:
-            parcel = parcels[which - num_ranks]
-            number, queued = held[parcel.channel].pop(0)
-            leave(number, queued, now)
-            continue
         index = position[which] - 1
         for number in program.posts[which][index]:
             parcel = parcels[number]
-            if windows[parcel.route] is None:
-                found = passages[number] = carry(number, parcel.route, now, now)
-                count(parcel.token, found.arrived_s)
-                continue
-            waiting = held[parcel.channel]
-            at = free_slot_s(parcel)
-            if not waiting and at <= now:
-                leave(number, now, now)
-            else:
-                waiting.append((number, now))
-                if len(waiting) == 1:
-                    heappush(events, (at, num_ranks + number))
+            found = passages[number] = carry(number, parcel.route, now)
+            count(parcel.token, found.arrived_s)
         if (token := program.signals[which][index]) >= 0:
             count(token, now)
         awake.append(which)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from xcloud.base.checks import check_int, check_number
+from xcloud.base.checks import check_number
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
@@ -22,21 +22,15 @@ class Line:
     profile: bandwidth, latency, jitter, trace and outages, as for the emulated link; time 0 is the
         start of the simulation. None = any number of bytes takes no time.
     per_message_s: the line is busy with each message for so long besides.
-    window: messages of one channel (sender, receiver, boundary, direction) that may be under way;
-        the next one leaves when the oldest has arrived and word of it has taken one latency back.
-        None = any number.
     """
 
     profile: LinkProfile | None = None
     per_message_s: float = 0.0
-    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.profile is not None and not isinstance(self.profile, LinkProfile):
             raise ConfigError(f"line.profile must be a LinkProfile or None, got {self.profile!r}")
         check_number("line.per_message_s", self.per_message_s, 0.0)
-        if self.window is not None:
-            check_int("line.window", self.window, 1)
 
     @property
     def latency_s(self) -> float:

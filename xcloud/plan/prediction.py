@@ -100,7 +100,7 @@ class Prediction:
     def critical_s(self) -> dict[str, float]:
         """Seconds of the longest chain of causes that ends with the step, by what they went into:
         "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
-        "latency a to b" (and a full window), "update", "averaging". They add up to step_s.
+        "latency a to b", "update", "averaging". They add up to step_s.
         Largest first."""
         rank, since_s = max(self._all, key=self._ended_s), self._since_s
         spent = defaultdict[str, float](float)
@@ -263,8 +263,7 @@ class Prediction:
         latency = f"latency {route.here} to {route.there}"
         yield latency, passage.until_s, passage.arrived_s
         yield link, passage.from_s, passage.until_s
-        # It was queued behind others on the line; what waited while the line stood idle waited
-        # for its window.
+        # It was queued behind others on the line.
         at_s, carried = passage.from_s, self._carried[index]
         before = bisect_right(carried, (at_s, at_s)) - 1
         while at_s > passage.queued_s:
@@ -316,3 +315,22 @@ class _Span(NamedTuple):
     place: _Place
     from_s: float
     until_s: float
+
+
+class Simulator(StepProgram):
+    """The program of a step, to be run at any costs.
+
+        Simulator(schedule, layout).run(costs).step_s
+
+    Model: a rank does one thing at a time, in the order that the real pipeline follows. For an
+    action it waits for its message, decompresses, computes, compresses and hands its own message
+    on, which then travels while the rank continues. All ranks of one cloud that send to one other
+    cloud share that line (line.py); inside a cloud every pair of ranks has its own. After the
+    actions: the all-reduce inside a stage, the agreement on the gradient norm, the optimizer.
+    Where the paper's formulas (formulas.py) apply, it equals them.
+
+    Not modelled: ranks that slow each other down on one machine, and threads of links that do.
+    """
+
+    def run(self, costs: Costs) -> Prediction:
+        return Prediction(self, costs, *self.carry_out(costs))

@@ -1,6 +1,6 @@
 """What a plan costs: step time, bubble, bytes, memory, and a quick estimate of its step.
 
-A pipeline is simulated (simulator.py); what replicas average is a formula (averaging_costs.py). A
+A pipeline is simulated (prediction.py); what replicas average is a formula (averaging_costs.py). A
 replica that lies in one cloud computes one micro-batch after the other. Where the profile names a
 line inside a cloud, ranks of a stage sum their gradients over it in a ring.
 
@@ -25,9 +25,8 @@ from xcloud.plan.costs import Direction, TableCosts, Update
 from xcloud.plan.line import Line, lines_of
 from xcloud.plan.plan_memory import Sums, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.plan.prediction import Prediction
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.profile import BoundaryCodec, Profile
-from xcloud.plan.simulator import Simulator
 
 
 class Pricer:

@@ -1,5 +1,5 @@
 """What every rank does in a step of a pipeline, and which messages join them: a program for the
-engine, without costs. simulator.py runs it.
+engine, without costs. prediction.py runs it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class StepProgram:
         self.routes: list[Route] = []
         self.program = Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
-        self._channel_of: dict[tuple[str, int, int, int], int] = {}
         orders = self._orders()
         self._put_off = {stage for order in orders for stage, _ in put_off(order)}
         for step in range(num_steps):
@@ -195,8 +194,8 @@ class StepProgram:
                         need = self._token(tokens, received)
                     if sent is not None:
                         token = self._token(tokens, sent)
-                        channel = sent.direction, sent.boundary, sent.sender, sent.receiver
-                        posts = (self._post(sent, channel, token, is_first),)
+                        both = sent.sender, sent.receiver
+                        posts = (self._post(sent, *both, token, is_first),)
                     named = action._replace(micro_batch=first + action.micro_batch)
                     op = Op(action.kind, named, received, sent)
                     self._add(rank, op, is_first, need, posts)
@@ -224,11 +223,10 @@ class StepProgram:
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
         for leader in others:
-            told = self._post(CONTROL, ("norm", -1, leader, 0), all_told, is_first)
+            told = self._post(CONTROL, leader, 0, all_told, is_first)
             self._add(leader, Op("arrive"), is_first, posts=(told,))
         answered = tuple(
-            self._post(CONTROL, ("norm", -1, 0, leader), answers[leader], is_first)
-            for leader in others
+            self._post(CONTROL, 0, leader, answers[leader], is_first) for leader in others
         )
         for placement in self.placements:
             rank, leader = placement.rank, leader_of[placement.rank]
@@ -259,21 +257,16 @@ class StepProgram:
         return tokens[transfer]
 
     def _post(
-        self, transfer: Transfer, channel: tuple[str, int, int, int], token: int, is_first: bool
+        self, transfer: Transfer, sender: int, receiver: int, token: int, is_first: bool
     ) -> int:
-        _, _, sender, receiver = channel
         here, there = self.placements[sender].cloud, self.placements[receiver].cloud
         shared = (here, there) if here != there else (sender, receiver)
         if shared not in self._route_of:
             self._route_of[shared] = self.program.route()
             self.routes.append(Route(here, there, (sender, receiver)))
-        if channel not in self._channel_of:
-            self._channel_of[channel] = self.program.channel()
         if is_first:
             self.transfers.append(transfer)
-        return self.program.parcel(
-            sender, receiver, self._route_of[shared], self._channel_of[channel], token
-        )
+        return self.program.parcel(sender, receiver, self._route_of[shared], token)
 
     def _received(self, action: Action, first: int) -> Transfer | None:
         if action.kind == "weights":
