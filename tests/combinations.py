@@ -54,10 +54,9 @@ from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Checkpoints, Training
+from xcloud.survive.saving import StopSignal
+from xcloud.training.settings import Checkpoints, Optimizer, Training
 
 HIDDEN, STEPS, SAVED = 8, 6, 3
 
