@@ -48,17 +48,15 @@ from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
 from xcloud.rank import stage_rank, typical_step
-from xcloud.rank.one_way import roles as one_way_roles
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader, steps_done
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Checkpoints, Training
+from xcloud.survive.saving import StopSignal
+from xcloud.training.settings import Checkpoints, Optimizer, Training
 
 HIDDEN, STEPS, SAVED = 8, 6, 3
 
@@ -332,8 +330,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     """All ranks of a job in threads, from the newest checkpoint of the folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
     world = MemoryWorld()
-    for module in (stage_rank, one_way_roles):
-        patch.setattr(module, "GlooTransport", lambda rank, device: world.transport(rank))
+    patch.setattr(stage_rank, "GlooTransport", lambda rank, device: world.transport(rank))
     # The ranks would agree on a step by a collective of torch's default group.
     patch.setattr(typical_step, "report_typical_step", lambda *of: None)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
@@ -348,7 +345,10 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         if job.is_elastic:
             table = holders[rank].table()
             transport, agreed = elastic.join(job, {}, rank, run_dir, table)
-        worker.live(job, rank, run_dir, agreed, holders[rank], StopSignal(), transport)
+        worker.live(
+            job, rank, run_dir, agreed, holders[rank], StopSignal(), transport,
+            memory=world.transport(rank),
+        )  # fmt: skip
 
     in_threads([partial(one, rank) for rank in ranks])
 

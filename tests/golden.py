@@ -11,7 +11,6 @@ import hashlib
 import json
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ import pytest
 import torch
 
 from tests.combinations import SAVED, STEPS, Row, experiment, interrupted, losses, run, state
-from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer
+from tests.one_way_toy import ToyFeed
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.record.events import EventReader, steps_done
@@ -58,22 +56,6 @@ ROWS: dict[str, Row] = {
     },
 }  # fmt: skip
 
-_building = threading.Lock()
-
-
-class OneAtATime(ToyFeed):
-    """Threads share torch's generator, of which the toy draws its weights."""
-
-    def producer(
-        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
-    ) -> ToyProducer:
-        with _building:
-            return super().producer(index, cloud, lane, num_lanes, context)
-
-    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> ToyConsumer:
-        with _building:
-            return super().consumer(lane, num_lanes, context)
-
 
 def one_way(form: Any) -> OneWayExperiment:
     ranks = 1 if form == "local" else 2
@@ -82,7 +64,7 @@ def one_way(form: Any) -> OneWayExperiment:
         name="golden",
         cluster=OneWayLayout(clouds, "free", form=form),
         tracker=NullTracker(),
-        model=OneAtATime(),
+        model=ToyFeed(),
         training=OneWayTraining(
             STEPS, 4, checkpoint=Checkpoints(every_steps=SAVED, every_minutes=0, keep=9)
         ),

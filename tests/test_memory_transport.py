@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.one_way_toy import ToyFeed
 from tests.pipelines import BORDER, in_threads, wired
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
@@ -17,9 +18,12 @@ from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compression import Compression
+from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.rank.one_way.wiring import OneWayWirer
+from xcloud.rank.one_way.wiring import CARRIES, consumer_links, producer_links
+from xcloud.record.tracking import NullTracker
+from xcloud.wire.ends import Ends
 
 TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
@@ -133,12 +137,16 @@ def test_a_line_with_a_speed_is_refused_in_memory(tmp_path: Path) -> None:
 def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(2, 1.0)}, "free")
     world, source = MemoryWorld(), Source(0, 1)
-
-    def wirer(rank: int) -> OneWayWirer:
-        return OneWayWirer(world.transport(rank), layout, 100, 4, tmp_path)
-
-    consumer = wirer(0).consumer(lambda peer, frame: None)
-    producers = [wirer(rank).producer() for rank in (1, 2)]
+    job = OneWayExperiment(
+        name="toy", cluster=layout, model=ToyFeed(), training=OneWayTraining(2, 2),
+        tracker=NullTracker(),
+    )  # fmt: skip
+    ends = [
+        Ends(world.transport(rank), layout, tmp_path, received=CARRIES if rank == 0 else None)
+        for rank in range(3)
+    ]
+    consumer = consumer_links(job, ends[0])
+    producers = [producer_links(job, end) for end in ends[1:]]
     for producer in producers:
         producer.say_ready()
     consumer.send_orders([Order(source, 1, 0, 9)])
@@ -149,8 +157,7 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
 
     assert consumer.inbox.was_ready(0) and arrived is not None
     assert arrived.payload.tolist() == [0, 1, 2, 3, 4]
-    assert producers[1].records[0].bytes_of[Kind.BATCH] == arrived.num_bytes
-    assert in_threads([lambda p=p: p.cloud.sum(torch.ones(1)).item() for p in producers]) == [2, 2]
-    in_threads(
-        [lambda p=p: p.close(1.0) for p in producers] + [lambda: consumer.close_producers(1.0)]
-    )
+    assert ends[2].records[0].bytes_of[Kind.BATCH] == arrived.num_bytes
+    assert ends[0].received[2].bytes_of[Kind.BATCH] == arrived.num_bytes
+    unheard = in_threads([lambda: ends[0].part_from([1, 2], 1.0), ends[1].close, ends[2].close])
+    assert unheard[0] == {}

@@ -111,7 +111,9 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
             for kind, parts in (("order", ("int32 2",)), ("stop", ()),
                                 ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
     reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
-    assert kinds == forth | back | reports
+    saves = {(*ends, "checkpoint", ("uint8 1",)) for n in ("one", "two")
+             for ends in ((n, "disc"), ("disc", n))}  # fmt: skip
+    assert kinds == forth | back | reports | saves
     assert audit["missing_ranks"] == [] and summary["wire"] == compact(audit)
     assert all(p["carries"] != "unnamed" for m in audit["messages"] for p in m["parts"])
     # 16 of 24 batches by share, each of 8 x 7 bytes, with a frame's header of 40 + 6.
@@ -228,7 +230,7 @@ def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -
         "one": True, "two": False
     }  # fmt: skip
     assert "two is gone (RuntimeError: the toy producer was asked to fail)" in notes(tmp_path)
-    assert "producer two did not come to its end" in notes(tmp_path)
+    assert "producer two did not finish" in notes(tmp_path)
 
 
 def test_a_slow_producer_is_waited_for_and_said_to_be(two: Path, tmp_path: Path) -> None:

@@ -2,36 +2,42 @@
 
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.one_way_toy import ToyFeed, ToyProducer, feed_config
+from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer, feed_config
 from tests.one_way_toy import cloud as feed_cloud
 from xcloud.base.errors import LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import Source
+from xcloud.parallel.one_way.plan import Round, Source
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.rank.one_way.producer import ProducerRun, feed
-from xcloud.rank.one_way.roles import ConsumerRank, ProducerRank
-from xcloud.rank.one_way.wiring import ConsumerWiring, ProducerWiring
+from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
+from xcloud.rank.one_way.producer import ProducerRank, ProducerRun, feed
+from xcloud.rank.one_way.wiring import ConsumerLinks, OneWayRank, ProducerLinks
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.training.divergence import DivergenceGuard
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
+from xcloud.training.trainer import DivergenceGuard
+from xcloud.wire.ends import Ends
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
@@ -52,71 +58,92 @@ def frame(kind: Kind, *parts: torch.Tensor) -> Frame:
 
 
 @pytest.mark.parametrize(
-    ("num_lanes", "frozen", "made"), [(1, False, 0), (2, False, 3), (2, True, 0)]
+    ("group_size", "frozen", "made"), [(1, False, 0), (2, False, 3), (2, True, 0)]
 )
 def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
-    num_lanes: int, frozen: bool, made: int, tmp_path: Path
+    group_size: int, frozen: bool, made: int, tmp_path: Path
 ) -> None:
     book, lines = OrderBook(), []
     context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, lines.append, 9)
-    part, cloud = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context), RankGroup.alone()
+    part = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context)
     reporter = Reporter(1, "a", lines.append)
-    wiring = ProducerWiring(cloud, [], [], cast(SendingEnd, None), book, [])
+    rank = SimpleNamespace(
+        group=RankGroup(1, (*range(1, 1 + group_size),)), reporter=reporter,
+        divergence_guard=DivergenceGuard, memory=MemoryMeter(torch.device("cpu")),
+        computing_in=lambda clock: nullcontext(),
+    )  # fmt: skip
     rows = torch.tensor([[number, NOBODY, 7] for number in (1, 2, 3)], dtype=torch.int32)
     book.take_orders(frame(Kind.ORDER, rows))
     book.take_stop(frame(Kind.STOP))
 
-    run = ProducerRun(
-        part, cloud, num_lanes, "a", reporter, DivergenceGuard(),
-        MemoryMeter(torch.device("cpu")),
-    )  # fmt: skip
+    run = ProducerRun(cast(OneWayRank, rank), part, "a")
     checkpoints = Checkpointer(
-        Checkpoints(0, 0), CheckpointFolder(tmp_path), 1, None, {}, {}, reporter
+        Timing(Checkpoints(0, 0)),
+        CheckpointWriter(CheckpointFolder(tmp_path), 1, {}),
+        None,
+        {},
+        reporter,
     )
-    feed(run, wiring, checkpoints)
+    feed(run, ProducerLinks([], book), checkpoints)
     reporter.flush()
     told = [json.loads(line) for chunk in lines for line in chunk.splitlines()]
     assert sum(event["num_batches"] for event in told) == made
     assert part.num_steps == (7 if made else 9)
 
 
-class ClosingLink:
+class Closing:
     """Ends with a goodbye or with an error, in an order that the test sees."""
 
     def __init__(self, closed: list[str], name: str, error: LinkError | None = None) -> None:
-        self.said_goodbye, self._closed, self._name, self._error = False, closed, name, error
+        self._closed, self._name, self._error = closed, name, error
 
     def close(self, timeout_s: float) -> None:
         self._closed.append(self._name)
         if self._error is not None:
             raise self._error
-        self.said_goodbye = True
 
 
-def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not() -> None:
+class ClosingOut(Closing, SendingEnd):
+    pass
+
+
+class ClosingIn(Closing, ReceivingEnd):
+    said_goodbye = True
+
+
+def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path: Path) -> None:
     """A producer waits for no evaluation, and one that is lost is no error at the end."""
-    one, two = Source(0, 0), Source(1, 0)
-    wiring = ConsumerWiring(RankGroup.alone(), Inbox([one, two], 100))
+    clouds = {"d": OneWayCloud(), "a": OneWayCloud(share=1.0), "b": OneWayCloud(share=1.0)}
+    ends = Ends(MemoryWorld().transport(0), OneWayLayout(clouds, "free"), tmp_path)
     closed: list[str] = []
     lost = LinkTimeout("gave no sign of life")
-    for source, error in ((one, lost), (two, None)):
-        name = str(source.producer)
-        wiring.out[source] = cast(SendingEnd, ClosingLink(closed, f"to {name}"))
-        wiring.ins[source] = cast(ReceivingEnd, ClosingLink(closed, f"from {name}", error))
+    for peer, error in ((1, lost), (2, None)):
+        both = (ClosingIn(closed, f"from {peer}", error), ClosingOut(closed, f"to {peer}"))
+        ends._by_peer[peer] = [*both]
 
-    assert wiring.close_producers(60.0) == {0: "gave no sign of life"}
-    assert closed == ["to 0", "to 1", "from 0", "from 1"]
+    assert ends.part_from([1, 2], 60.0) == {1: "gave no sign of life"}
+    assert closed == ["to 1", "to 2", "from 1", "from 2"]
 
 
 def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -> None:
     """Else the plan goes on from it counting on batches that nobody makes again."""
-    one, two = Source(0, 0), Source(1, 0)
-    inbox = Inbox([one, two], 100)
-    wiring = ConsumerWiring(RankGroup.alone(), inbox, rank_of={one: 1, two: 2})
-    inbox.set_ended(two, "killed")
-    assert wiring.peers == [1, 2]
-    wiring.lost.add(1)
-    assert wiring.peers == [1]
+    clouds = {"disc": feed_cloud(1), "one": feed_cloud(1, 1.0), "two": feed_cloud(1, 1.0)}
+    job = cast(OneWayExperiment, job_from_config(OmegaConf.create(feed_config(clouds))))
+    context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, print, 9)
+    role = object.__new__(ConsumerRank)
+    role.rank, role.job, role.group = 0, job, RankGroup.alone()
+    role.context, role.reporter = SimpleNamespace(run_dir=Path()), Reporter(0, "disc", print)
+    role.place, role.control = job.cluster.placement(0), SimpleNamespace(out={1: None, 2: None})
+    role.links = ConsumerLinks(Inbox([Source(0, 0), Source(1, 0)], 100), {})
+    run, given_up = ConsumerRun(role, ToyConsumer(ToyFeed(), context)), []
+    for p in (0, 1):
+        role.links.inbox.set_ready(Source(p, 0))
+    role.links.inbox.set_ended(Source(1, 0), "killed")
+    assert [*role.control.out] == [1, 2]
+
+    checkpoints = cast(Checkpointer, SimpleNamespace(lose=given_up.append))
+    run._move_on(1, Round({}, {}, [1, 1], [0, 0], [0, 1]), checkpoints)
+    assert [*role.control.out] == [1] and given_up == [2]
 
 
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
@@ -140,7 +167,7 @@ def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -
         config = OmegaConf.create(feed_config(clouds, feed={"on_slow": on_slow}))
         role = object.__new__(ConsumerRank)
         role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(config))
-        role.wiring = ConsumerWiring(RankGroup.alone(), Inbox(sources, 9))
+        role.links = ConsumerLinks(Inbox(sources, 9), {})
         return role
 
     def needed(role: ConsumerRank) -> list[bool]:
@@ -150,9 +177,9 @@ def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -
     assert needed(role) == [True, False, True]
     assert needed(consumer(0, "wait")) == [True, True, True]
     assert needed(consumer(1)) == [True, False, False]
-    role.wiring.inbox.set_ended(Source(0, 0), "gone")
+    role.links.inbox.set_ended(Source(0, 0), "gone")
     assert needed(role) == [True, False, True] and not role.needs(frozenset({3}))
-    role.wiring.send_stop()
+    role.links.send_stop()
     assert needed(role) == [True, False, False]
     producer = object.__new__(ProducerRank)
     producer.rank, producer.job = 2, role.job

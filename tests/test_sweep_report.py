@@ -18,6 +18,7 @@ from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.mlflow_tracker import MlflowTracker
 from xcloud.record.tracking import NullTracker
 from xcloud.report import ui
+from xcloud.report.figures import canvas
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
 from xcloud.sweep.report import prepare, view_of
@@ -208,7 +209,7 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
 ) -> None:
     marks = pictures._marks(rows_of(from_folder(sweep)), "bleu", "step_time_s", ["s"])
     assert len({mark.colour for mark in marks}) == 3
-    _, axes = pictures._figure("x")
+    axes = canvas("x", 8, 5).subplots()
     pictures._scatter(axes, marks, "s", "BLEU")
     pictures._draw_front(axes, marks, "BLEU")
     (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]

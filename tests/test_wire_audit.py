@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.plan import Source
-from xcloud.parallel.rank_group import RankGroup
-from xcloud.rank.one_way.wiring import ConsumerWiring, _arrived
+from xcloud.rank.one_way.wiring import CARRIES
 from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
+from xcloud.wire.ends import noting
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)
@@ -186,14 +187,13 @@ def test_no_value_of_a_message_is_kept() -> None:
 def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
     """Its parts have no names, with which no record could be written."""
     layout = OneWayLayout({"a": OneWayCloud(1, 1.0), "d": OneWayCloud()})
-    source, record, part = Source(0, 0), LinkRecord("d", 0, None), torch.zeros(3)
-    wiring = ConsumerWiring(RankGroup.alone(), Inbox([source], 100))
+    record, part, inbox = LinkRecord("d", 0, None), torch.zeros(3), Inbox([Source(0, 0)], 100)
     for kind, parts in ((Kind.REPORT, (part, part)), (Kind.BATCH, (part,)), (Kind.READY, (part,))):
         with pytest.raises(FrameError):
             frame = Frame(MessageKey(kind, 1), parts, 0, 0.0, 50)
-            _arrived(wiring, source, record, lambda frame: None, frame)
+            noting(record, CARRIES[kind], partial(inbox.put, Source(0, 0)))(frame)
     ready = Frame(MessageKey(Kind.READY), (), 0, 0.0, 9)
-    _arrived(wiring, source, record, lambda frame: None, ready)
+    noting(record, CARRIES[Kind.READY], lambda frame: None)(ready)
 
     path = write_rank_audit(tmp_path, 0, layout, [], {}, {1: record})
     (message,) = json.loads(path.read_text())["received"]

@@ -95,6 +95,11 @@ class Layout(Generic[CloudT]):
     def num_ranks(self) -> int:
         return sum(cloud.num_ranks for cloud in self.clouds.values())
 
+    @property
+    def num_processes(self) -> int:
+        """That hold the ranks: one each, or one for all of them."""
+        return self.num_ranks
+
     @cached_property
     def _ranks_in(self) -> dict[str, tuple[int, ...]]:
         found, first = dict[str, tuple[int, ...]](), 0

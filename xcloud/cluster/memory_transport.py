@@ -1,5 +1,5 @@
 """All ranks of a job in one process, each in a thread of its own: links and collectives without a
-network, for tests. Frames, windows, counts and records are those of real links; there is no time.
+network. Frames, windows, counts and records are those of real links; there is no time.
 
 A message is delivered in the sender's thread, so a failure has one cause and one place.
 """
@@ -36,6 +36,7 @@ class MemoryWorld:
 
     def __init__(self) -> None:
         self.run_number = time.time_ns()
+        self.computing = threading.Lock()  # torch's random generator is one for all threads
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, int, int], _Line] = {}
         self._groups: dict[tuple[int, ...], _Meeting] = {}
@@ -54,7 +55,7 @@ class MemoryWorld:
 
 class MemoryTransport:
     def __init__(self, world: MemoryWorld, rank: int) -> None:
-        self.rank, self._world = rank, world
+        self.rank, self._world, self.computing = rank, world, world.computing
 
     def line(self, name: str, ranks: Sequence[int]) -> None:
         """Nothing to prepare."""

@@ -31,13 +31,13 @@ class OneWayCloud:
 @dataclass(frozen=True)
 class OneWayPlacement:
     """Where one rank stands. producer: number of its cloud among the producers; None in the
-    consumer. lane: its position among the ranks of its cloud."""
+    consumer. group_rank: among the group_size ranks of its cloud."""
 
     rank: int
     cloud: str
     producer: int | None
-    lane: int
-    num_lanes: int
+    group_rank: int
+    group_size: int
 
 
 @settings("cluster")
@@ -45,7 +45,7 @@ class OneWayLayout(Layout[OneWayCloud]):
     """Clouds of which one is fed by all others.
 
     form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same
-        work on a free link; local = one process does everything in turn (a rank for each cloud).
+        work on a free link; local = the same ranks in turn, in one process (one for each cloud).
     """
 
     clouds: Mapping[str, OneWayCloud]
@@ -72,8 +72,8 @@ class OneWayLayout(Layout[OneWayCloud]):
         self._check_links((name, self.consumer) for name in self.producers)
 
     @property
-    def num_ranks(self) -> int:
-        return 1 if self.form == "local" else super().num_ranks
+    def num_processes(self) -> int:
+        return 1 if self.form == "local" else self.num_ranks
 
     @property
     def consumer(self) -> str:
@@ -95,7 +95,7 @@ class OneWayLayout(Layout[OneWayCloud]):
         return self.clouds[self.consumer].num_ranks
 
     @property
-    def num_lanes(self) -> tuple[int, ...]:
+    def group_sizes(self) -> tuple[int, ...]:
         """Ranks of each producer."""
         return tuple(self.clouds[name].num_ranks for name in self.producers)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,7 @@ class PairTransport:
 
     def __init__(self, rank: int, store: Store, within_s: float = JOIN_WITHIN_S) -> None:
         self.rank, self.store, self._within_s = rank, store, within_s
+        self.computing = nullcontext()
         self.beginning = int(store.add(f"beginnings.{rank}", 1))
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
         self._num_groups = 0

@@ -9,6 +9,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -76,6 +77,10 @@ class Transport(Protocol):
 
     rank: int
 
+    @property
+    def computing(self) -> AbstractContextManager[object]:
+        """Held by the one rank that computes, where ranks share a process and must take turns."""
+
     def line(self, name: str, ranks: Sequence[int]) -> None:
         """From now on `out` and `incoming` may make ends of this name between these ranks; one
         name is one direction between any two of them. Called in the other ranks too."""
@@ -107,6 +112,7 @@ class GlooTransport:
 
     def __init__(self, rank: int, device: torch.device = CPU) -> None:
         self.rank, self._device = rank, device
+        self.computing = nullcontext()
         self._lines: dict[str, dist.ProcessGroup] = {}
 
     def line(self, name: str, ranks: Sequence[int]) -> None:

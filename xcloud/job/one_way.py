@@ -17,8 +17,7 @@ from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.record.one_way_summary import OneWayStatistics
-from xcloud.training.divergence import OnDivergence
-from xcloud.training.settings import Checkpoints
+from xcloud.training.settings import Checkpoints, OnDivergence
 
 
 @settings("training")
@@ -64,9 +63,9 @@ class OneWayExperiment(Job):
             )
         layout = self.cluster
         if self.feed.run_ahead is None:
-            usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
+            usual = self.feed.usual_run_ahead(layout.group_sizes, self.training.batches_per_step)
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
-        self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+        self.feed.check(layout.group_sizes, layout.num_consumers, self.training.batches_per_step)
 
     @property
     def why_not_in_turns(self) -> str:
@@ -74,10 +73,9 @@ class OneWayExperiment(Job):
 
     def statistics(self) -> OneWayStatistics:
         layout = self.cluster
-        num_consumers = 1 if layout.form == "local" else layout.num_consumers
         shares = dict(zip(layout.producers, layout.shares, strict=True))
-        sizes = dict(zip(layout.producers, layout.num_lanes, strict=True))
-        return OneWayStatistics(num_consumers, shares, sizes)
+        sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
+        return OneWayStatistics(layout.num_consumers, shares, sizes)
 
     @property
     def compression_in_force(self) -> str:

@@ -82,10 +82,7 @@ def agree(
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     table = {**make_table(settings), **(held or {})}
     if num_ranks == 1:
-        alone = judge({0: table}, {}, lambda r: rank_name(job, r), job.refused_with)[0]
-        if alone.kind == "stop":
-            raise ConfigError(alone.text)
-        return Agreed(replace(alone, attempt=time.time_ns()))
+        return agree_alone(job, settings, [held or {}])
     links: dict[int, MeetingLink] = {}
     records: list[LinkRecord] = []
     for peer in range(1, num_ranks) if rank == 0 else (0,):
@@ -99,6 +96,18 @@ def agree(
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
     return Agreed(verdict, records)
+
+
+def agree_alone(
+    job: Job, settings: Mapping[str, Any], held: Sequence[Mapping[str, str]]
+) -> Agreed:
+    """The same where all ranks are in one process. held: by rank, its checkpoints."""
+    table = make_table(settings)
+    tables = {rank: {**table, **own} for rank, own in enumerate(held)}
+    alone = judge(tables, {}, lambda r: rank_name(job, r), job.refused_with)[0]
+    if alone.kind == "stop":
+        raise ConfigError(alone.text)
+    return Agreed(replace(alone, attempt=time.time_ns()))
 
 
 def exchange(

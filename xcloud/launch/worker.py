@@ -13,12 +13,14 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,11 +34,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.base.project import MODEL_DIR
+from xcloud.cluster.memory_transport import MemoryTransport, MemoryWorld
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join import elastic
-from xcloud.join.agreement import Agreed, agree, rank_name
+from xcloud.join.agreement import Agreed, agree, agree_alone, rank_name
 from xcloud.join.failure_detector import FailureDetector
 from xcloud.join.meeting_store import attempt_of
 from xcloud.launch.processes import EXIT_START_AGAIN, end_with_parent
@@ -50,13 +53,14 @@ from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.record.summary import read_summary
 from xcloud.security.wire_audit import audit_file, write_rank_audit
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
+DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
 TABLE_WITHIN_S = 30.0  # of a run that has failed
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
@@ -73,6 +77,7 @@ def live(
     transport: PairTransport | None = None,
     state: RankState | None = None,
     failure_detector: FailureDetector | None = None,
+    memory: MemoryTransport | None = None,
 ) -> bool:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
     and the ranks have compared what they run. Returns whether the run has ended early, as asked.
@@ -90,6 +95,7 @@ def live(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         intake.take if intake else lambda peer, frame: None, agreed.verdict,
         holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
+        memory,
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
 
@@ -137,6 +143,40 @@ def live(
         write_audit()
 
 
+def live_in_threads(
+    job: Job, settings: Mapping[str, Any], run_dir: Path, asked: StopSignal, state: RankState
+) -> bool:
+    """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
+    rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
+    world, ended = MemoryWorld(), queue.SimpleQueue[bool | BaseException]()
+    ranks = range(job.cluster.num_ranks)
+    holders = [RankCheckpoints.of(job, rank, run_dir, settings) for rank in ranks]
+    agreed = agree_alone(job, settings, [holder.table() for holder in holders])
+
+    def work(rank: int) -> None:
+        own = RankState(run_dir, rank) if rank else state
+        try:
+            transport, holder = world.transport(rank), holders[rank]
+            is_stopped = live(
+                job, rank, run_dir, agreed, holder, asked, state=own, memory=transport
+            )
+            if rank:
+                own.close(STOPPED if is_stopped else DONE)
+            ended.put(is_stopped)
+        except BaseException as error:
+            ended.put(error)
+
+    for rank in ranks:
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True).start()
+    is_stopped = False
+    for _ in ranks:
+        found = ended.get()
+        if isinstance(found, BaseException):
+            raise found
+        is_stopped = found
+    return is_stopped
+
+
 def _device(wanted: str) -> torch.device:
     """The device of this rank; "auto" takes a GPU if there is one."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -152,7 +192,7 @@ def _device(wanted: str) -> torch.device:
 def _join(job: Job, rank: int, run_dir: Path, failure_detector: FailureDetector | None) -> None:
     """Form the process group. On one machine a file in the run folder is the meeting point, and
     the launcher looks after the ranks. failure_detector: of ranks under torchrun."""
-    num_ranks = job.cluster.num_ranks
+    num_ranks = job.cluster.num_processes
     if failure_detector is not None:
         join_within_s = job.cluster.liveness.join_within_s
         size = int(os.environ["WORLD_SIZE"])
@@ -176,7 +216,7 @@ def _join(job: Job, rank: int, run_dir: Path, failure_detector: FailureDetector 
 
 def _check_started(job: Job) -> None:
     """After the ranks have agreed on the file: its number of ranks is then the same in all."""
-    started, num_ranks = int(os.environ["WORLD_SIZE"]), job.cluster.num_ranks
+    started, num_ranks = int(os.environ["WORLD_SIZE"]), job.cluster.num_processes
     if started != num_ranks:
         raise ConfigError(
             f"torchrun started {started} ranks in all, but the clouds of this experiment have "
@@ -262,7 +302,7 @@ def main(words: Sequence[str] | None = None) -> None:
     is_first_here = under_torchrun and os.environ.get("LOCAL_RANK", "0") == "0"
     # The monitor tells of rank 0; in every other cloud its first rank says what it does.
     state = RankState(run_dir, rank, under_torchrun, says=is_first_here and rank != 0)
-    ending = "has done its part"
+    ending = DONE
     code, failure_detector = 0, None
     monitor: Monitoring = None
     asked = StopSignal()
@@ -293,6 +333,7 @@ def main(words: Sequence[str] | None = None) -> None:
         else:
             _join(job, rank, run_dir, failure_detector)
             agreed = agree(job, settings, rank, held)
+        is_shared = job.cluster.num_processes < job.cluster.num_ranks
         if under_torchrun:
             _check_started(job)
             _check_unfinished(job, run_dir)
@@ -301,8 +342,14 @@ def main(words: Sequence[str] | None = None) -> None:
             print(job.headline, flush=True)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
-        if live(job, rank, run_dir, agreed, holder, asked, transport, state, failure_detector):
-            ending = "has stopped as it was asked to, and saved its last step"
+        if is_shared:
+            is_stopped = live_in_threads(job, settings, run_dir, asked, state)
+        else:
+            is_stopped = live(
+                job, rank, run_dir, agreed, holder, asked, transport, state, failure_detector
+            )
+        if is_stopped:
+            ending = STOPPED
             code = EXIT_START_AGAIN
         elif is_first_here and rank != 0 and (run_dir / MODEL_DIR).is_dir():
             print(f"this cloud's part of the model: {(run_dir / MODEL_DIR).resolve()}", flush=True)

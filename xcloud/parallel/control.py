@@ -35,7 +35,9 @@ _NORMS = (
 )
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
-_CHECKPOINT = ("how far a rank is with its part of a checkpoint, or how often to save uint8",)
+CHECKPOINT_CARRIES = (
+    "how far a rank is with its part of a checkpoint, or how often to save uint8",
+)
 _CODE = TensorSpec((1,), torch.uint8)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
@@ -273,7 +275,7 @@ class Control:
     def tell(self, peer: int, step: int, code: int) -> None:
         """How far this rank is with the checkpoint of a step; does not wait."""
         key = MessageKey(Kind.CHECKPOINT, step)
-        self.out[peer].send(key, (torch.tensor([code], dtype=torch.uint8),), _CHECKPOINT)
+        self.out[peer].send(key, (torch.tensor([code], dtype=torch.uint8),), CHECKPOINT_CARRIES)
 
     def listen(self, take: Callable[[int, int, int], None]) -> None:
         """From now on `take` is called with the peer, the step and the code of each `tell`, in a

@@ -13,6 +13,7 @@ import torch
 
 from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.memory_transport import MemoryTransport
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
@@ -20,8 +21,9 @@ from xcloud.join.agreement import Verdict
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Changes
-from xcloud.survive.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, Post
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 from xcloud.wire.ends import OnReport
 
@@ -38,7 +40,7 @@ class RankContext(Generic[JobT]):
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
     begin again; None where all have joined one process group. turns: waits between steps, in a
-    sweep that times its points together.
+    sweep that times its points together. memory: joins all ranks of a job in one process.
     """
 
     job: JobT
@@ -53,6 +55,7 @@ class RankContext(Generic[JobT]):
     is_resumed: bool = False
     transport: PairTransport | None = None
     turns: Part = field(default_factory=Part)
+    memory: MemoryTransport | None = None
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
@@ -118,7 +121,8 @@ def restored(
     holder, step = context.holder, context.verdict.from_step
     if rank not in job.saving_ranks:
         never = Checkpoints(every_steps=0, every_minutes=0)
-        return Checkpointer(never, holder.folder, rank, None, {}, {}, reporter)
+        writer = CheckpointWriter(holder.folder, rank, {})
+        return Checkpointer(Timing(never), writer, None, {}, reporter)
     own = holder.own_step(step)
     if own < step:
         since = f"goes on from its own of step {own}" if own else "begins anew"
@@ -138,6 +142,7 @@ def restored(
             reporter.note(changed.price(forgets))
     about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
     return Checkpointer(
-        job.checkpoint, holder.folder, rank, post, parts, about,
-        reporter, context.asked, step, job.max_steps, among=job.saving_ranks,
+        Timing(job.checkpoint, step, job.max_steps),
+        CheckpointWriter(holder.folder, rank, about),
+        post, parts, reporter, context.asked, job.saving_ranks,
     )  # fmt: skip

@@ -30,6 +30,8 @@ COLOURS = {
 }
 # For lines and marks that stand for settings.
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", ":", "-.")
 INK, FAINT = "#222222", "#8A8A8A"
 TITLE_POINTS = 10
 _DPI = 110

@@ -38,7 +38,7 @@ tasks.public_text.PublicText tasks.question_answering.DemoQuestionAnswering
 tasks.question_answering.FolderQuestionAnswering tasks.question_answering.HubQuestionAnswering
 tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
 tasks.translation.DemoTranslation tasks.translation.FolderTranslation
-tasks.translation.HubTranslation tasks.translation.Wit3Translation training.optimizer.Optimizer
-training.settings.Checkpoints training.settings.Training
+tasks.translation.HubTranslation tasks.translation.Wit3Translation training.settings.Checkpoints
+training.settings.Optimizer training.settings.Training
 """.split()
 )

@@ -12,21 +12,18 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
-from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
+from xcloud.base.units import LESS_IS_BETTER, score_name
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.scores import LESS_IS_BETTER, score_name
 from xcloud.record.summary import read_run
 from xcloud.report.figures import (
     COLOURS,
-    FAINT,
+    DASHES,
     INK,
     LINES,
+    MARKERS,
     canvas,
     column,
     over_steps,
@@ -42,21 +39,15 @@ QUALITY_AND_RATIO = "quality_and_ratio.png"
 STEP_TIME = "step_time.png"
 LOSSES = "losses.png"
 
-MOST_CURVES = 8  # more cannot be told apart
-STYLES = ("--", ":", "-.")
-Values = NDArray[np.float64]
-
+MOST_CURVES = 8  # of losses; more cannot be told apart
 PARTS = {
     "compute_s": ("computing", "#4C8DBF"),
     "codec_s": ("compressing", COLOURS["codec"]),
     "sync_s": ("averaging", COLOURS["averaging"]),
     "waiting_s": ("waiting", COLOURS["waiting"]),
 }
-# Candidate label positions, in points from the marker; the first free one is used.
-PLACES = (
-    *((8, 6), (8, -12), (-8, 6), (-8, -12), (0, 12), (0, -18)),
-    *((18, 20), (18, -26), (-18, 20), (-18, -26), (30, 34), (30, -40), (-30, 34), (-30, -40)),
-)
+Values = NDArray[np.float64]
+BySeed = Mapping[object, tuple[NDArray[np.int64], Values]]  # seed -> steps, losses
 
 
 @dataclass(frozen=True)
@@ -67,31 +58,22 @@ class Mark:
     x: Spread
     y: Spread
     colour: str
+    shape: str
 
 
 def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Draw what there is to draw; returns the files."""
-    scores = list(dict.fromkeys(name for row in rows for name in row.quality))[:1]
+    score = next((name for row in rows for name in row.quality), None)
     sweeps = list(dict.fromkeys(row.sweep for row in rows))
     written = []
-    for name in scores:
-        score = score_name(name)
-        times = _marks(rows, name, "step_time_s", sweeps)
-        ratios = _marks(rows, name, "compression_ratio", sweeps)
-        if times:
-            figure, axes = _figure(f"{title}: quality and step time")
-            _scatter(axes, times, "step time, median (s)", score)
-            _draw_front(axes, times, name)
-            written.append(_save(figure, axes, times, folder / QUALITY_AND_TIME, sweeps))
-        if ratios:
-            figure, axes = _figure(f"{title}: quality and compression")
-            _scatter(axes, ratios, "compression ratio (FP32 bytes / bytes sent)", score)
-            if max(m.x.mean for m in ratios) > 8 * min(m.x.mean for m in ratios):
-                axes.set_xscale("log")
-                axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-                axes.xaxis.set_major_formatter("{x:g}")
-                axes.xaxis.set_minor_formatter(NullFormatter())
-            written.append(_save(figure, axes, ratios, folder / QUALITY_AND_RATIO, sweeps))
+    if score and (marks := _marks(rows, score, "step_time_s", sweeps)):
+        label, path = "step time, median (s)", folder / QUALITY_AND_TIME
+        written.append(write_scatter(path, marks, f"{title}: quality and step time", label, score))
+    if score and (marks := _marks(rows, score, "compression_ratio", sweeps)):
+        label, path = "compression ratio (FP32 bytes / bytes sent)", folder / QUALITY_AND_RATIO
+        written.append(
+            write_scatter(path, marks, f"{title}: quality and compression", label, score)
+        )
     if any(row.parts_s("compute_s") for row in rows):
         written.append(_write_step_time(folder / STEP_TIME, rows, title, len(sweeps) > 1))
     return written
@@ -108,41 +90,41 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) -> list[Mark]:
     """In the colour of their sweep; of a single sweep each in its own."""
-    several = len(sweeps) > 1
-    return [
-        Mark(
-            row.label,
-            x,
-            row.quality[score],
-            LINES[(sweeps.index(row.sweep) if several else number) % len(LINES)],
-        )
-        for number, row in enumerate(rows)
-        if score in row.quality and (x := getattr(row, x_name)) is not None
-    ]
+    marks: list[Mark] = []
+    for row in rows:
+        x, place = getattr(row, x_name), len(marks)
+        if score in row.quality and x is not None:
+            several = len(sweeps) > 1
+            label = f"{row.label} @{row.sweep}" if several else row.label
+            colour = LINES[(sweeps.index(row.sweep) if several else place) % len(LINES)]
+            shape = MARKERS[(place if several else place // len(LINES)) % len(MARKERS)]
+            marks.append(Mark(label, x, row.quality[score], colour, shape))
+    return marks
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = canvas(title, 8, 5.5)
-    FigureCanvasAgg(figure)
+def write_scatter(path: Path, marks: Sequence[Mark], title: str, x_label: str, score: str) -> Path:
+    figure = canvas(title, 8, 5.5 + 0.1 * len(marks))
     axes = figure.subplots()
     plain(axes, "both")
-    return figure, axes
+    _scatter(axes, marks, x_label, score_name(score))
+    if path.name == QUALITY_AND_TIME:
+        _draw_front(axes, marks, score)
+    elif max(m.x.mean for m in marks) > 8 * min(m.x.mean for m in marks):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return save(figure, path)
 
 
 def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> None:
     for mark in marks:
         axes.errorbar(
-            mark.x.mean,
-            mark.y.mean,
-            xerr=mark.x.std,
-            yerr=mark.y.std,
-            fmt="o",
-            color=mark.colour,
-            ecolor=(mark.colour, 0.6),
-            elinewidth=0.9,
-            capsize=2.5,
-            markersize=6,
-        )
+            mark.x.mean, mark.y.mean, xerr=mark.x.std, yerr=mark.y.std, fmt=mark.shape,
+            color=mark.colour, ecolor=(mark.colour, 0.6), elinewidth=0.9, capsize=2.5,
+            markersize=6, label=mark.label,
+        )  # fmt: skip
     axes.margins(0.12)
     axes.set_xlabel(x_label)
     over_seeds = " (mean ± std over seeds)" if any(m.y.std is not None for m in marks) else ""
@@ -153,65 +135,10 @@ def _draw_front(axes: Axes, marks: Sequence[Mark], score: str) -> None:
     """As a step line from its first point to its last; a single point is no trade-off."""
     sign = -1 if score in LESS_IS_BETTER else 1
     best = front([(mark.x.mean, sign * mark.y.mean) for mark in marks])
-    if len(best) < 2:
-        return
-    axes.step(
-        [cost for cost, _ in best],
-        [sign * quality for _, quality in best],
-        where="post",
-        color=INK,
-        linewidth=1.1,
-        linestyle="--",
-        zorder=1,
-        label="trade-off front: nothing is faster and better",
-    )
-
-
-def _save(
-    figure: Figure, axes: Axes, marks: Sequence[Mark], path: Path, sweeps: Sequence[str]
-) -> Path:
-    if len(sweeps) > 1:
-        for index, sweep in enumerate(sweeps):
-            axes.plot([], [], "o", color=LINES[index % len(LINES)], label=sweep)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False, loc="best")
-    figure.draw_without_rendering()
-    _label(figure, axes, marks)
-    return save(figure, path)
-
-
-def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
-    """Place each label beside its marker, clear of other labels and markers."""
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    centres = [axes.transData.transform((mark.x.mean, mark.y.mean)) for mark in marks]
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
-    legend = axes.get_legend()
-    if legend is not None:
-        taken.append(legend.get_window_extent(renderer))
-    frame = axes.get_window_extent(renderer)
-    several = len({mark.colour for mark in marks}) > 1
-    background = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
-    for mark in marks:
-        text = axes.annotate(
-            mark.label,
-            (mark.x.mean, mark.y.mean),
-            xytext=PLACES[0],
-            textcoords="offset points",
-            fontsize=8.5,
-            color=mark.colour if several else INK,
-            in_layout=False,
-            bbox=background,  # above the whiskers
-            arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6, "shrinkA": 0, "shrinkB": 3},
-        )
-        for x, y in (*PLACES, PLACES[0]):
-            text.set_position((x, y))
-            text.set_horizontalalignment("left" if x > 0 else "right" if x < 0 else "center")
-            text.update_positions(renderer)
-            box = Text.get_window_extent(text, renderer)  # without its line
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(Text.get_window_extent(text, renderer).padded(10, 1))
+    if len(best) > 1:
+        costs, qualities = [cost for cost, _ in best], [sign * quality for _, quality in best]
+        label = "trade-off front: nothing is faster and better"
+        axes.step(costs, qualities, "--", where="post", label=label, color=INK, lw=1.1, zorder=1)
 
 
 def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool) -> Path:
@@ -222,8 +149,7 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
     height_in = 1.6 + 0.28 * len(bars) + 0.12 * len(shown)
     figure = canvas(f"{title}: where a step's time goes", 8, height_in)
     axes = figure.subplots()
-    heights, ticks = [], []
-    height = 0.0
+    heights, ticks, height = [], [], 0.0
     for index, (row, cloud) in enumerate(bars):
         height += 1.4 if index and row is not bars[index - 1][0] else 1.0
         heights.append(height)
@@ -248,12 +174,12 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss of a row at steps, by seed: [num steps] each."""
+    """Losses of a row."""
 
     label: str
-    by_seed: Mapping[object, tuple[NDArray[np.int64], Values]]
+    by_seed: BySeed
 
-    def minus(self, other: Curve) -> dict[object, tuple[NDArray[np.int64], Values]]:
+    def minus(self, other: Curve) -> BySeed:
         """Differences at common steps, for each common seed."""
         differences = {}
         for seed in self.by_seed.keys() & other.by_seed.keys():
@@ -266,24 +192,35 @@ class Curve:
 
 def curves_of(rows: Sequence[Row]) -> tuple[Curve | None, list[Curve]]:
     """The reference, if there is one, and the other settings, best first; empty if no two have
-    a loss."""
-    chosen = _reference(rows)
+    a loss. Made from events.jsonl, which MLflow does not store."""
+    alone = [row for row in rows if row.cluster == ONE_CLOUD]
+    uncompressed = [row for row in rows if row.compression == UNCOMPRESSED]
+    chosen = next(iter([*alone, *uncompressed]), None)
     reference, others = None, []
     for row in sorted(rows, key=lambda row: row is not chosen):
-        by_seed = {}
-        for result in row.results:
-            steps = read_run(result.run_dir / EVENTS_FILE).steps
-            step, loss = np.asarray(steps.step), np.asarray(steps["loss"])
-            known = np.isfinite(loss)
-            if result.status == "finished" and known.any():
-                by_seed[result.settings.get("seed")] = step[known], loss[known]
-        if by_seed and row is chosen:
-            reference = Curve(_name(row, rows), by_seed)
-        elif by_seed:
-            others.append(Curve(_name(row, rows), by_seed))
+        if by_seed := _losses(row):
+            # The label, plus the cluster if there are several and the label does not name it.
+            is_clear = row.cluster in row.label or len({other.cluster for other in rows}) == 1
+            curve = Curve(row.label if is_clear else f"{row.label}, {row.cluster}", by_seed)
+            if row is chosen:
+                reference = curve
+            else:
+                others.append(curve)
         if len(others) == MOST_CURVES:
             break
     return (reference, others) if len(others) + (reference is not None) > 1 else (None, [])
+
+
+def _losses(row: Row) -> BySeed:
+    """Of its finished runs."""
+    by_seed = {}
+    for result in row.results:
+        steps = read_run(result.run_dir / EVENTS_FILE).steps
+        step, loss = np.asarray(steps.step), np.asarray(steps["loss"])
+        known = np.isfinite(loss)
+        if result.status == "finished" and known.any():
+            by_seed[result.settings.get("seed")] = step[known], loss[known]
+    return by_seed
 
 
 def write_losses(
@@ -299,7 +236,7 @@ def write_losses(
         panels[1].set_ylabel(f"minus {reference.label},\nsame seed")
     for index, curve in enumerate(others):
         style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
-                 "linestyle": STYLES[index % len(STYLES)]}  # fmt: skip
+                 "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
         label = curve.label
         if reference and (differences := curve.minus(reference)):
             _draw_losses(panels[1], differences, style)
@@ -316,10 +253,7 @@ def write_losses(
 
 
 def _draw_losses(
-    axes: Axes,
-    by_seed: Mapping[object, tuple[NDArray[np.int64], Values]],
-    style: dict[str, Any],
-    label: str | None = None,
+    axes: Axes, by_seed: BySeed, style: dict[str, Any], label: str | None = None
 ) -> None:
     """Smoothed mean over seeds with a band of one standard deviation, at common steps."""
     runs = list(by_seed.values())
@@ -335,15 +269,3 @@ def _draw_losses(
         std = smooth.std(axis=0, ddof=1)
         colour = str(style["color"])
         axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-
-
-def _name(row: Row, rows: Sequence[Row]) -> str:
-    """The label, plus the cluster if there are several and the label does not name it."""
-    is_clear = row.cluster in row.label or len({other.cluster for other in rows}) == 1
-    return row.label if is_clear else f"{row.label}, {row.cluster}"
-
-
-def _reference(rows: Sequence[Row]) -> Row | None:
-    alone = [row for row in rows if row.cluster == ONE_CLOUD]
-    plain = [row for row in rows if row.compression == UNCOMPRESSED]
-    return next(iter([*alone, *plain]), None)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from xcloud.record.scores import LESS_IS_BETTER, score_name, shown_scores
-from xcloud.report.figures import LINES, canvas, column, plain, save
+from xcloud.base.units import LESS_IS_BETTER, score_name, shown_scores
+from xcloud.report.figures import DASHES, LINES, MARKERS, canvas, column, plain, save
 from xcloud.report.tables import Column, console_of, print_table
 from xcloud.sweep.points import deciding, varying
 from xcloud.sweep.results import Row
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 SWEPT_FILE = "quality_over_setting.csv"
 SWEPT_PICTURE = "quality_over_setting.png"
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = ("-", "--", ":", "-.")
 BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
 LEGEND_WIDTH = 115  # characters per row
 MANY_TIMES = 50  # largest / smallest value from which the axis is logarithmic
@@ -224,5 +222,5 @@ def _draw(axes: Axes, swept: Swept, score: str) -> None:
 def _style(index: int) -> dict[str, Any]:
     """A colour and marker for each line; another dash style once these are used up."""
     number = index % len(LINES)
-    dash = STYLES[index // len(LINES) % len(STYLES)]
+    dash = DASHES[index // len(LINES) % len(DASHES)]
     return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

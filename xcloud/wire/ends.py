@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.errors import ConfigError, LinkError
+from xcloud.base.errors import ConfigError, FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.line import CONTROL, LineMeter, LinkClock, LinkLog, LinkName, MessageLog
@@ -39,12 +40,17 @@ class Ends:
         layout: Layout[Any],
         run_dir: Path,
         messages: MessageLog | None = None,
+        received: Mapping[Kind, Sequence[str]] | None = None,
     ) -> None:
+        """received: what each kind of message from another cloud carries, where this rank is to
+        keep a record of those that it handles, too."""
         self.rank, self.layout = transport.rank, layout
         self.outs: list[SendingEnd] = []
         self.ins: list[ReceivingEnd] = []
         self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
+        self.received: dict[int, LinkRecord] = {}  # by sender
+        self._carries = received
         self.meters: dict[int, LineMeter] = {}  # of real lines that boundaries cross, by sender
         self._by_peer: dict[int, list[SendingEnd | ReceivingEnd]] = {}
         self.lives = {
@@ -54,6 +60,11 @@ class Ends:
         }
         self._transport, self._messages = transport, messages
         self._clocks = LinkClocks(transport, layout, run_dir)
+
+    @property
+    def computing(self) -> AbstractContextManager[object]:
+        """See Transport."""
+        return self._transport.computing
 
     @property
     def is_emulated(self) -> bool:
@@ -114,6 +125,13 @@ class Ends:
         """advice: what makes this rank wait longer; by default the layout's."""
         if advice is None:
             advice = self.layout.overdue_advice(self.rank, peer)
+        if self._carries is not None and self.leaves_cloud(peer):
+            here = self.layout.placement(self.rank).cloud
+            record = self.received.setdefault(peer, LinkRecord(here, self.rank, None))
+            handlers = {
+                kind: noting(record, self._carries[kind], handler)
+                for kind, handler in (handlers or {}).items()
+            }
         meter, wan = None, self.layout.wan_between(self.rank, peer)
         if boundary != CONTROL and wan is not None and wan.is_metered:
             meter = self.meters.setdefault(peer, LineMeter())
@@ -175,6 +193,30 @@ class Ends:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
+    def await_goodbye(self, peer: int) -> None:
+        """As long as it gives signs of life. Raises LinkTimeout."""
+        for end in self._by_peer.get(peer, []):
+            if isinstance(end, ReceivingEnd):
+                end.close(self.layout.liveness.lost_after_s)
+
+    def part_from(self, peers: Sequence[int], patience_s: float) -> dict[int, str]:
+        """Deliver everything to these and say goodbye, then hear theirs, as long as they give
+        signs of life. Returns why one said none, by peer: not an error."""
+        unheard: dict[int, str] = {}
+        both = [(peer, end) for peer in peers for end in reversed(self._by_peer.get(peer, []))]
+        for kind in (SendingEnd, ReceivingEnd):
+            for peer, end in both:
+                if isinstance(end, kind):
+                    try:
+                        end.close(patience_s)
+                        if isinstance(end, ReceivingEnd) and not end.said_goodbye:
+                            unheard.setdefault(peer, "its link has ended")
+                    except LinkError as error:
+                        unheard.setdefault(peer, str(error))
+        for peer in peers:
+            self.forget(peer)
+        return unheard
+
     def leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None
 
@@ -186,6 +228,24 @@ class Ends:
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+
+def noting(
+    record: LinkRecord, carries: Sequence[str], handler: Callable[[Frame], None]
+) -> Callable[[Frame], None]:
+    """The handler; what it takes is noted. What it refuses is not, nor what has other parts: it
+    carries nothing that has a name."""
+
+    def take(frame: Frame) -> None:
+        kind = frame.key.kind
+        if len(frame.parts) != len(carries):
+            raise FrameError(
+                f"a {kind.name.lower()} has {len(frame.parts)} parts, expected {len(carries)}"
+            )
+        handler(frame)
+        record.note(kind, frame.parts, carries, frame.num_bytes)
+
+    return take
 
 
 class LinkClocks:

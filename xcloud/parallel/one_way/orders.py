@@ -14,6 +14,7 @@ import torch
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
+from xcloud.parallel.control import code_of
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
@@ -95,9 +96,9 @@ class OrderBook:
         self.is_stopped = True
         self._put(None)
 
-    def take_save(self, step: int, code: int) -> None:
+    def take_save(self, frame: Frame) -> None:
         """After everything that was ordered so far."""
-        self._put(SaveNow(step, code))
+        self._put(SaveNow(frame.key.step, code_of(frame, 0)))
 
     def take_end(self, reason: LinkError) -> None:
         self._put(reason)

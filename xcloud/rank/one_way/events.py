@@ -1,11 +1,11 @@
-"""What a rank of the consumer tells of its steps and of the producers: events, and lines for the
-user. No decisions here.
+"""What a rank of the consumer reports of its steps and of the producers: events, and lines for
+the user. No decisions here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from xcloud.comm.step_clock import StepClock
@@ -23,15 +23,15 @@ class ConsumerEvents:
         self._feed, self._layout, self._names = job.feed, job.cluster, job.cluster.producers
         self._reporter, self._leads = reporter, leads
         self._other_bytes = 0
+        self._noted_slow: set[int] = set()
 
     def note(self, line: str) -> None:
         if self._leads:
             self._reporter.note(line)
 
     def waiting_for_producers(self) -> None:
-        if self._layout.form != "local":
-            wanted = self._feed.min_producers or len(self._names)
-            self.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
+        wanted = self._feed.min_producers or len(self._names)
+        self.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
 
     def producer(self, step: int, p: int, state: State, said: str) -> None:
         if not self._leads:
@@ -40,9 +40,14 @@ class ConsumerEvents:
         self._reporter.event("producer", producer=name, state=state.value, step=step)
         self._reporter.note(f"producer {name} {said} (step {step})")
 
-    def waits_for_slow(self, step: int, p: int) -> None:
+    def waits_for(self, step: int, slow: Collection[int]) -> None:
+        """These are slow, and are waited for; said once of each, and when it sends again."""
         said = f"has sent nothing for {self._feed.slow_after_s:g} s; waiting for it"
-        self.producer(step, p, State.SLOW, f"{said} (feed.on_slow=wait)")
+        for p in sorted(set(slow) - self._noted_slow):
+            self.producer(step, p, State.SLOW, f"{said} (feed.on_slow=wait)")
+        for p in sorted(self._noted_slow - set(slow)):
+            self.producer(step, p, State.ACTIVE, "sends again")
+        self._noted_slow = set(slow)
 
     def changed(
         self, step: int, p: int, before: State, now: State, active: Sequence[int], why_gone: str
