@@ -46,7 +46,7 @@ def exit_codes() -> Iterator[None]:
 def main(config: DictConfig) -> None:
     global composed
     composed = True
-    from xcloud.job.follow_up import compose_follow_up
+    from xcloud.job.overrides import compose_follow_up
     from xcloud.launch.local import run
     from xcloud.planner.planning import planned
 
@@ -70,7 +70,7 @@ def go_on(words: list[str]) -> None:
     """The rest of a run, and of the one that follows it."""
     with exit_codes():
         from xcloud.base.errors import ConfigError
-        from xcloud.job.follow_up import compose_follow_up
+        from xcloud.job.overrides import compose_follow_up
         from xcloud.launch.local import resumed, run
 
         asked = [word for word in words if word.startswith(RESUME)]
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     except (HydraException, OmegaConfBaseException) as error:
         if composed:
             raise
-        from xcloud.job.hints import explained
+        from xcloud.job.overrides import explained
 
         for line in explained(error, [w for w in sys.argv[1:] if not w.startswith("-")], CONF):
             print(f"xcloud: {line}", file=sys.stderr, flush=True)

@@ -48,6 +48,16 @@ def _ranks_start_warm() -> Iterator[None]:
     warm_ranks.close()
 
 
+@pytest.fixture(scope="session")
+def suite_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of all processes of xdist together, for runs of one and the same backbone:
+    what is made once is made under a lock."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "suite_cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads these options
 def pytest_cmdline_main(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of the processes: it knows the command line alone

@@ -17,8 +17,7 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 
 class Shape(NamedTuple):

@@ -269,7 +269,12 @@ def test_predicting_needs_no_dropout_and_no_target(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
     backbone = OwnBackbone(
-        64, 2, 2, 128, 0.0, MaskedLanguageModelling(150, 256, 5e-3, 20, held_out_share=0.1)
+        64,
+        2,
+        2,
+        128,
+        0.0,
+        MaskedLanguageModelling(150, 5e-3, 20, batch_tokens=256, held_out_share=0.1),
     )
     model = AbNet(backbone, backbone, adapter_size=64, cross_attention_heads=4, dropout=0.0)
     sentences = texts(200, 6, seed=3)

@@ -243,9 +243,9 @@ def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> N
     links = hub.end.links
     recv = links.recv
 
-    def counted(replica: int, key: MessageKey, specs: None, wait_s: float) -> Any:
+    def counted(replica: int, key: MessageKey, wait_s: float) -> Any:
         waits.append(wait_s)
-        return recv(replica, key, specs, wait_s)
+        return recv(replica, key, wait_s)
 
     links.recv = counted
     hub.run(1, 40)

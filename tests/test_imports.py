@@ -39,7 +39,7 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
     "models": {"training"},  # its optimizer, to pretrain a backbone
 }
 HYDRA = {
-    *("job/config.py", "job/data_file.py", "job/follow_up.py", "job/hints.py", "launch/local.py"),
+    *("job/config.py", "job/overrides.py", "launch/local.py"),
 }
 MLFLOW = {"record/mlflow_tracker.py", "record/mlflow_store.py"}
 

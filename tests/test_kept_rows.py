@@ -24,8 +24,7 @@ from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import PinnedBatchPlan, cut
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 NUM_SAMPLES, STEPS, SIZE = 40, 9, 16  # 3.6 epochs
 TRAINING = Training(STEPS, batch_size=SIZE, accumulate_steps=2, optimizer=Optimizer(0.1, 1))

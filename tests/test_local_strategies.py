@@ -22,8 +22,7 @@ from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 TRAINING = Training(8, batch_size=16, optimizer=Optimizer(0.05, 1, clip_norm=1.0))
 INT4 = Compression(Chain(), Chain(), averaging=BlockInt(4))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import completed
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("main_job")]  # one run for all of them
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -17,17 +19,19 @@ TINY = [
 ]  # fmt: skip
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return completed([sys.executable, *words], folder / "log")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> tuple[Path, str]:
+    """Started cold, as a user does; the commands below start warm."""
     folder = tmp_path_factory.mktemp("main")
-    done = command("run.py", *TINY, f"cache_dir={folder}/cache", f"hydra.run.dir={folder}/run")
+    where = (f"cache_dir={suite_cache}", f"hydra.run.dir={folder}/run")
+    done = subprocess.run(
+        [sys.executable, "run.py", *TINY, *where], cwd=ROOT, capture_output=True, text=True,
+        timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run", done.stdout
 
@@ -77,23 +81,24 @@ def test_each_cloud_exports_its_stage_and_the_tokenizer_of_its_side(
     }  # fmt: skip
 
 
-def test_the_exported_model_translates_a_line(finished: tuple[Path, str]) -> None:
-    done = command("-m", "xcloud", "translate", str(finished[0]), "El gato duerme.", "La casa.")
+def test_the_exported_model_translates_a_line(finished: tuple[Path, str], tmp_path: Path) -> None:
+    lines = ("El gato duerme.", "La casa.")
+    done = command(tmp_path, "-m", "xcloud", "translate", str(finished[0]), *lines)
 
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split("\n")) == 3  # two lines and the end
 
 
 def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) -> None:
-    done = command("-m", "xcloud", "translate", str(tmp_path), "x")
+    done = command(tmp_path, "-m", "xcloud", "translate", str(tmp_path), "x")
 
     assert done.returncode == 1
     assert done.stderr.endswith("holds no run: there is no experiment.yaml\n")
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_setting_is_one_line_and_exit_code_1() -> None:
-    done = command("run.py", "+exp=abnet_iwslt", "schedule.num_micro_batches=lots")
+def test_a_wrong_setting_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    done = command(tmp_path, "run.py", "+exp=abnet_iwslt", "schedule.num_micro_batches=lots")
 
     assert done.returncode == 1
     assert done.stderr.strip() == (
@@ -101,8 +106,8 @@ def test_a_wrong_setting_is_one_line_and_exit_code_1() -> None:
     )
 
 
-def test_a_key_that_does_not_exist_is_answered_with_those_that_do() -> None:
-    done = command("run.py", "+exp=abnet_iwslt", "training.batch_siz=3")
+def test_a_key_that_does_not_exist_is_answered_with_those_that_do(tmp_path: Path) -> None:
+    done = command(tmp_path, "run.py", "+exp=abnet_iwslt", "training.batch_siz=3")
 
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -111,8 +116,8 @@ def test_a_key_that_does_not_exist_is_answered_with_those_that_do() -> None:
     )
 
 
-def test_without_an_experiment_those_there_are_are_named() -> None:
-    done = command("run.py")
+def test_without_an_experiment_those_there_are_are_named(tmp_path: Path) -> None:
+    done = command(tmp_path, "run.py")
 
     assert done.returncode == 1
     assert "or choose an experiment: +exp= one of abnet_iwslt, " in done.stderr

@@ -21,8 +21,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.job import config as configs
-from xcloud.job import data_file
-from xcloud.job.follow_up import compose_follow_up
+from xcloud.job.overrides import compose_follow_up, with_overrides
 from xcloud.security.constructors import CONSTRUCTORS
 from xcloud.security.policy import Policy
 from xcloud.watch.monitor import monitor_of
@@ -30,7 +29,7 @@ from xcloud.watch.monitor import monitor_of
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
     "translate, generate, export": configs.read_job,
-    "resume": lambda file: configs.with_overrides(file, [], CONF),
+    "resume": lambda file: with_overrides(file, [], CONF),
     "worker": lambda file: configs.shared_job(configs.read_config(file), file.parent),
     "monitor": lambda file: monitor_of(file.parent, file),
 }
@@ -94,7 +93,7 @@ def test_every_constructor_is_of_the_module_that_its_name_says() -> None:
         ("pathlib.Path.write_text", {"self": "OWNED", "data": "x"}),
         ("distutils.spawn.spawn", {"cmd": ["touch", "OWNED"]}),
         ("torch.load", {"f": "OWNED", "weights_only": False}),
-        ("xcloud.record.whole_file.Path.write_text", {"self": "OWNED", "data": "x"}),
+        ("xcloud.record.segments.Path.write_text", {"self": "OWNED", "data": "x"}),
         ("xcloud.comm.precision.Cast.__init__", {}),
         ("evil_module.Anything", {}),
         (["os.system"], {}),
@@ -240,7 +239,7 @@ def test_attack_6_nothing_is_built_of_a_file_that_would_take_long(
     file = tmp_path / "experiment.yaml"
     file.write_text(text)
     if said != "duplicate key":
-        monkeypatch.setattr(data_file, "OmegaConf", None)
+        monkeypatch.setattr(configs.OmegaConf, "load", None)
 
     assert said in refused(read, file)
 

@@ -32,8 +32,7 @@ from xcloud.security.privacy import (
     sampled_epsilon,
 )
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")

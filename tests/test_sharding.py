@@ -41,7 +41,7 @@ from xcloud.parallel.sharding import (
 )
 from xcloud.rank.export import whole
 from xcloud.record.reporter import Reporter
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]

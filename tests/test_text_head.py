@@ -10,12 +10,11 @@ from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
 from xcloud.models.low_rank_stages import (
-    Bottleneck,
     SampleHead,
     SpanHead,
-    Widening,
     make_head,
     pool,
+    way_to_head,
 )
 
 COUNTS = torch.tensor([4, 1, 3])
@@ -34,13 +33,13 @@ def test_a_sample_is_its_first_row_or_their_mean() -> None:
 
 
 def test_the_way_to_the_head_is_an_identity_path_of_its_rank() -> None:
-    down, up = Bottleneck(10, 4, 7), Widening(10, 4, 7)
+    down, up = way_to_head(10, 4, 7)
     rows = torch.randn(5, 10)
     kept = up(down(rows))
 
     torch.testing.assert_close(up(down(kept)), kept)  # a projection
     assert torch.linalg.matrix_rank(kept) == 4
-    assert not torch.equal(Bottleneck(10, 4, 8).down.weight, down.down.weight)
+    assert not torch.equal(way_to_head(10, 4, 8)[0].down.weight, down.down.weight)
 
 
 def test_losses_are_sums_over_samples() -> None:

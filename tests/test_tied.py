@@ -21,8 +21,7 @@ from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.rank.tied import TiedGradients
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 LAYOUTS = {
     "one rank": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

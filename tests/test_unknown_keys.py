@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
-from xcloud.job.hints import explained, hints
+from xcloud.job.overrides import explained, hints, with_overrides
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -50,8 +50,8 @@ def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) 
     configs.write(composed("+exp=abnet_iwslt"), tmp_path / "experiment.yaml")
     slower = "cluster.clouds.cloud_b.slowdown=2.0"
     with pytest.raises(ConfigError, match=r"optional and not set yet: write \+cluster\.clouds"):
-        configs.with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
-    config = configs.with_overrides(tmp_path / "experiment.yaml", [f"+{slower}"], CONF)
+        with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
+    config = with_overrides(tmp_path / "experiment.yaml", [f"+{slower}"], CONF)
     assert configs.built(config, "cluster").clouds["cloud_b"].slowdown == 2.0
 
 

@@ -13,7 +13,7 @@ from tests.checkpoints import saved
 from tests.configs import CONF, composed
 from tests.runs import completed
 from xcloud.base.errors import ConfigError
-from xcloud.job.follow_up import compose_follow_up
+from xcloud.job.overrides import compose_follow_up
 from xcloud.launch.local import run
 
 SMALL = ("tracker=none", "cluster=local")
@@ -29,11 +29,10 @@ PAIRS = ("task.num_train=64", "task.num_dev=16", "task.num_test=32")
 
 @pytest.mark.slow
 def test_a_run_without_follow_up_prints_the_command_that_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, suite_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cache = f"cache_dir={tmp_path / 'cache'}"
-    first = ("+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS, cache, "training.max_steps=2")
-    run(composed(*first, "follow_up=[]"), tmp_path / "there")
+    first = ("+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS, "training.max_steps=2")
+    run(composed(*first, f"cache_dir={suite_cache}", "follow_up=[]"), tmp_path / "there")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
     command = shlex.split(line)[1:]
     assert command[:2] == ["python", "run.py"]
@@ -98,8 +97,8 @@ def test_a_chosen_file_of_settings_is_not_a_named_setting(tmp_path: Path) -> Non
             "['+exp=xnli_zero_shot','task.max_length=65']",
             "task.max_length is 65, but the pre-trained encoder will have 64 positions",
         ),
-        ("xnli_zero_shot", "follow_up must be a list of overrides"),
-        ("[1]", "follow_up must be a list of overrides"),
+        ("xnli_zero_shot", "follow_up must be a list of which each is a text"),
+        ("[1]", "follow_up[0] must be a text, got 1"),
     ],
 )
 def test_a_wrong_follow_up_is_refused_before_anything_runs(
@@ -110,10 +109,10 @@ def test_a_wrong_follow_up_is_refused_before_anything_runs(
 
 
 @pytest.mark.slow
-def test_one_command_pretrains_and_fine_tunes(tmp_path: Path) -> None:
+def test_one_command_pretrains_and_fine_tunes(tmp_path: Path, suite_cache: Path) -> None:
     follow_up = ["+exp=xnli_zero_shot", *PAIRS, "training.max_steps=2"]
     command = [sys.executable, "run.py", "+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS]
-    command += ["training.max_steps=2", f"cache_dir={tmp_path / 'cache'}"]
+    command += ["training.max_steps=2", f"cache_dir={suite_cache}"]
     command += [f"follow_up={follow_up}", f"hydra.run.dir={tmp_path / 'run'}"]
     done = completed(command, tmp_path / "log")
     assert done.returncode == 0, done.stderr

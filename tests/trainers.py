@@ -28,8 +28,7 @@ from xcloud.rank.tied import join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, Feed
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.wiring import Wiring
 

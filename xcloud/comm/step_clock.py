@@ -29,6 +29,10 @@ SUM_OF: dict[What, str] = {
 }
 
 
+KEEP_STEPS = 8
+"""Only the last steps of a run are recorded: caches are warm then, other steps cost nothing."""
+
+
 class Place(NamedTuple):
     """The schedule's action that a span belongs to; micro_batch counts within the update."""
 

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, InstantiationException
+import yaml  # type: ignore[import-untyped]
+from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
-from xcloud.job.data_file import read_data
-from xcloud.job.hints import hint
 from xcloud.job.job import Job
 from xcloud.security.policy import POLICY_FILE, Policy
 
 EXPERIMENT_FILE = "experiment.yaml"
 NOT_RUN = ("hydra", "plan")  # of a composed config what no run needs, and no file of one holds
+
+
+MAX_BYTES = 128_000  # the largest experiment of conf/ has 7,000
+MAX_VALUES = 4_000  # keys included; it has 500. OmegaConf takes 0.1 ms for each
+MAX_LENGTH = 10_000  # characters of one value
+MAX_DEPTH = 32  # it has 7
 
 
 def job_from_config(config: DictConfig) -> Job:
@@ -162,38 +165,6 @@ def read_config(path: Path) -> DictConfig:
     return loaded
 
 
-def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
-    """An experiment file with settings changed as on a command line: key=value, or group=option
-    as the files in conf_dir have it. Raises ConfigError. Ends the Hydra that is initialised."""
-    config = _read_checked(path)
-    OmegaConf.set_struct(config, False)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            for override in OverridesParser.create().parse_overrides(list(overrides)):
-                if override.is_delete() or override.is_sweep_override():
-                    raise ConfigError(
-                        f"{override.input_line}: give settings as key=value to go on with a run"
-                    )
-                key = override.key_or_group.replace("/", ".")
-                value: Any = override.value()
-                if loader.get_group_options(override.key_or_group):
-                    chosen = compose("config", overrides=[str(override.input_line)])
-                    value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif (
-                    not override.is_add()
-                    and OmegaConf.select(config, key, default=_lines) is _lines
-                ):
-                    raise ConfigError(next(hint(config, key)))
-                OmegaConf.update(config, key, value, merge=False)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_lines(error)[0]) from error
-    finally:
-        GlobalHydra.instance().clear()
-    return config
-
-
 def this_clouds_policy() -> Policy:
     """Of the file that XCLOUD_POLICY names, else of policy.yaml in the project's folder; the
     defaults where there is none. Raises ConfigError."""
@@ -205,10 +176,11 @@ def this_clouds_policy() -> Policy:
 def read_job(path: Path) -> Job:
     """The job of a run folder's file, which may come from elsewhere: it names xcloud's
     constructors and those that this cloud's policy allows, or ConfigError says which else."""
-    return job_from_config(_read_checked(path))
+    return job_from_config(read_checked(path))
 
 
-def _read_checked(path: Path) -> DictConfig:
+def read_checked(path: Path) -> DictConfig:
+    """As read_config, within the bounds of this cloud's policy on what is built."""
     config = read_config(path)
     this_clouds_policy().check_build(plain_settings(config, without=()))
     return config
@@ -253,3 +225,47 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _lines(error: BaseException) -> list[str]:
     return str(error).strip().splitlines() or [type(error).__name__]
+
+
+def read_data(path: Path) -> Any:
+    """Mappings, lists, strings and numbers of a YAML file, whoever wrote it.
+
+    No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
+    (which reads environment variables of this machine), and bounds that large experiments keep by
+    far. Raises ConfigError naming the file and, where a value is the reason, its line.
+    """
+    if not path.is_file():  # a pipe might never end
+        raise ConfigError(f"there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes")
+        text = data.decode()
+        _check_data(text, path)
+        return OmegaConf.load(io.StringIO(text))
+    except ConfigError:
+        raise
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _check_data(text: str, path: Path) -> None:
+    """Look at one value after the other, before any is built."""
+    depth = num_values = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        num_values += isinstance(event, yaml.NodeEvent)
+        value = event.value if isinstance(event, yaml.ScalarEvent) else ""
+        for is_there, what in (
+            (getattr(event, "anchor", None), "an anchor or alias (& or *)"),
+            (getattr(event, "tag", None), "a tag (!)"),
+            ("${" in value, "an interpolation (${...}; run.py --resolve writes without)"),
+            (depth > MAX_DEPTH, f"more than {MAX_DEPTH} values in each other"),
+            (num_values > MAX_VALUES, f"more than {MAX_VALUES} keys and values"),
+            (len(value) > MAX_LENGTH, f"more than {MAX_LENGTH} characters in a value"),
+        ):
+            if is_there:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{path}, line {line}: {what} is not read; plain values are")

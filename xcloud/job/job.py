@@ -15,8 +15,7 @@ from pydantic import SkipValidation
 from xcloud.base.project import project_root
 from xcloud.base.settings import NotNegative, settings
 from xcloud.cluster.layout import Layout
-from xcloud.plan.autopilot import Autopilot
-from xcloud.plan.settings import Planning
+from xcloud.plan.settings import Autopilot, Planning
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter

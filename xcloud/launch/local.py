@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
+from xcloud.job.overrides import with_overrides
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.rank_state import forget_launcher, note_attempt
@@ -119,7 +120,7 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
     to do. Raises ConfigError."""
     check_is_run(run_dir, f"{EVENTS_FILE}*")
     file = run_dir / configs.EXPERIMENT_FILE
-    config = configs.with_overrides(file, overrides, conf_dir)
+    config = with_overrides(file, overrides, conf_dir)
     job = configs.job_from_config(config)
     if read_summary(run_dir).get("status") == "finished":
         return config, job.max_steps > configs.read_job(file).max_steps

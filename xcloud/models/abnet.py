@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, Stage
-from xcloud.models.attention import CrossAttention, FixedCache, Packing
+from xcloud.models.attention import CrossAttention, FixedCache, GrowingCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
@@ -29,7 +29,6 @@ from xcloud.models.encoder_decoder import (
     SOURCE,
     TARGET,
     EncoderDecoder,
-    LayerCache,
     SourceRows,
     SourceStage,
     TargetLayer,
@@ -112,8 +111,8 @@ class AdaptedTargetLayer(TargetLayer):
         rows: Tensor = self.adapter(self.frozen(rows_TH, packing, True), packing, source)
         return rows
 
-    def step(self, rows_NH: Tensor, cache: LayerCache) -> Tensor:
-        return self.adapter.step(self.frozen.step(rows_NH, cache.past), cache.source)
+    def step(self, rows_NH: Tensor, past: GrowingCache, source: FixedCache) -> Tensor:
+        return self.adapter.step(self.frozen.step(rows_NH, past), source)
 
 
 class AdaptedHead(nn.Module):

@@ -210,9 +210,7 @@ class CausalLM(TextModel):
             hidden = int(config.hidden_size)
             basis = basis_of(self._cut, stage, hidden, block, self._public_text, context)
         cut = make_cut(self._cut, stage, config, context.max_length, basis)
-        handed: tuple[Tensor, ...] = ()
-        if basis is not None and stage == 0 and self._cut.hands_over:
-            handed = (basis.decode, basis.anchor)
+        handed = basis.handed_over(self._cut, stage) if basis is not None else ()
         network = laid_out(config, part)
         built = self._stage(network, part, context, cut, handed)
 

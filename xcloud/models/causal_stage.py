@@ -160,26 +160,18 @@ class CausalStage(DescribedStage):
         frozen: bool = False,
         is_tied: bool = False,
     ) -> None:
-        super().__init__(architecture)
+        super().__init__(architecture, handed_over, frozen)
         self.network = network
         self._part, self._chunk = part, chunk
-        self.cut, self._handed_over, self._frozen = cut, handed_over, frozen
-        self._is_tied = is_tied
+        self.cut, self._is_tied = cut, is_tied
         if frozen:
             self.requires_grad_(False)
-
-    def train(self, mode: bool = True) -> CausalStage:
-        super().train(mode and not self._frozen)
-        return self
 
     def tied(self) -> nn.Parameter | None:
         if not self._is_tied:
             return None
         tied = self._head.weight if self._part.is_last else embedding_matrix(self.network)
         return cast(nn.Parameter, tied)
-
-    def hand_over(self) -> tuple[Tensor, ...]:
-        return self._handed_over
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         decode, anchor = tensors

@@ -159,19 +159,6 @@ class SourceStage(DescribedStage):
         return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
 
 
-@dataclass
-class LayerCache:
-    """One decoder layer's cache of hypotheses and source sentences."""
-
-    past: GrowingCache
-    source: FixedCache
-
-    def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
-        self.past.keep(rows)
-        if sentences is not None:
-            self.source.keep(sentences)
-
-
 class TargetLayer(nn.Module):
     """A decoder layer with cross-attention, for whole texts or one token at a time."""
 
@@ -182,7 +169,7 @@ class TargetLayer(nn.Module):
     def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
         raise NotImplementedError
 
-    def step(self, rows_NH: Tensor, cache: LayerCache) -> Tensor:
+    def step(self, rows_NH: Tensor, past: GrowingCache, source: FixedCache) -> Tensor:
         raise NotImplementedError
 
 
@@ -277,20 +264,22 @@ class CachedDecoder:
     """A TargetStage as a decoding.StepDecoder, one token at a time."""
 
     def __init__(self, stage: TargetStage, source: SourceRows) -> None:
-        self.stage = stage
-        self.caches = [
-            LayerCache(GrowingCache(), layer.open(source)) for layer in stage.target_layers()
-        ]
-        self.position = 0
+        self._stage, self._layers = stage, stage.target_layers()
+        self._pasts = [GrowingCache() for _ in self._layers]
+        self._sources = [layer.open(source) for layer in self._layers]
+        self._position = 0
 
     def step(self, tokens_N: Tensor) -> Tensor:
-        rows = self.stage.embeddings.step(tokens_N, self.position)
-        for layer, cache in zip(self.stage.target_layers(), self.caches, strict=True):
-            rows = layer.step(rows, cache)
-        self.position += 1
-        scores: Tensor = self.stage.head(rows, self.stage.embeddings.words.weight)
+        rows = self._stage.embeddings.step(tokens_N, self._position)
+        for layer, past, source in zip(self._layers, self._pasts, self._sources, strict=True):
+            rows = layer.step(rows, past, source)
+        self._position += 1
+        scores: Tensor = self._stage.head(rows, self._stage.embeddings.words.weight)
         return scores
 
     def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
-        for cache in self.caches:
-            cache.keep(rows, sentences)
+        for past in self._pasts:
+            past.keep(rows)
+        if sentences is not None:
+            for source in self._sources:
+                source.keep(sentences)

@@ -38,6 +38,10 @@ class Basis:
     anchor: Tensor
     offset: Tensor
 
+    def handed_over(self, split: Split, stage: int) -> tuple[Tensor, ...]:
+        """What this stage sends to the next one before the first step; see Split.start_specs."""
+        return (self.decode, self.anchor) if stage == 0 and split.hands_over else ()
+
 
 class BottomCut(nn.Module):
     """The cut block before the boundary: rows [R, H] -> sent [R, K]."""

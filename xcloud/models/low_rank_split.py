@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
@@ -29,14 +29,13 @@ from xcloud.models.calibration import EncoderBlock, basis_of
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.low_rank_cut import Basis, make_bottom, make_top
 from xcloud.models.low_rank_stages import (
-    Bottleneck,
     BottomStage,
     HeadPart,
     Pooling,
     TopPart,
     UpperStage,
-    Widening,
     make_head,
+    way_to_head,
 )
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.seeding import seeded
@@ -210,7 +209,7 @@ class LowRankSplit(TextModel):
             context.vocabularies[TEXT].pad,
             self.split.freezes_bottom,
             about,
-            (basis.decode, basis.anchor) if basis is not None and self.split.hands_over else (),
+            basis.handed_over(self.split, 0) if basis is not None else (),
         )
 
     def _top(self, weights: Weights, basis: Basis | None, context: BuildContext) -> TopPart:
@@ -221,7 +220,7 @@ class LowRankSplit(TextModel):
             make_top(self.split, encoder.layer(at), context.max_length, basis),
             {str(i): encoder.layer(i) for i in range(at + 1, num_layers)},
             self.pooling if self.output == "sample" else None,
-            Bottleneck(hidden, rank, context.seed) if rank is not None else nn.Identity(),
+            way_to_head(hidden, rank, context.seed)[0],
         )
 
     def _head(
@@ -239,7 +238,7 @@ class LowRankSplit(TextModel):
                 f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
         return HeadPart(
-            Widening(hidden, rank, seed) if rank is not None else nn.Identity(),
+            way_to_head(hidden, rank, seed)[1],
             make_head(hidden, head, self.dropout, self.max_answer_tokens, seed, pooler),
         )
 

@@ -7,6 +7,7 @@ H features, K features that cross to the next stage.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -37,34 +38,18 @@ def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
     return empty.index_add(0, samples_R, rows_RH) / counts[:, None]
 
 
-class Bottleneck(nn.Module):
-    """H -> K before the boundary to the head: linear, initially with orthonormal rows. Together
-    with `Widening`, initially its transpose, a low-rank identity path."""
-
-    def __init__(self, hidden: int, rank: int, seed: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(hidden, rank, bias=False)
-        with torch.no_grad():
-            self.down.weight.copy_(orthonormal_rows(rank, hidden, seed, "way to the head"))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        narrow: Tensor = self.down(rows)
-        return narrow
-
-
-class Widening(nn.Module):
-    """K -> H before the head."""
-
-    def __init__(self, hidden: int, rank: int, seed: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(rank, hidden)
-        with torch.no_grad():
-            self.up.weight.copy_(orthonormal_rows(rank, hidden, seed, "way to the head").T)
-            nn.init.zeros_(self.up.bias)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        wide: Tensor = self.up(rows)
-        return wide
+def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn.Module]:
+    """H -> K before the boundary to the head, K -> H after it: a low-rank identity path, linear,
+    at first orthonormal rows and their transpose. Rank None: all features cross."""
+    if rank is None:
+        return nn.Identity(), nn.Identity()
+    rows_KH = orthonormal_rows(rank, hidden, seed, "way to the head")
+    down, up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, hidden)
+    with torch.no_grad():
+        down.weight.copy_(rows_KH)
+        up.weight.copy_(rows_KH.T)
+        nn.init.zeros_(up.bias)
+    return nn.Sequential(OrderedDict(down=down)), nn.Sequential(OrderedDict(up=up))
 
 
 def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:
@@ -207,22 +192,13 @@ class BottomStage(DescribedStage):
         architecture: Mapping[str, Any],
         handed_over: tuple[Tensor, ...] = (),
     ) -> None:
-        super().__init__(architecture)
-        self.handed_over = handed_over
+        super().__init__(architecture, handed_over, frozen)
         self.embeddings = embeddings
         self.blocks = nn.ModuleDict(blocks)
         self.cut = cut
-        self.pad, self.frozen = pad, frozen
+        self.pad = pad
         if frozen:
             self.requires_grad_(False)
-
-    def hand_over(self) -> tuple[Tensor, ...]:
-        """D [H, K] and anchor [P, H], if estimated in this cloud alone."""
-        return self.handed_over
-
-    def train(self, mode: bool = True) -> BottomStage:
-        super().train(mode and not self.frozen)
-        return self
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         assert received is None
@@ -240,7 +216,7 @@ class BottomStage(DescribedStage):
 class TopPart(nn.Module):
     """The cut block after the boundary, upper blocks, pooling, and the bottleneck to the head.
 
-    pooling: None keeps all rows. narrow: a Bottleneck, or nn.Identity.
+    pooling: None keeps all rows. narrow: see way_to_head.
     """
 
     def __init__(
@@ -273,7 +249,7 @@ class TopPart(nn.Module):
 
 
 class HeadPart(nn.Module):
-    """The head and what precedes it. widen: the inverse of TopPart.narrow."""
+    """The head and what precedes it. widen: see way_to_head."""
 
     def __init__(self, widen: nn.Module, answer: TextHead) -> None:
         super().__init__()

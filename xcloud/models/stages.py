@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from xcloud.cluster.frame import TensorSpec
 from xcloud.contracts.model import Boundary, BoundaryField, Stage
@@ -14,11 +15,24 @@ TEXT, TYPES, LABEL = "text", "types", "label"
 
 
 class DescribedStage(Stage):
-    """architecture: JSON values from which the stage can be built again without its weights."""
+    """architecture: JSON values from which the stage can be built again without its weights.
+    handed_over: see Stage.hand_over. frozen: it has no dropout in training."""
 
-    def __init__(self, architecture: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        architecture: Mapping[str, Any],
+        handed_over: tuple[Tensor, ...] = (),
+        frozen: bool = False,
+    ) -> None:
         super().__init__()
         self.architecture: dict[str, Any] = dict(architecture)
+        self._handed_over, self._frozen = handed_over, frozen
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        return self._handed_over
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(mode and not self._frozen)
 
 
 class TextModel:

@@ -22,14 +22,19 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, Stage
-from xcloud.models.attention import CrossAttention, FixedCache, Packing, SelfAttention
+from xcloud.models.attention import (
+    CrossAttention,
+    FixedCache,
+    GrowingCache,
+    Packing,
+    SelfAttention,
+)
 from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import check_heads
 from xcloud.models.encoder_decoder import (
     SOURCE,
     TARGET,
     EncoderDecoder,
-    LayerCache,
     SourceRows,
     SourceStage,
     TargetLayer,
@@ -134,9 +139,9 @@ class CausalLayer(TargetLayer):
         rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
         return rows
 
-    def step(self, rows_NH: Tensor, cache: LayerCache) -> Tensor:
-        rows: Tensor = rows_NH + self.attention.step(self.attention_norm(rows_NH), cache.past)
-        rows = rows + self.cross.step(self.cross_norm(rows), cache.source)
+    def step(self, rows_NH: Tensor, past: GrowingCache, source: FixedCache) -> Tensor:
+        rows: Tensor = rows_NH + self.attention.step(self.attention_norm(rows_NH), past)
+        rows = rows + self.cross.step(self.cross_norm(rows), source)
         rows = rows + self.feed(self.feed_norm(rows))
         return rows
 

@@ -1,5 +1,5 @@
 """Multilingual text as token ids for pre-training: which texts are read, how they are mixed.
-Sources are in corpus/; masking is in models/electra.py.
+Sources are in corpus/; masking is in models/pretraining.py.
 
 Shapes: B samples of a batch, R tokens of a batch, L parts (languages and language pairs),
 N samples of a batch over all lanes.

@@ -1,0 +1,226 @@
+"""Command lines: what one that does not compose meant, a run's file with settings changed, the
+experiment that continues with what another one leaves. Only here the package composes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.electra.model import MultilingualElectra
+from xcloud.job.config import job_from_config, plain_settings, read_checked, this_clouds_policy
+from xcloud.job.experiment import Experiment
+from xcloud.job.job import Job
+from xcloud.job.one_way import OneWayExperiment
+
+
+@contextlib.contextmanager
+def _composing(conf_dir: Path) -> Iterator[None]:
+    """Within, `compose` takes groups and options from conf_dir. A Hydra that is initialised rests
+    meanwhile."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().clear()
+        if outer is not None:
+            GlobalHydra.instance().hydra = outer
+
+
+def _parsed(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def _is_group(override: Override) -> bool:
+    return bool(GlobalHydra.instance().config_loader().get_group_options(override.key_or_group))
+
+
+def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
+    """An experiment file with settings changed as on a command line: key=value, or group=option
+    as the files in conf_dir have it. Raises ConfigError."""
+    config = read_checked(path)
+    OmegaConf.set_struct(config, False)
+    try:
+        with _composing(conf_dir):
+            for override in _parsed(overrides):
+                if override.is_delete() or override.is_sweep_override():
+                    raise ConfigError(
+                        f"{override.input_line}: give settings as key=value to go on with a run"
+                    )
+                key = override.key_or_group.replace("/", ".")
+                value: Any = override.value()
+                if _is_group(override):
+                    chosen = compose("config", overrides=[str(override.input_line)])
+                    value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
+                elif not override.is_add() and OmegaConf.select(config, key, default=hint) is hint:
+                    raise ConfigError(next(hint(config, key)))
+                OmegaConf.update(config, key, value, merge=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error).strip().splitlines()[0]) from error
+    return config
+
+
+def explained(error: Exception, overrides: Sequence[str], conf_dir: Path) -> list[str]:
+    """Lines for the user, of what Hydra raised."""
+    return hints(overrides, conf_dir) or [in_one_line(error)]
+
+
+def in_one_line(error: Exception) -> str:
+    """Hydra's words; where a group lacks an option, with the nearest one and all there are."""
+    lines = str(error).strip().splitlines()[:1]
+    lines += str(error.__cause__ or "").strip().splitlines()[:1]
+    said = " ".join(dict.fromkeys(lines))
+    _, found, below = str(error).partition("Available options in ")
+    options = [line.strip() for line in below.splitlines()[1:] if line.startswith("\t")]
+    options = list(takewhile(lambda option: "provider=" not in option, options))
+    if not found or not options:
+        return said
+    wrong = said.split("'")[-2]  # group/option
+    near = _meant(difflib.get_close_matches(wrong.rpartition("/")[2], options, 1))
+    return f"there is no {wrong}{near or '.'} There are: {', '.join(options)}"
+
+
+def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
+    """For each override that sets a key the chosen groups do not have, a line that names the
+    nearest and all that stand beside it. Empty if the groups themselves cannot be composed.
+    """
+    try:
+        with _composing(conf_dir):
+            parsed = [(override, _is_group(override)) for override in _parsed(overrides)]
+            keys = [
+                override.get_key_element()
+                for override, is_group in parsed
+                if not (is_group or override.is_add() or override.is_delete())
+                and not override.is_sweep_override()
+            ]
+            chosen = [str(o.input_line) for o, is_group in parsed if is_group or o.is_add()]
+            config = compose("config", overrides=chosen)
+    except (HydraException, OmegaConfBaseException):
+        return []
+    return [line for key in keys if not key.startswith("hydra.") for line in hint(config, key)]
+
+
+def hint(config: DictConfig, key: str) -> Iterator[str]:
+    """A line if the config has no such key: the nearest one beside it, or else anywhere."""
+    node: object = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, DictConfig):
+            return
+        if part not in node.keys():  # "in" is False for what has no value yet
+            beside = [str(name) for name in node if name != "_target_"]
+            target = node.get("_target_")
+            known = inspect.signature(get_object(target)).parameters if target else ()
+            optional = [name for name in known if name not in beside]
+            where = ".".join(parts[: depth + 1])
+            if part in optional:
+                yield f"{where} is optional and not set yet: write +{key}=VALUE"
+                return
+            near = difflib.get_close_matches(part, [*beside, *optional], 1)
+            allowed = ", ".join([*beside, *(f"+{name}" for name in optional)])
+            meant = _meant(near or _elsewhere(config, key)) or "."
+            yield f"unknown setting {where!r}{meant} Allowed here: {allowed}"
+            return
+        node = node._get_node(part)
+
+
+def _meant(near: Sequence[str]) -> str:
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _elsewhere(config: DictConfig, key: str) -> list[str]:
+    """Settings anywhere whose last name is nearly that of `key`: the one most like it."""
+    last = key.rpartition(".")[2]
+    names = list(_names(config, ""))
+    near = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in names}, 1, 0.85)
+    found = [name for name in names if name.rpartition(".")[2] in near]
+    return difflib.get_close_matches(key, found, 1, 0.0)
+
+
+def _names(node: DictConfig, path: str) -> Iterator[str]:
+    for name in map(str, node):
+        yield f"{path}{name}"
+        if isinstance(below := node._get_node(name), DictConfig) and not below._is_none():
+            yield from _names(below, f"{path}{name}.")
+
+
+KEPT = ("seed", "cache_dir", "tracker")  # of the first experiment, unless an override names them
+
+
+def compose_follow_up(
+    config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
+) -> DictConfig | None:
+    """What `follow_up` of this experiment asks for, to be run after it, or None.
+
+    It has the first one's seed, tracker and cache, and reads what the first one's run will have
+    left in run_dir, but for settings that its overrides name. Raises ConfigError, before anything
+    runs, if it cannot be composed or what it reads beside that is missing. own: config was
+    composed here; what a file asks for is checked as by read_job.
+    """
+    experiment = job_from_config(config)
+    if not experiment.next_experiment:
+        return None
+    try:
+        with _composing(conf_dir):
+            following = compose("config", overrides=list(experiment.next_experiment))
+        OmegaConf.set_struct(following, False)
+        named = [override.key_or_group for override in _parsed(experiment.next_experiment)]
+        for key in KEPT:
+            if not _chooses(named, key):
+                following[key] = config[key]
+        leaves = experiment.leaves(run_dir)
+        read = {key: value for key, value in leaves.items() if not _chooses(named, key)}
+        for key, value in read.items():
+            OmegaConf.update(following, key, value)
+        if not own:
+            this_clouds_policy().check_build(plain_settings(following))
+        job = job_from_config(following)
+        if read and isinstance(job, Experiment):
+            job.task.check()  # all but the checkpoint, which is not there yet
+            _check_length(experiment, job)
+        else:
+            job.check()
+    except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"follow_up={list(experiment.next_experiment)} makes no experiment that can run: "
+            f"{lines[0]}; [] runs none"
+        ) from error
+    return following
+
+
+def _chooses(named: Sequence[str], key: str) -> bool:
+    """Whether one of these is this setting, a part of it or what holds it; task=xnli chooses a
+    file, so a name without a dot holds none.
+    """
+    return any(
+        name == key or name.startswith(f"{key}.") or ("." in name and key.startswith(f"{name}."))
+        for name in named
+    )
+
+
+def _check_length(experiment: Job, following: Experiment) -> None:
+    model = experiment.model if isinstance(experiment, OneWayExperiment) else None
+    most = model.max_positions if isinstance(model, MultilingualElectra) else None
+    if most is not None and following.task.max_length > most:
+        raise ConfigError(
+            f"task.max_length is {following.task.max_length}, but the pre-trained encoder will "
+            f"have {most} positions (model.text.max_length)"
+        )
