@@ -46,7 +46,7 @@ from xcloud.parallel.merging import Median
 from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.autopilot import Autopilot
+from xcloud.plan.settings import Autopilot
 from xcloud.rank import stage_rank, typical_step
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader, steps_done

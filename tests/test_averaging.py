@@ -22,8 +22,8 @@ from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Contribut
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.replica_links import Mailbox
-from xcloud.plan.averaging_costs import exchange_of
-from xcloud.plan.line import FREE
+from xcloud.plan.costs import FREE
+from xcloud.plan.formulas import exchange_of
 from xcloud.plan.profile import AveragingCodec
 
 SHAPES = {

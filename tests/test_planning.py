@@ -28,8 +28,7 @@ from xcloud.plan.costs import Direction
 from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
-from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
-from xcloud.plan.report import PLAN_FILE
+from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, read_timeline
 from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary

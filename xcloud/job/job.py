@@ -24,8 +24,7 @@ from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.autopilot import Autopilot
-from xcloud.plan.settings import Planning
+from xcloud.plan.settings import Autopilot, Planning
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence

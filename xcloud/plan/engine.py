@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from xcloud.plan.line import Line
+from xcloud.plan.costs import Line
 
 
 class Parcel(NamedTuple):

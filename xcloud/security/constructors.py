@@ -22,7 +22,7 @@ parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdate
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_way.feed.Feed parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe
 parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble parallel.strategy.Strategy
-plan.autopilot.Autopilot plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
+plan.settings.Autopilot plan.settings.no_autopilot plan.settings.Planning plan.settings.no_plan
 record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
 security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
 security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
