@@ -28,7 +28,8 @@ from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
 from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, CheckpointPart, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, CheckpointPart
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02
@@ -44,8 +45,8 @@ def checkpointers(ranks: list[Rank], folder: Path, settings: Checkpoints) -> lis
     for rank in ranks:
         made.append(
             Checkpointer(
-                settings, CheckpointFolder(folder), rank.number, rank.wiring.control,
-                {"trainer": rank.trainer, "channels": rank.wiring}, ABOUT,
+                Timing(settings), CheckpointWriter(CheckpointFolder(folder), rank.number, ABOUT),
+                rank.wiring.control, rank.stateful,
                 Reporter(rank.number, "a", lambda lines: None),
             )
         )  # fmt: skip

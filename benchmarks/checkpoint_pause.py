@@ -38,8 +38,8 @@ from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Checkpoints
+from xcloud.survive.saving import CheckpointWriter, Timing
+from xcloud.training.settings import Checkpoints, Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 WIDTH = 4096
@@ -95,8 +95,9 @@ def measure(
     told: list[bytes] = []
     reporter, files = Reporter(0, "a", told.append), CheckpointFolder(folder)
     checkpoints = Checkpointer(
-        Checkpoints(every_steps=3, every_minutes=0, keep=1), files, 0, None,
-        {"stage 0": TrainedModule(module, optimizer)}, ABOUT, reporter,
+        Timing(Checkpoints(every_steps=3, every_minutes=0, keep=1)),
+        CheckpointWriter(files, 0, ABOUT), None,
+        {"stage 0": TrainedModule(module, optimizer)}, reporter,
     )  # fmt: skip
     pauses_s, while_preparing_s, while_writing_s = [], [], []
     started_s = time.perf_counter()

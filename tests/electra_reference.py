@@ -15,7 +15,7 @@ from xcloud.parallel.exchange import FlatBuffer
 from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import TrainedTokenizer
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 
 FAST = Optimizer(4e-3, warmup_steps=20, decay="constant", weight_decay=0.01, clip_norm=1.0)
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from tests.trainers import Rank, ranks
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, Phase, Phased
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -17,8 +17,7 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 
 class Shape(NamedTuple):

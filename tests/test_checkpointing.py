@@ -28,10 +28,11 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.record import checkpoints
 from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive import checkpointing
+from xcloud.survive import saving
 from xcloud.survive.changes import Places
-from xcloud.survive.checkpointing import Checkpointer, CheckpointPart, News, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, CheckpointPart, News
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 
 SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
@@ -91,9 +92,13 @@ class Attempt:
         if step_s is not None:
             clock = lambda: step_s * trainer.num_updates  # noqa: E731
         made = self.checkpointers[number] = Checkpointer(
-            self.schedule, self.folder, number, rank.wiring.control, parts, about,
-            Reporter(number, "a", self.lines.append), self.asked, self.from_step, LAST, clock,
-        )  # fmt: skip
+            Timing(self.schedule, self.from_step, LAST, clock),
+            CheckpointWriter(self.folder, number, about),
+            rank.wiring.control,
+            parts,
+            Reporter(number, "a", self.lines.append),
+            self.asked,
+        )
         is_directed = trainer.pipeline.layout.num_replicas == 1
         rank.parts.append(CheckpointPart(made, self.asked, is_directed, trainer.pipeline.clock))
         self.ready.wait(60)
@@ -118,7 +123,7 @@ class Attempt:
         made.wait()
         rank.wiring.meet()
         made.close()
-        made._reporter.flush()
+        made._notes.reporter.flush()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -310,7 +315,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, phase: str, steps: Sequence[int]) -> 
     elif phase == "prune":
         monkeypatch.setattr(CheckpointFolder, "prune", prune)
     else:
-        monkeypatch.setattr(checkpointing, "states_of", copy)
+        monkeypatch.setattr(saving, "states_of", copy)
 
 
 PHASES = ("memory", "memory of Python", "data", "JSON", "rename", "agreement")
@@ -407,14 +412,16 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
         assert may_write.wait(60)
         return of(folder, *rest)
 
-    def wait(own: Any, *rest: Any, of: Any = Checkpointer.wait) -> None:
+    def wait(own: Any, *rest: Any, of: Any = CheckpointWriter.wait) -> None:
         may_write.set()
         of(own, *rest)
 
     monkeypatch.setattr(CheckpointFolder, "write", write)
-    made = Checkpointer(Checkpoints(3, 0), folder, 0, None, {}, {}, reporter, last_step=6)
+    made = Checkpointer(
+        Timing(Checkpoints(3, 0), last_step=6), CheckpointWriter(folder, 0, {}), None, {}, reporter
+    )
     made.after(3, Signal.CHECKPOINT)
-    monkeypatch.setattr(Checkpointer, "wait", wait)
+    monkeypatch.setattr(CheckpointWriter, "wait", wait)
     made.after(6, Signal.CHECKPOINT)
     may_write.set()
     for _ in range(2):  # what is written, what follows from it
@@ -512,7 +519,7 @@ def test_minutes_are_rank_0s_and_all_save_after_the_same_step(
     decide = Checkpointer.decide
 
     def at_step_3(checkpointer: Checkpointer, step: int) -> Signal:
-        checkpointer._last_s -= 61.0 if step == 3 else 0.0
+        checkpointer.timing._saved_s -= 61.0 if step == 3 else 0.0
         return decide(checkpointer, step)
 
     monkeypatch.setattr(Checkpointer, "decide", at_step_3)

@@ -20,10 +20,8 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.model import StageOutput
 from xcloud.launch.local import run
 from xcloud.parallel.part import StepReport
-from xcloud.training.divergence import DivergenceGuard
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
-from xcloud.training.trainer import Trainer
+from xcloud.training.settings import Optimizer, Training
+from xcloud.training.trainer import DivergenceGuard, Trainer
 
 
 def state(ranks: list[Trainer]) -> list[Any]:

@@ -22,7 +22,7 @@ from xcloud.parallel.exchange import FlatBuffer
 from xcloud.tasks.corpus.multilingual import DemoText, FolderText
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, TrainedTokenizer
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 
 NETWORK = SeededBackbone(32, 1, 2, 64, dropout=0.1)
 TEXT = MultilingualText(DemoText(400), TrainedTokenizer(400), max_length=32)

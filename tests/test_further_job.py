@@ -20,8 +20,8 @@ from xcloud.parallel.control import send_report
 from xcloud.rank.role import RankContext, Role
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import join_audit
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
 from xcloud.watch.monitor import Monitor
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 

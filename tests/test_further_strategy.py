@@ -22,8 +22,7 @@ from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Averaging, Strategy
 from xcloud.survive.changes import Places
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 
 @settings("strategy.averaging")

@@ -12,7 +12,7 @@ from tests.local_replicas import MEAN, Diary, Scalar
 from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Contributing
 from xcloud.parallel.control import (
@@ -34,6 +34,7 @@ from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, News
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints
 
 SOURCE = Source(0, 0)
@@ -179,7 +180,11 @@ def test_checkpoint_news_are_one_code_and_of_few_steps(tmp_path: Path) -> None:
         with pytest.raises(FrameError, match="rank 3 must carry one code"):
             code_of(frame(Kind.CHECKPOINT, *parts), 3)
     rank_0 = Checkpointer(
-        Checkpoints(), CheckpointFolder(tmp_path), 0, None, {}, {}, Reporter(0, "a", print)
+        Timing(Checkpoints()),
+        CheckpointWriter(CheckpointFolder(tmp_path), 0, {}),
+        None,
+        {},
+        Reporter(0, "a", print),
     )
 
     with pytest.raises(FrameError, match="rank 3 tells of more than 16 open checkpoints"):

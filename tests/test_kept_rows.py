@@ -17,15 +17,14 @@ from xcloud.cluster.frame import Kind
 from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
 from xcloud.comm.boundary import Message
 from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Compressor, Nothing
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import PinnedBatchPlan, cut
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 NUM_SAMPLES, STEPS, SIZE = 40, 9, 16  # 3.6 epochs
 TRAINING = Training(STEPS, batch_size=SIZE, accumulate_steps=2, optimizer=Optimizer(0.1, 1))

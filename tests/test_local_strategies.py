@@ -14,16 +14,15 @@ from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 TRAINING = Training(8, batch_size=16, optimizer=Optimizer(0.05, 1, clip_norm=1.0))
 INT4 = Compression(Chain(), Chain(), averaging=BlockInt(4))

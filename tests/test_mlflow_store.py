@@ -146,12 +146,12 @@ assert tracker.run_id and not tracker.missing, tracker.missing
 
 
 @pytest.mark.slow
-def test_four_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
+def test_two_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
     root = tmp_path / "mlruns"
     command = [sys.executable, "-c", START_A_RUN, str(root)]
-    runs = [subprocess.Popen([*command, str(number)], cwd=REPOSITORY) for number in range(4)]
+    runs = [subprocess.Popen([*command, str(number)], cwd=REPOSITORY) for number in range(2)]
 
-    assert [run.wait(200) for run in runs] == [0, 0, 0, 0]
+    assert [run.wait(200) for run in runs] == [0, 0]
     assert query(root, "SELECT name, status FROM runs ORDER BY name") == [
-        (f"run {number}", "FINISHED") for number in range(4)
+        (f"run {number}", "FINISHED") for number in range(2)
     ]

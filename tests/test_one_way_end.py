@@ -33,9 +33,10 @@ from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.training.divergence import DivergenceGuard
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
+from xcloud.training.trainer import DivergenceGuard
 from xcloud.wire.ends import Ends
 
 
@@ -77,7 +78,11 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
 
     run = ProducerRun(cast(OneWayRank, rank), part, "a")
     checkpoints = Checkpointer(
-        Checkpoints(0, 0), CheckpointFolder(tmp_path), 1, None, {}, {}, reporter
+        Timing(Checkpoints(0, 0)),
+        CheckpointWriter(CheckpointFolder(tmp_path), 1, {}),
+        None,
+        {},
+        reporter,
     )
     feed(run, ProducerLinks([], book), checkpoints)
     reporter.flush()

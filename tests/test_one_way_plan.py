@@ -9,7 +9,7 @@ from xcloud.cluster.link_profile import FREE, LinkProfile
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 
 
 def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> ConsumptionPlan:

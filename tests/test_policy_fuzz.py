@@ -36,13 +36,13 @@ training:
   _target_: xcloud.training.settings.Training
   max_steps: 8
   batch_size: 8
-  optimizer: {_target_: xcloud.training.optimizer.Optimizer, learning_rate: 1.0e-3}
+  optimizer: {_target_: xcloud.training.settings.Optimizer, learning_rate: 1.0e-3}
 tracker: {_target_: xcloud.record.mlflow_tracker.MlflowTracker, root: mlruns, uri: null}
 cache_dir: .cache
 """
 WORDS = [
     "null", "???", ".", "..", "../..", "/etc/passwd", "~root", "a\0b", "\x1b]0;x\a", "http://x",
-    "os.system", "xcloud.", "xcloud.record.whole_file.Path.write_text",
+    "os.system", "xcloud.", "xcloud.record.segments.Path.write_text",
     "xcloud.comm.precision.Cast",
     "${oc.env:HOME}", "tests.toy.ToyTask", "free", "INT8", "a" * 300,
 ]  # fmt: skip

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from xcloud.base.errors import ConfigError
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training, autocast_for
+from xcloud.training.settings import Optimizer, Training, autocast_for
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from tests.replicas import connected
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Contributing, PrivateContribution
 from xcloud.parallel.gradient_averaging import GradientAveraging
@@ -32,8 +32,7 @@ from xcloud.security.privacy import (
     sampled_epsilon,
 )
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")

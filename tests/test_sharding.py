@@ -24,7 +24,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
@@ -41,7 +41,7 @@ from xcloud.parallel.sharding import (
 )
 from xcloud.rank.export import whole
 from xcloud.record.reporter import Reporter
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]

@@ -14,8 +14,8 @@ from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Checkpoints
+from xcloud.survive.saving import CheckpointWriter, Timing
+from xcloud.training.settings import Checkpoints, Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 NEVER = threading.Event()
@@ -72,13 +72,16 @@ def test_memory_is_made_half_way_to_a_checkpoint_that_will_come(tmp_path: Path) 
 
     def kept(from_step: int, until_step: int, last_step: int, **schedule: float) -> int:
         checkpoints = Checkpointer(
-            Checkpoints(**schedule), CheckpointFolder(tmp_path), 0, None, mine, {},  # type: ignore[arg-type]
-            Reporter(0, "a", lambda lines: None), None, from_step, last_step,
-        )  # fmt: skip
+            Timing(Checkpoints(**schedule), from_step, last_step),  # type: ignore[arg-type]
+            CheckpointWriter(CheckpointFolder(tmp_path), 0, {}),
+            None,
+            mine,
+            Reporter(0, "a", lambda lines: None),
+        )
         for step in range(from_step + 1, until_step + 1):
             checkpoints.after(step, Signal.GO_ON)
         checkpoints.wait(is_urgent=False)
-        found = len(checkpoints._buffer._memory)
+        found = len(checkpoints.writer._buffer._memory)
         checkpoints.close()
         return found
 

@@ -23,8 +23,7 @@ from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 DATA_PARALLEL = Strategy("data_parallel", None, GradientAveraging(check_every=1))
 HYBRID = Strategy("hybrid", 2, GradientAveraging(check_every=1))

@@ -15,14 +15,13 @@ from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, PerTensor
+from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.rank.tied import TiedGradients
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.training.settings import Optimizer, Training
 
 LAYOUTS = {
     "one rank": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),

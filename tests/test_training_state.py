@@ -12,7 +12,7 @@ from torch import nn
 from tests.channels import same_state, stored
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.base.errors import DataError
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 

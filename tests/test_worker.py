@@ -25,8 +25,8 @@ from xcloud.join.agreement import Agreed, Verdict
 from xcloud.launch import torchrun, worker
 from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
 

@@ -39,6 +39,21 @@ class ActivationCache:
         found = [n for n, sample in enumerate(ids.tolist()) if sample not in self._ids]
         return torch.tensor(found, dtype=torch.int64)
 
+    def remaining(
+        self, batch: Samples, received: Message | None, fields: Sequence[BoundaryField]
+    ) -> tuple[dict[str, Tensor], Message | None] | None:
+        """At the sender: the samples that must cross, and their part of the message that they came
+        in, which has these fields; None if none must."""
+        missing = self.missing(batch["ids"])
+        if not len(missing):
+            return None
+        if received is not None:
+            received = message_at(received, fields, batch, missing)
+        return samples_at(batch, missing), received
+
+    def note_sent(self, sent: Message, fields: Sequence[BoundaryField], batch: Samples) -> None:
+        self.note(batch["ids"], by_sample(sent, fields, batch))
+
     def note(self, ids: Tensor, messages: Sequence[Message]) -> list[int]:
         """Samples have crossed, each with its part of a message. Returns the positions of those
         that are kept from now on."""

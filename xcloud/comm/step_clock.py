@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from xcloud.cluster.line import MessageLog
+from xcloud.cluster.link import MessageLog
 
 Computing = Literal["fetch", "forward", "backward", "weights", "clip", "optimizer"]
 What = Computing | Literal["compress", "decompress", "wait", "average"]
@@ -27,6 +27,10 @@ SUM_OF: dict[What, str] = {
     "wait": "waiting_s",
     "average": "sync_s",
 }
+
+
+KEEP_STEPS = 8
+"""Only the last steps of a run are recorded: caches are warm then, other steps cost nothing."""
 
 
 class Place(NamedTuple):

@@ -17,8 +17,7 @@ from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.record.one_way_summary import OneWayStatistics
-from xcloud.training.divergence import OnDivergence
-from xcloud.training.settings import Checkpoints
+from xcloud.training.settings import Checkpoints, OnDivergence
 
 
 @settings("training")

@@ -53,8 +53,8 @@ from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.record.summary import read_summary
 from xcloud.security.wire_audit import audit_file, write_rank_audit
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first

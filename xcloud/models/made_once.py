@@ -21,7 +21,7 @@ from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.hub import make_once
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 FIRST_REPORT_S = 2.0  # by then the time of a step is known
@@ -72,7 +72,7 @@ def made_once(
 @settings("pretraining")
 class Descent:
     """How a network is pretrained: AdamW with linear warm-up, then linear decay to zero, and
-    gradients of norm 1 at most. Weight decay spares biases and norms, as in training/optimizer.py.
+    gradients of norm 1 at most. Weight decay spares biases and norms, as in training/settings.py.
 
     seed is the network's own, not the run's: runs of several seeds share it, as they would share a
     published checkpoint. steps=0 leaves random weights.

@@ -10,19 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.activation_cache import ActivationCache, by_sample, message_at, samples_at
-from xcloud.comm.boundary import Boundary, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, put_off, rank_actions
 from xcloud.parallel.split_backward import DeferredWeights, can_wait
+
+
+class SentRows(Protocol):
+    """What a receiver keeps of the samples of a constant boundary, as the sender knows it."""
+
+    def remaining(
+        self, batch: Batch, received: Message | None, fields: Sequence[BoundaryField]
+    ) -> tuple[Batch, Message | None] | None:
+        """The samples that must be computed and sent, and of what was received their part, by its
+        fields; None if the receiver has all."""
+
+    def note_sent(self, sent: Message, fields: Sequence[BoundaryField], batch: Batch) -> None: ...
 
 
 @dataclass
@@ -39,7 +51,7 @@ class BoundaryPorts:
     forward_in: dict[int, Receiver] = field(default_factory=dict)
     backward_out: dict[int, Sender] = field(default_factory=dict)
     backward_in: dict[int, Receiver] = field(default_factory=dict)
-    kept: dict[int, ActivationCache] = field(default_factory=dict)
+    kept: dict[int, SentRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,13 +226,11 @@ class Pipeline:
         received = self._receive(action, batch, now)
         kept = self._kept(action, now)
         if kept is not None:
-            missing = kept.missing(batch["ids"])
-            if not len(missing):
+            fields = self.ports[action.stage - 1].boundary.fields if action.stage else ()
+            remaining = kept.remaining(batch, received, fields)
+            if remaining is None:
                 return _InFlight(batch, None, None, None, weights)
-            if received is not None:
-                fields = self.ports[action.stage - 1].boundary.fields
-                received = message_at(received, fields, batch, missing)
-            batch = samples_at(batch, missing)
+            batch, received = remaining
         output = self._compute(action, received, batch, now, weights)
         sent = output.send
         if sent is not None:
@@ -228,10 +238,10 @@ class Pipeline:
             port = self.ports[action.stage]
             sent = port.forward_out[peer].send(now.key(action), sent, batch)
             if kept is not None:
-                kept.note(batch["ids"], by_sample(sent, port.boundary.fields, batch))
+                kept.note_sent(sent, port.boundary.fields, batch)
         return _InFlight(batch, received, sent, output.loss, weights)
 
-    def _kept(self, action: Action, now: Pass) -> ActivationCache | None:
+    def _kept(self, action: Action, now: Pass) -> SentRows | None:
         """What the next stage keeps of this one's rows; None in an evaluation, and where it keeps
         nothing."""
         if now.kind is Kind.EVALUATION or action.stage not in self.ports:

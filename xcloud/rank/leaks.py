@@ -6,19 +6,25 @@ security/leak_meter.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.comm.boundary import Message, Samples
+from xcloud.comm.channel import NOTHING_KNOWN, Receiver, Sender
 from xcloud.contracts.model import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.part import Part
+from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Victim
+from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream, Victim
+from xcloud.wire.ends import Ends
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,70 @@ class LeakObservers(Part):
             if self.averaged is not None:
                 self.averaged.attack()
             self.observer.write(self.run_dir)
+
+
+class _Observed:
+    def __init__(self, observer: Observer, channel: Any, how: str) -> None:
+        self._observer, self._channel, self._how = observer, channel, how
+        self._floating = [f for f in channel.fields if f.dtype.is_floating_point]
+
+    def _note(self, key: MessageKey, message: Message, samples: Samples) -> None:
+        if key.kind is Kind.EVALUATION or not self._observer.wants(key.step):
+            return
+        identity = self._channel.identity
+        for field in self._floating:
+            stream = Stream(identity.direction, identity.boundary, self._how, field.name)
+            counts = field.counts(message.get("counts"))
+            self._observer.message(stream, samples["ids"], counts, message[field.name])
+
+
+class ObservedSender(_Observed):
+    """A Sender. channel: a SendChannel, or its Guard."""
+
+    def __init__(self, observer: Observer, channel: Any) -> None:
+        super().__init__(observer, channel, "sent")
+        self.send_start = channel.send_start
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        sent: Message = self._channel.send(key, message, samples)
+        self._note(key, sent, samples)
+        return sent
+
+
+class ObservedReceiver(_Observed):
+    """A Receiver. channel: a ReceiveChannel."""
+
+    def __init__(self, observer: Observer, channel: Any) -> None:
+        super().__init__(observer, channel, "received")
+        self.recv_start = channel.recv_start
+
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        message: Message = self._channel.recv(key, samples, known)
+        self._note(key, message, samples)
+        return message
+
+
+def observed(
+    ports: dict[int, BoundaryPorts], observer: Observer, ends: Ends
+) -> dict[int, BoundaryPorts]:
+    """The same ports, whose messages from and to other clouds the observer takes notes of."""
+
+    def sender(peer: int, end: Sender) -> Sender:
+        return ObservedSender(observer, end) if ends.leaves_cloud(peer) else end
+
+    def receiver(peer: int, end: Receiver) -> Receiver:
+        return ObservedReceiver(observer, end) if ends.leaves_cloud(peer) else end
+
+    return {
+        stage: replace(
+            own,
+            forward_out={peer: sender(peer, end) for peer, end in own.forward_out.items()},
+            forward_in={peer: receiver(peer, end) for peer, end in own.forward_in.items()},
+            backward_out={peer: sender(peer, end) for peer, end in own.backward_out.items()},
+            backward_in={peer: receiver(peer, end) for peer, end in own.backward_in.items()},
+        )
+        for stage, own in ports.items()
+    }
 
 
 def leak_observers(

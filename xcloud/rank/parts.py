@@ -20,9 +20,8 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
-from xcloud.rank.cache_report import UNSAVED, CacheReport
 from xcloud.rank.evaluation import Evaluator
-from xcloud.rank.leaks import LeakObservers, leak_observers
+from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext, restored
 from xcloud.rank.tied import join_tied
@@ -32,9 +31,8 @@ from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.checkpointing import CheckpointPart
-from xcloud.training.memory_meter import MemoryReport
+from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
-from xcloud.wire.boundaries import observed
 from xcloud.wire.wiring import Wiring
 
 
@@ -155,7 +153,9 @@ class Features:
         if not trainer.num_updates:
             return
         if self.rank == 0 and self.job.cached_boundaries:
-            self.reporter.note(UNSAVED)
+            self.reporter.note(
+                "the activation cache is not checkpointed; cached rows will be sent again"
+            )
         self.wiring.meet()  # another cloud may load longer than a message may take
         if self.context.holder.places.is_merged(trainer.num_updates):
             trainer.exchange.compare(trainer.num_updates)

@@ -21,8 +21,9 @@ from xcloud.join.agreement import Verdict
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Changes
-from xcloud.survive.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, Post
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 from xcloud.wire.ends import OnReport
 
@@ -120,7 +121,8 @@ def restored(
     holder, step = context.holder, context.verdict.from_step
     if rank not in job.saving_ranks:
         never = Checkpoints(every_steps=0, every_minutes=0)
-        return Checkpointer(never, holder.folder, rank, None, {}, {}, reporter)
+        writer = CheckpointWriter(holder.folder, rank, {})
+        return Checkpointer(Timing(never), writer, None, {}, reporter)
     own = holder.own_step(step)
     if own < step:
         since = f"goes on from its own of step {own}" if own else "begins anew"
@@ -140,6 +142,7 @@ def restored(
             reporter.note(changed.price(forgets))
     about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
     return Checkpointer(
-        job.checkpoint, holder.folder, rank, post, parts, about,
-        reporter, context.asked, step, job.max_steps, among=job.saving_ranks,
+        Timing(job.checkpoint, step, job.max_steps),
+        CheckpointWriter(holder.folder, rank, about),
+        post, parts, reporter, context.asked, job.saving_ranks,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from xcloud.cluster.transport import GlooTransport
-from xcloud.comm.step_clock import StepClock
+from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal
@@ -19,7 +19,6 @@ from xcloud.rank.export import export_stage, whole
 from xcloud.rank.loading import context_of, load, note_cut
 from xcloud.rank.parts import Features
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.typical_step import KEEP_STEPS
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.training.batch_plan import Feed
 from xcloud.training.settings import autocast_for

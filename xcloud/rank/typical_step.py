@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.line import MessageLog
+from xcloud.cluster.link import MessageLog
 from xcloud.cluster.transport import machine_id
 from xcloud.comm.step_clock import RecordedStep, StepClock
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
-
-KEEP_STEPS = 8
-"""Only the last steps of a run are recorded: caches are warm then, other steps cost nothing."""
 
 _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 

@@ -1,5 +1,5 @@
 """Copy a run to MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
-What is logged, under which names, and how many points of a curve: tracked_values.py.
+What is logged, under which names, and how many points of a curve: tracking.py.
 
 A tracker never delays or ends training. A background thread imports MLflow, opens the store and
 sends; it reads the event file itself, and that file is the only backlog. While the store is down
@@ -36,11 +36,13 @@ from xcloud.record.mlflow_store import (
     sweep_key,
     ui_command,
 )
-from xcloud.record.tracked_values import (
+from xcloud.record.tracking import (
     MAX_VALUE_CHARACTERS,
     Buckets,
     Point,
+    Status,
     Thinner,
+    TrackedRun,
     final_metrics,
     flatten,
     is_score,
@@ -48,7 +50,6 @@ from xcloud.record.tracked_values import (
     quality_metrics,
     step_metrics,
 )
-from xcloud.record.tracking import Status, TrackedRun
 
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 MAX_PER_BATCH = 100  # params or tags

@@ -49,6 +49,7 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
+from xcloud.base.units import score_digits
 from xcloud.record.events import (
     MALFORMED,
     MAX_TIME_S,
@@ -64,7 +65,6 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcloud.comm.activation_cache import CachingChannel, describe
 from xcloud.comm.state import bytes_to_copy
 from xcloud.parallel.exchange import local_part
 from xcloud.parallel.part import Part, StepReport
@@ -87,6 +88,18 @@ class MemoryReport(Part):
         figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
         copied = bytes_to_copy(self._states) if self._states is not None else 0
         self._reporter.event("memory", **figures, checkpoint=copied)
+
+
+class CacheReport(Part):
+    """Of a rank's activation caches."""
+
+    def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
+        self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
+        self._reporter = reporter
+
+    def finish(self) -> None:
+        if self._caches:
+            self._reporter.note(describe(self._caches))
 
 
 class SavedTensors:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,11 +30,10 @@ from xcloud.comm.compression import Compression, CompressionPlan, Selectable, Se
 from xcloud.comm.compressor import ChannelId
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.guard import Guard, ObservedReceiver, ObservedSender
+from xcloud.parallel.guard import Guard
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.schedule import most_in_flight
 from xcloud.security.defences import Defence
-from xcloud.security.observer import Observer
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
 _FORWARD_AHEAD = 32
@@ -64,29 +63,6 @@ def join_boundaries(
         for replica in range(job.cluster.num_replicas):
             _Joint(job, ends, clock, device, joined, stage, replica).join()
     return joined
-
-
-def observed(
-    ports: dict[int, BoundaryPorts], observer: Observer, ends: Ends
-) -> dict[int, BoundaryPorts]:
-    """The same ports, whose messages from and to other clouds the observer takes notes of."""
-
-    def sender(peer: int, end: Sender) -> Sender:
-        return ObservedSender(observer, end) if ends.leaves_cloud(peer) else end
-
-    def receiver(peer: int, end: Receiver) -> Receiver:
-        return ObservedReceiver(observer, end) if ends.leaves_cloud(peer) else end
-
-    return {
-        stage: replace(
-            own,
-            forward_out={peer: sender(peer, end) for peer, end in own.forward_out.items()},
-            forward_in={peer: receiver(peer, end) for peer, end in own.forward_in.items()},
-            backward_out={peer: sender(peer, end) for peer, end in own.backward_out.items()},
-            backward_in={peer: receiver(peer, end) for peer, end in own.backward_in.items()},
-        )
-        for stage, own in ports.items()
-    }
 
 
 @dataclass
@@ -170,7 +146,9 @@ class _Joint:
             return
         inlink = ends.incoming(line, sender, capacity, window, boundary=self.stage)
         kept = self.joined.ports[self.stage].kept.get(sender)
-        channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
+        channel_of = (
+            partial(CachingChannel, kept) if isinstance(kept, ActivationCache) else ReceiveChannel
+        )
         received = channel_of(
             inlink, fields, codecs, self.clock, identity, self.device,
             self.job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,

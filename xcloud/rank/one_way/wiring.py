@@ -31,8 +31,8 @@ from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.rank.role import RankContext, Role
 from xcloud.survive.checkpointing import Checkpointer, News
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter, bytes_of
+from xcloud.training.trainer import DivergenceGuard
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.wire.wiring import join_control
 

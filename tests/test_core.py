@@ -1,0 +1,185 @@
+"""The core is what a plain pipeline over two clouds executes, apart from its task, model and
+codecs: small enough to be held by one engineer, and without any feature.
+`benchmarks/files_visited.py` traces such a run.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.import_walk import MODULES, PACKAGE, own_imports
+
+CORE = tuple(
+    """
+__main__
+base.errors base.project base.settings
+cluster.frame cluster.gloo_link cluster.layout cluster.line cluster.link
+cluster.link_end cluster.link_profile cluster.liveness cluster.transport
+comm.boundary comm.channel comm.compression comm.compressor comm.state comm.step_clock
+contracts.model contracts.task
+job.config job.experiment job.job job.needs job.pipeline_job
+join.agreement launch.local launch.processes launch.worker
+parallel.control parallel.exchange parallel.part parallel.pipeline parallel.rank_group
+parallel.schedule parallel.split_backward
+rank.evaluation rank.export rank.loading rank.parts rank.role rank.roles rank.stage_rank
+rank.wan_meter
+record.checkpoints record.events record.intake record.rank_state record.reporter record.segments
+record.summary security.defences
+survive.changes survive.compared survive.resume
+training.batch_plan training.settings training.trained_module training.trainer
+watch.monitor wire.boundaries wire.ends wire.wiring
+""".split()
+)
+COMPOSED = (
+    "rank.parts", "rank.roles", "job.experiment", "job.pipeline_job", "job.needs", "job.job",
+    "wire.boundaries", "wire.wiring",
+)  # fmt: skip
+"""The lists of what there is: parts, kinds of job, settings and what they need, links."""
+
+FEATURES = (
+    "cluster.one_way_layout", "cluster.pair_transport", "comm.activation_cache",
+    "comm.tensor_codec", "contracts.one_way_parts", "electra", "job.one_way", "join.elastic",
+    "join.failure_detector", "parallel.averaging", "parallel.ddp_hook", "parallel.hub",
+    "parallel.local_updates", "parallel.merging", "parallel.one_way", "parallel.overlapped_sums",
+    "parallel.sharding", "parallel.strategy", "rank.tied", "rank.tour", "plan", "planner",
+    "rank.autopilot", "rank.interleaved", "rank.leaks", "rank.one_way",
+    "rank.privacy", "rank.typical_step", "record.one_way_summary", 
+    "security.leak_meter", "security.observer", "security.privacy",
+    "survive.checkpointing", "sweep", "training.memory_meter", "use",
+    "wire.replicas",
+)  # fmt: skip
+
+
+def files() -> list[Path]:
+    return [MODULES[name] for name in CORE]
+
+
+def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[str, ast.AST]]:
+    for name in CORE:
+        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+            if isinstance(node, kind):
+                yield f"{name}.{node.name}", node  # type: ignore[attr-defined]
+
+
+LARGER = {
+    "launch.local.run": 84, "launch.worker.live": 74, "launch.worker.main": 102,
+    "cluster.link_profile.LinkProfile": 15, "comm.step_clock.StepClock": 16,
+    "contracts.model.BuildContext": 13, "job.job.Job": 12, "launch.processes.LocalRanks": 12,
+    "rank.role.RankContext": 13, "record.events.StepTotals": 15,
+    "training.settings.Training": 12, "watch.monitor.Monitor": 15, "wire.ends.Ends": 14,
+}  # fmt: skip
+"""Still beyond the bounds: lines of functions, fields of classes."""
+
+
+def too_many(found: dict[str, int], most: int) -> dict[str, int]:
+    return {n: number for n, number in found.items() if number > LARGER.get(n, most)}
+
+
+def test_the_core_can_be_held_by_one_engineer() -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in files())
+
+    assert len(CORE) <= 64
+    assert lines <= 13_500
+
+
+def is_feature(module: str) -> bool:
+    return any(module == feature or module.startswith(f"{feature}.") for feature in FEATURES)
+
+
+def test_features_named_here_exist_and_are_not_of_the_core() -> None:
+    for feature in FEATURES:
+        assert any(name == feature or name.startswith(f"{feature}.") for name in MODULES), feature
+    assert not [name for name in CORE if is_feature(name)]
+
+
+def feature_imports() -> set[str]:
+    return {
+        f"{name} -> {module}"
+        for name in CORE
+        if name not in COMPOSED
+        for module in own_imports(MODULES[name])
+        if is_feature(module)
+    }
+
+
+STILL_IMPORTED = {
+    "launch.worker -> cluster.pair_transport", "launch.worker -> join.elastic",
+    "launch.worker -> join.failure_detector", "launch.worker -> rank.interleaved",
+    "rank.role -> cluster.pair_transport", "rank.role -> survive.checkpointing",
+    "survive.changes -> parallel.strategy",
+}  # fmt: skip
+
+
+def test_no_file_of_the_core_imports_a_feature() -> None:
+    assert feature_imports() <= STILL_IMPORTED
+
+
+def test_functions_of_the_core_fit_a_screen() -> None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lengths = {}
+    for name, node in definitions(kinds):
+        assert isinstance(node, kinds) and node.end_lineno is not None
+        lengths[name] = node.end_lineno - node.lineno + 1
+
+    assert too_many(lengths, 50) == {}
+
+
+def test_nothing_of_the_core_takes_more_than_8_parameters() -> None:
+    counts = {}
+    for name, node in definitions(ast.FunctionDef):
+        assert isinstance(node, ast.FunctionDef)
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        counts[name] = len([n for n in names if n not in ("self", "cls")])
+
+    assert too_many(counts, 9) == {}
+
+
+def test_no_class_of_the_core_has_more_than_10_fields() -> None:
+    counts = {}
+    for name, node in definitions(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        fields = {
+            entry.target.id
+            for entry in node.body
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+        }
+        for target in ast.walk(node):
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+                if isinstance(target.value, ast.Name) and target.value.id == "self":
+                    fields.add(target.attr)
+        counts[name] = len(fields)
+
+    assert too_many(counts, 10) == {}
+
+
+KINDS = {
+    "Experiment", "OneWayExperiment", "Job", "GradientAveraging", "LocalUpdates", "Averaging",
+    "GPipe", "OneForwardOneBackward", "ZeroBubble", "StageRank", "ConsumerRank", "ProducerRank",
+}  # fmt: skip
+
+
+OTHERS_THAT_ASK = {
+    "job/config.py", "job/follow_up.py", "plan/autopilot.py", "plan/plan_memory.py",
+    "planner/planning.py", "planner/trial.py", "rank/roles.py", "survive/changes.py",
+}  # fmt: skip
+
+
+def asked_kinds(path: Path) -> set[str]:
+    """What a file tells apart by isinstance and does not define itself."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return (KINDS - own) & {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "isinstance"
+        for name in ast.walk(node.args[1])
+        if isinstance(name, ast.Name)
+    }
+
+
+def test_kinds_of_job_and_strategy_are_told_apart_in_their_own_files() -> None:
+    asking = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if asked_kinds(p)}
+
+    assert asking <= OTHERS_THAT_ASK

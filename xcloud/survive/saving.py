@@ -1,0 +1,190 @@
+"""What one rank does to save its state: when, whether it was asked to end, and the thread that
+writes. Knows no other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xcloud.base.errors import LinkError
+from xcloud.comm.state import SnapshotBuffer, State, Stateful, bytes_to_copy, states_of
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.training.settings import Checkpoints
+
+Written = Callable[[int | Exception, float], None]
+"""Takes the bytes of a part, or why there is none, and the seconds that it took."""
+
+_NICENESS = 10  # of the thread that writes
+
+
+class StopSignal:
+    """Whether this process was asked to end. SIGUSR1 asks, and in ranks that no launcher watches
+    (torchrun) SIGTERM and SIGINT do; while nothing can be saved, and for the second time, the
+    process ends at once."""
+
+    _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        self.is_reported = False  # to rank 0
+        self._asked_at_s: float | None = None
+
+    @property
+    def was_asked(self) -> bool:
+        return self._asked_at_s is not None
+
+    def install(self, *numbers: signal.Signals, exit_code: int) -> None:
+        def take(number: int, frame: object) -> None:
+            now_s = time.monotonic()
+            again = self._asked_at_s is not None and (
+                now_s - self._asked_at_s > self._TWICE_WITHIN_S
+            )
+            if again or not self.is_armed:
+                os._exit(128 + number if again else exit_code)
+            self._asked_at_s = self._asked_at_s or now_s
+
+        for number in numbers:
+            signal.signal(number, take)
+
+
+class Timing:
+    """After which updates one rank saves. from_step: of the checkpoint that this attempt resumes
+    from, 0 for none. last_step: of the run. clock: seconds. every: steps, as rank 0 last said."""
+
+    def __init__(
+        self,
+        settings: Checkpoints,
+        from_step: int = 0,
+        last_step: int = sys.maxsize,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.final_step, self.saved_step = settings, last_step, from_step
+        self.every, self.is_due = settings.every_steps, False
+        self._first_step, self._clock = from_step, clock
+        self._begun_s = self._saved_s = clock()
+        self._next_estimate_s = 30 * settings.every_minutes
+
+    def is_multiple(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def look(self, step: int) -> bool:
+        """Whether a checkpoint has become due now; it stays due until one is made."""
+        minutes, waited_s = self.settings.every_minutes, self._clock() - self._saved_s
+        is_new = self.is_multiple(step) or (minutes > 0 and waited_s > 60 * minutes)
+        self.is_due |= is_new
+        return is_new
+
+    def saved(self, step: int, is_complete: bool = True) -> None:
+        """A checkpoint was begun; is_complete: and copied."""
+        self._saved_s, self.is_due = self._clock(), False
+        if is_complete:
+            self.saved_step = step
+
+    def better_every(self, step: int) -> int | None:
+        """The steps in `every_minutes`, from those so far: after half of that time, and each time
+        when twice as long has passed; None if `every` is near it."""
+        minutes, elapsed_s = self.settings.every_minutes, self._clock() - self._begun_s
+        if not minutes or elapsed_s < self._next_estimate_s:
+            return None
+        self._next_estimate_s = 2 * elapsed_s
+        every = max(1, round(60 * minutes * (step - self._first_step) / elapsed_s))
+        every = min(every, self.settings.every_steps or every)
+        # Each change may cost a checkpoint.
+        return None if 0.8 * self.every <= every <= 1.25 * self.every else every
+
+    def is_half_way(self, step: int) -> bool:
+        """To the next checkpoint. One by steps may come after the end of the run."""
+        every, minutes = self.every, self.settings.every_minutes
+        since = step % every if every else 0
+        if every and 2 * since >= every - 1 and step - since + every <= self.final_step:
+            return True
+        return bool(minutes) and self._clock() - self._saved_s >= 30 * minutes
+
+
+class CheckpointWriter:
+    """Copies one rank's state, and writes it in a thread of its own. The memory of the copy is
+    kept; it is made in that thread, half way to the first checkpoint, as new memory would stop
+    training for longer than the copy itself.
+
+    about: facts for whoever resumes from it; "attempt" tells parts of one attempt at a step from
+    those of another.
+    """
+
+    def __init__(self, folder: CheckpointFolder, rank: int, about: Mapping[str, Any]) -> None:
+        self.folder, self.rank, self.is_writing = folder, rank, False
+        self._about, self._buffer, self._is_prepared = dict(about), SnapshotBuffer(), False
+        self._is_needed_now = threading.Event()  # the buffer, however far it is
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def prepare(self, parts: Mapping[str, Stateful]) -> None:
+        """Make room for the next copy."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        with contextlib.suppress(RuntimeError, MemoryError):  # the copy itself will say so
+            num_bytes = bytes_to_copy(lambda: states_of(parts))
+            self._is_needed_now.clear()
+            self.later(lambda: self._buffer.enlarge(num_bytes, self._is_needed_now))
+
+    def copy(self, parts: Mapping[str, Stateful]) -> State:
+        """Raises RuntimeError or MemoryError where there is no room for it."""
+        self._is_prepared = False
+        with self._buffer.snapshot():
+            return states_of(parts)
+
+    def write(
+        self, step: int, state: State, then: Callable[[int | Exception, float], None]
+    ) -> None:
+        """Returns at once. then: called in the thread with the bytes, or why there are none, and
+        the seconds that it took."""
+        self.is_writing = True
+
+        def write() -> None:
+            started_s = time.monotonic()
+            try:
+                outcome: int | Exception = self.folder.write(step, self.rank, state, self._about)
+            except Exception as error:  # of a GPU, too: it must not end this thread
+                outcome = error
+            self.is_writing = False
+            then(outcome, time.monotonic() - started_s)
+
+        self.later(write)
+
+    def later(self, job: Callable[[], None]) -> None:
+        """In the thread, after what was given to it before."""
+        self._jobs.put(job)
+
+    def wait(self, is_urgent: bool = True) -> None:
+        """Until the thread has done what it was given; unless that is urgent, the next copy's room
+        is prepared to the end too."""
+        if is_urgent:
+            self._is_needed_now.set()
+        done = threading.Event()
+        self.later(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        self._is_needed_now.set()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (job := self._jobs.get()) is not None:
+            # A link's failure is met by the training loop itself, on the next message. A part that
+            # cannot be deleted goes with the next `prune`.
+            with contextlib.suppress(LinkError, OSError):
+                job()
+            del job  # or it would hold its state until the next one comes
