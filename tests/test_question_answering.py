@@ -128,7 +128,7 @@ def test_text_and_labels_must_be_seen_by_one_rank() -> None:
     task = DemoQuestionAnswering(**SMALL)
     with pytest.raises(ConfigError, match="Give the first and the last stage to one owner"):
         task.load(frozenset({"label"}), 1)
-    with pytest.raises(ConfigError, match="text, types and label"):
+    with pytest.raises(ConfigError, match="text, types, label"):
         task.load(frozenset({"target"}), 1)
 
 

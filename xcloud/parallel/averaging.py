@@ -24,7 +24,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
 from xcloud.parallel.partition import by_rows, joined
-from xcloud.parallel.replica_links import Mailbox
+from xcloud.parallel.replica_links import Mailbox, first_part
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 
 _WEIGHT = TensorSpec((1,), torch.float64)
@@ -67,15 +67,13 @@ class Merged(NamedTuple):
 
     changes: merged tensors, of one merge after the other; usually of one.
     is_counted: whether what this replica contributed is in one of them.
-    step, known: where clouds may be late: the step that the others have reached, and that of the
-        newest merge that `changes` contain.
+    step: where clouds may be late, that the others have reached.
     values: in place of changes, for a replica that missed too many: see OuterParameters.flat.
     """
 
     changes: Sequence[list[Tensor]] = ()
     is_counted: bool = True
     step: int = 0
-    known: int = 0
     values: Parts = ()
 
 
@@ -94,7 +92,7 @@ class Contributing:
 
     def contribution(
         self, step: int, num_steps: int, replica: int, weight: float, codec: TensorCodec,
-        parts: Sequence[Tensor],
+        parts: Parts,
     ) -> Contribution:  # fmt: skip
         """A replica's message, decoded. num_steps: that it may stand for. Raises FrameError,
         naming the replica."""
@@ -104,7 +102,7 @@ class Contributing:
                 f"replica {replica} sent a weight of {weight}; its steps allow {most}"
             )
         try:
-            contribution = Contribution(codec.decode(tuple(parts)), weight)
+            contribution = Contribution(codec.decode(parts), weight)
         except FrameError as error:
             raise FrameError(f"replica {replica}: {error}") from error
         if self.watch is not None:
@@ -183,7 +181,7 @@ class _Symmetric(Averager):
 
     @property
     def max_bytes(self) -> int:
-        return max(frame_bytes(_specs(codec)) for codec in self._codecs.values())
+        return max(frame_bytes((_WEIGHT, *c.wire_specs)) for c in self._codecs.values())
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
@@ -240,19 +238,22 @@ class _Symmetric(Averager):
 
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
-        answer = self._codecs[self._codec_to(self._mail.replica)]
         for replica in self._mail.others:
             name = self._codec_to(replica)
             codec, parts = self._codecs[name], under_way.sent[name]
-            self._post(replica, self._key(step), codec, parts, under_way.weight, answer)
+            self._post(replica, self._key(step), codec, parts, under_way.weight)
 
     def _post(
-        self, replica: int, key: MessageKey, codec: TensorCodec, parts: Parts, weight: float,
-        answer: TensorCodec,
-    ) -> None:  # fmt: skip
+        self, replica: int, key: MessageKey, codec: TensorCodec, parts: Parts, weight: float
+    ) -> None:
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
-        self._mail.send(replica, key, message, carries, codec.raw_bytes, _specs(answer))
+        self._mail.send(replica, key, message, carries, codec.raw_bytes)
+
+    def _receive(self, replica: int, key: MessageKey) -> tuple[float, Parts]:
+        parts = self._mail.recv(replica, key)
+        weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
+        return float(weight), rest
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
@@ -260,9 +261,9 @@ class _Symmetric(Averager):
             return Contribution(under_way.own, under_way.weight)
         if replica not in under_way.received:
             codec = self._codecs[self._codec_to(self._mail.replica)]
-            weight, *parts = self._mail.recv(replica, self._key(step))
+            weight, parts = self._receive(replica, self._key(step))
             under_way.received[replica] = self._holds_to.contribution(
-                step, under_way.num_steps, replica, float(weight), codec, parts
+                step, under_way.num_steps, replica, weight, codec, parts
             )
         return under_way.received[replica]
 
@@ -344,11 +345,11 @@ class Aggregators(_Symmetric):
             self._steps[step].before["handed_back"] = codec.residuals
             parts, results[self._mail.replica] = codec.encode(self._merged(step))
             for replica in self._mail.others:
-                self._post(replica, key, codec, parts, 1.0, self._codecs[str(replica)])
+                self._post(replica, key, codec, parts, 1.0)
         for replica in self._mail.others:
             if replica not in results:
-                answer = self._mail.recv(replica, key)[1:]
-                results[replica] = self._codecs[str(replica)].decode(answer)
+                _, parts = self._receive(replica, key)
+                results[replica] = self._codecs[str(replica)].decode(parts)
         self._end(step, [tensor for r in everybody for tensor in results[r]])
         pieces = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
         return joined(pieces, self._shapes)
@@ -379,7 +380,3 @@ def averager_for(
     if mail.num_replicas == 2:
         return AllToAll(mail, new_codec(shapes), merge, channel, holds_to)
     return Aggregators(mail, shapes, new_codec, merge, channel, holds_to)
-
-
-def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:
-    return (_WEIGHT, *codec.wire_specs)

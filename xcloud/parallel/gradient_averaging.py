@@ -99,8 +99,7 @@ class AveragedGradients(Exchange):
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         replicas.open([self._averager], under_way=1 + self._delay)
         self._check = replicas.check(averaging.check_every, self._alike)
-        self.compare = self._check.compare  # type: ignore[method-assign]
-        self.compare(0)
+        self._check.compare(0)
 
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
@@ -123,6 +122,9 @@ class AveragedGradients(Exchange):
             else:
                 buffer.flat[-1] = total
         return summed | {max(buffers): total}
+
+    def compare(self, step: int) -> None:
+        self._check.compare(step)
 
     def after_update(self, step: int, work: Work) -> None:
         if self._check.is_due(step):

@@ -60,7 +60,7 @@ class Classification(TextTask):
     kind: Kind = "classes"
     classes: Annotated[Sequence[str], Field(min_length=2)] | None = None
     metrics: Annotated[Sequence[str], Field(min_length=1)] | None = None
-    text_columns: Annotated[Sequence[Text], Field(min_length=1, max_length=2)] | Text | None = None
+    text_columns: Annotated[Sequence[Text], Field(min_length=1, max_length=2)] | None = None
     label_column: Text | None = None
     tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
     # The least: special ids of a pair and a few tokens of both texts.
@@ -68,26 +68,27 @@ class Classification(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = self.classes
-        if self.name in self.benchmarks:
-            if (self.kind, names, self.metrics) != ("classes", None, None):
-                raise ConfigError(
-                    f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
-                )
-        elif self.name != "classification":
+        own = (self.kind, self.classes, self.metrics)
+        if self.name not in ("classification", *self.benchmarks):
             raise ConfigError(
                 f"task.name must be one of {', '.join(self.benchmarks)}, got {self.name!r}"
             )
+        if self.name in self.benchmarks and own != ("classes", None, None):
+            raise ConfigError(
+                f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
+            )
+        names = self.classes
         if names is not None and (self.kind == "value" or len(set(names)) != len(names)):
             raise ConfigError(
                 "task.classes must be at least two different names, and null with "
                 f"task.kind=value; got {list(names)}"
             )
         _ = self.scores
-        if self._text_columns and len(self._text_columns) not in self._num_texts:
+        given, allowed = self.text_columns, self.known.num_texts
+        if given is not None and len(given) not in allowed:
             raise ConfigError(
-                f"task.text_columns must name {' or '.join(map(str, self._num_texts))} columns "
-                f"here, got {list(self._text_columns)}"
+                f"task.text_columns must name {' or '.join(map(str, allowed))} columns here, got "
+                f"{list(given)}"
             )
 
     @property
@@ -96,31 +97,13 @@ class Classification(TextTask):
         return GLUE
 
     @property
-    def benchmark(self) -> Benchmark | None:
-        return self.benchmarks.get(self.name)
-
-    @property
-    def label_kind(self) -> Kind:
-        return self.benchmark.kind if self.benchmark else self.kind
-
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """In label order; None if there are none, or only the training labels show them."""
-        return self.benchmark.classes if self.benchmark else self.classes
+    def known(self) -> Benchmark:
+        own = Benchmark(self.classes, self.metrics, (1, 2), kind=self.kind)
+        return self.benchmarks.get(self.name, own)
 
     @property
     def scores(self) -> Mapping[str, Score]:
-        metrics = self.benchmark.metrics if self.benchmark else self.metrics
-        return scores_of(self.label_kind, metrics)
-
-    @property
-    def _num_texts(self) -> tuple[int, ...]:
-        return (self.benchmark.num_texts,) if self.benchmark else (1, 2)
-
-    @property
-    def _text_columns(self) -> tuple[str, ...]:
-        given = self.text_columns or ()
-        return (given,) if isinstance(given, str) else tuple(given)
+        return scores_of(self.known.kind, self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
         self._usable(tables)
@@ -128,10 +111,8 @@ class Classification(TextTask):
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, Columns]:
         """Without an unlabelled test set, unless it was asked for, and the columns of train."""
         splits = dict(tables.tables)
-        columns = Columns.chosen(
-            splits["train"][""][0], self._text_columns, self.label_column, self._num_texts,
-            self.label_kind,
-        )  # fmt: skip
+        train = splits["train"][""][0]
+        columns = Columns.chosen(train, self.text_columns or (), self.label_column, self.known)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
         if hidden := [table for table in test if columns.label not in table.columns()]:
             if tables.test_key is not None:
@@ -163,21 +144,21 @@ class Classification(TextTask):
             corpus = Corpus.unseen(self.sizes)
         else:
             corpus = self.read(visible)
-            self.check_sizes(corpus.counts)
+            self.check_rows(corpus.counts)
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir) if "text" in visible else None
         labels = self._labels(corpus.splits["train"]) if "label" in visible else None
         return ClassificationData(self, corpus, fields, tokenizer, labels)
 
     def agreed_settings(self) -> dict[str, object]:
-        classes = None if self.class_names is None else list(self.class_names)
-        more = {"kind": self.label_kind, "classes": classes, "metrics": list(self.scores)}
+        classes = None if self.known.classes is None else list(self.known.classes)
+        more = {"kind": self.known.kind, "classes": classes, "metrics": list(self.scores)}
         return {**super().agreed_settings(), **more}
 
     def _labels(self, train: Rows) -> Labels:
-        if self.label_kind == "value":
+        if self.known.kind == "value":
             return Value()
-        if self.class_names is not None:
-            return Classes(tuple(self.class_names))
+        if self.known.classes is not None:
+            return Classes(tuple(self.known.classes))
         return Classes.of_cells(train.texts["label"], f"{self.describe()}, train")
 
 
@@ -209,7 +190,7 @@ class ClassificationData(TextData[Classification]):
         super().__init__(task, corpus, fields, corpus.counts, text, tables, labels)
 
     def describe(self) -> str:
-        names = self._task.class_names
+        names = self._task.known.classes
         named = f", labels are those of {self._task.name}: {', '.join(names)}" if names else ""
         return super().describe() + named
 
@@ -273,7 +254,7 @@ class ClassificationData(TextData[Classification]):
         super().save_tokenizers(folder)
         if self._label is not None:
             names = self._label.names if isinstance(self._label, Classes) else None
-            content = {"kind": self._task.label_kind, "classes": names}
+            content = {"kind": self._task.known.kind, "classes": names}
             path = folder / "labels.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -295,7 +276,7 @@ class FolderClassification(Folder, Classification):
 
     @property
     def own_names(self) -> OwnNames:
-        return self.benchmark.files if self.benchmark else {}
+        return self.known.files
 
 
 @settings("task", kw_only=True)
@@ -305,15 +286,15 @@ class HubClassification(Hub, Classification):
 
     @property
     def data_set(self) -> str | None:
-        return self.name if self.config is None and self.benchmark else self.config
+        return self.name if self.config is None and self.hides_test else self.config
 
     @property
     def own_names(self) -> OwnNames:
-        return self.benchmark.hub_splits if self.benchmark else {}
+        return self.known.hub_splits
 
     @property
     def hides_test(self) -> bool:
-        return self.benchmark is not None
+        return self.name in self.benchmarks
 
 
 @settings("task", kw_only=True)
@@ -330,10 +311,6 @@ class DemoClassification(DemoLabelled, Classification):
             raise ConfigError(
                 f"task.name={self.name}: the demo has sst2 and qnli only; for {self.name} use "
                 "profile=files with task.path=DIR, or profile=paper"
-            )
-        if self.kind != "classes":
-            raise ConfigError(
-                f"task.kind={self.kind}: the demo has only classes; set profile=files for values"
             )
 
 
@@ -363,11 +340,11 @@ class HubCrossLingual(HubByLanguage, CrossLingual):
 
     @property
     def where(self) -> str:  # type: ignore[override]
-        return self.path or CROSS_LINGUAL[self.name].hub
+        return self.path or self.known.hub
 
     @property
     def tested(self) -> Sequence[str]:
-        return self.languages or CROSS_LINGUAL[self.name].languages
+        return self.languages or self.known.languages
 
 
 @settings("task", kw_only=True)

@@ -193,51 +193,50 @@ def _some(cells: set[str]) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """classes: None for regression. num_texts: of a sample. files, hub_splits: the sets that make
-    up a split, with their part names. hub, languages: of one tested in several languages.
+    """What is known of labelled texts. classes: in label order; None for values, and where only
+    the training labels show them. metrics: None: the defaults of the kind (scores_of).
+    num_texts: that a sample may have. files, hub_splits: the sets that make up a split, with their
+    part names. hub, languages: of one tested in several languages.
     """
 
-    classes: tuple[str, ...] | None
-    metrics: tuple[str, ...]
-    num_texts: int
+    classes: Sequence[str] | None
+    metrics: Sequence[str] | None
+    num_texts: tuple[int, ...]
     files: OwnNames = field(default_factory=dict)
     hub_splits: OwnNames = field(default_factory=dict)
     hub: str = "nyu-mll/glue"
     languages: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> Kind:
-        return "value" if self.classes is None else "classes"
+    kind: Kind = "classes"
 
 
 ENTAILMENT = ("entailment", "not_entailment")
 RELATIONS = ("entailment", "neutral", "contradiction")
 GLUE: Mapping[str, Benchmark] = {
-    "sst2": Benchmark(("negative", "positive"), ("accuracy",), 1),
+    "sst2": Benchmark(("negative", "positive"), ("accuracy",), (1,)),
     "cola": Benchmark(
-        ("unacceptable", "acceptable"), ("matthews", "accuracy"), 1,
+        ("unacceptable", "acceptable"), ("matthews", "accuracy"), (1,),
         {"train": {"in_domain_train": ""}, "dev": {"in_domain_dev": "", "out_of_domain_dev": ""}},
     ),
-    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), 2),
-    "qnli": Benchmark(ENTAILMENT, ("accuracy",), 2),
-    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), 2),
-    "stsb": Benchmark(None, ("pearson", "spearman"), 2),
+    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), (2,)),
+    "qnli": Benchmark(ENTAILMENT, ("accuracy",), (2,)),
+    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), (2,)),
+    "stsb": Benchmark(None, ("pearson", "spearman"), (2,), kind="value"),
     "mnli": Benchmark(
-        RELATIONS, ("accuracy",), 2,
+        RELATIONS, ("accuracy",), (2,),
         {"dev": {"dev_matched": "matched", "dev_mismatched": "mismatched"}},
         {"dev": {"validation_matched": "matched", "validation_mismatched": "mismatched"}},
     ),
-    "rte": Benchmark(ENTAILMENT, ("accuracy",), 2),
-    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), 2),
+    "rte": Benchmark(ENTAILMENT, ("accuracy",), (2,)),
+    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), (2,)),
 }  # fmt: skip
 CROSS_LINGUAL: Mapping[str, Benchmark] = {
     "xnli": Benchmark(
-        RELATIONS, ("accuracy",), 2, hub="facebook/xnli",
+        RELATIONS, ("accuracy",), (2,), hub="facebook/xnli",
         languages=("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur",
                    "vi", "zh"),
     ),
     "pawsx": Benchmark(
-        ("different", "paraphrase"), ("accuracy",), 2, hub="google-research-datasets/paws-x",
+        ("different", "paraphrase"), ("accuracy",), (2,), hub="google-research-datasets/paws-x",
         languages=("en", "de", "es", "fr", "ja", "ko", "zh"),
     ),
 }  # fmt: skip
@@ -263,27 +262,22 @@ class Columns:
     label: str
 
     @staticmethod
-    def chosen(
-        table: Table,
-        texts: Sequence[str],
-        label: str | None,
-        num_texts: Sequence[int],
-        kind: Kind,
-    ) -> Columns:
-        """Among the columns of a training set, those given or with usual names. num_texts:
-        allowed for a sample. Raises DataError."""
+    def chosen(table: Table, texts: Sequence[str], label: str | None, known: Benchmark) -> Columns:
+        """Among the columns of a training set, those given or with usual names. Raises
+        DataError."""
         there = table.columns()
         described = f"{table.where} has the columns {', '.join(there) or 'none'}"
+        usual = (*PAIRS, *((name,) for name in SINGLES))
         if not texts:
-            usual = [*PAIRS, *((name,) for name in SINGLES)]
-            fitting = [t for t in usual if set(t) <= set(there) and len(t) in num_texts]
-            if not fitting:
-                what = "one or two texts" if len(num_texts) > 1 else f"{num_texts[0]} text(s)"
-                raise DataError(
-                    f"{described}; none has a usual name for {what}. Set task.text_columns=[NAME]"
-                )
-            texts = fitting[0]
-        label = label or next((name for name in LABELS[kind] if name in there), None)
+            fitting = (t for t in usual if set(t) <= set(there) and len(t) in known.num_texts)
+            texts = next(fitting, ())
+        if not texts:
+            what = " or ".join(map(str, known.num_texts))
+            raise DataError(
+                f"{described}; none has a usual name for {what} text(s). Set "
+                "task.text_columns=[NAME]"
+            )
+        label = label or next((name for name in LABELS[known.kind] if name in there), None)
         if label is None:
             raise DataError(
                 f"{described}; none has a usual label name. Set task.label_column=NAME"

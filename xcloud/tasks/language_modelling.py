@@ -80,7 +80,7 @@ class LanguageModelling(TextTask):
         tables = {
             split: self._table(corpus.splits[split], split, tokenizer, fields) for split in SPLITS
         }
-        self.check_sizes({split: len(table) for split, table in tables.items()})
+        self.check_rows({split: len(table) for split, table in tables.items()})
         return LanguageData(self, corpus, tables, fields, tokenizer)
 
     def _table(

@@ -111,7 +111,7 @@ class QuestionAnswering(TextTask):
             for split, rows in corpus.splits.items()
         }
         sizes = {split: len(windows[split].table) for split in SPLITS}
-        self.check_sizes(sizes)
+        self.check_rows(sizes)
         if not fields:  # this rank keeps only the counts
             return QuestionAnsweringData(self, fields, corpus, sizes)
         return QuestionAnsweringData(self, fields, corpus, sizes, tokenizer, windows)
