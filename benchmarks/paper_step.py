@@ -13,9 +13,8 @@ from xcloud.base.checks import check_number
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.parallel.schedule import Action, Schedule
-from xcloud.plan.costs import Costs, Transfer, Update
+from xcloud.plan.costs import Costs, Line, Transfer, Update
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines
-from xcloud.plan.line import Line
 from xcloud.plan.prediction import Prediction, Simulator
 
 

@@ -20,10 +20,8 @@ from typing import NamedTuple
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Schedule, put_off
-from xcloud.plan.averaging_costs import Exchange, exchange_of
-from xcloud.plan.costs import Direction, TableCosts, Update
-from xcloud.plan.line import Line, lines_of
-from xcloud.plan.plan_memory import Sums, memory_of
+from xcloud.plan.costs import Direction, Line, TableCosts, Update, lines_of
+from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.profile import BoundaryCodec, Profile

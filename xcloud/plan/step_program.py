@@ -12,9 +12,8 @@ from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
-from xcloud.plan.costs import Costs, Transfer
+from xcloud.plan.costs import Costs, Line, Transfer
 from xcloud.plan.engine import Moments, Program, run
-from xcloud.plan.line import Line
 
 
 class Op(NamedTuple):

@@ -18,8 +18,8 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, Schedule, with_micro_batches
 from xcloud.parallel.strategy import Strategy
+from xcloud.plan.costs import lines_of
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
-from xcloud.plan.line import lines_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile
