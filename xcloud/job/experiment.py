@@ -7,8 +7,8 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.job.job import PipelineJob
 from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
-from xcloud.job.pipeline_job import PipelineJob
 from xcloud.security.observer import LeakMeter
 
 

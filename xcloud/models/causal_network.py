@@ -146,7 +146,7 @@ def network_of(config: Any, part: Part) -> Any:
 def laid_out(config: Any, part: Part) -> Any:
     """The part of the model, without memory."""
     network = skeleton(config)
-    kind, base = KINDS[config.model_type], base_of(network)
+    kind, base = KINDS[config.model_type], network.base_model
     blocks = getattr(base, kind.blocks)
     for number in range(depth(config)):
         if number not in part.blocks:
@@ -174,36 +174,21 @@ def give_memory(network: Any, module: nn.Module) -> None:
 
 def tie(network: Any) -> None:
     """The head to the embeddings, in a part that holds both of a model that ties them."""
-    words, head = _embeddings(network), getattr(network, HEAD)
+    words, head = network.get_input_embeddings(), getattr(network, HEAD)
     if ties_embeddings(network.config) and not {Elsewhere} & {type(words), type(head)}:
         head.weight = words.weight
 
 
-def base_of(network: Any) -> Any:
-    """The model without its head."""
-    return getattr(network, KINDS[network.config.model_type].base)
-
-
-def embedding_matrix(network: Any) -> nn.Parameter:
-    """The matrix of the embeddings, in the first stage."""
-    words: nn.Parameter = _embeddings(network).weight
-    return words
-
-
-def _embeddings(network: Any) -> Any:
-    return getattr(base_of(network), KINDS[network.config.model_type].embeddings)
-
-
 def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, block), also of those that stand elsewhere."""
-    kind, base = KINDS[network.config.model_type], base_of(network)
+    kind, base = KINDS[network.config.model_type], network.base_model
     for number, block in enumerate(getattr(base, kind.blocks)):
         yield f"{kind.base}.{kind.blocks}.{number}", block
 
 
 def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of what this part holds: embeddings, single blocks, norm, head."""
-    kind, base = KINDS[network.config.model_type], base_of(network)
+    kind, base = KINDS[network.config.model_type], network.base_model
     for name in (kind.embeddings, *kind.first, kind.norm):
         yield f"{kind.base}.{name}", getattr(base, name)
     yield from blocks_of(network)
@@ -215,7 +200,7 @@ def linear_names(config: Any) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     network = skeleton(config)
-    block = getattr(base_of(network), KINDS[config.model_type].blocks)[0]
+    block = getattr(network.base_model, KINDS[config.model_type].blocks)[0]
     linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
     return sorted({name.rsplit(".", 1)[-1] for name in linears})
 
