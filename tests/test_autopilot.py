@@ -18,11 +18,11 @@ from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.line import LineMeter
+from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, Phase, Phased, Selectable, Selection
+from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State, is_marked

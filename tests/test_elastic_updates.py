@@ -27,7 +27,7 @@ from tests.pipelines import in_threads
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import MessageKey
-from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.averaging import Contributing
 from xcloud.parallel.exchange import Work
@@ -60,7 +60,7 @@ def test_the_hub_shows_every_contribution_that_comes() -> None:
     )
     in_threads([lambda r=r: r.run(1, 4) for r in job])
 
-    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: anchor - values
+    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: outer - values
 
 
 def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> None:

@@ -12,7 +12,7 @@ from tests.local_replicas import MEAN, Diary, Scalar
 from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Contributing
 from xcloud.parallel.control import (

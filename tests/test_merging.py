@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.replicas import averagers, exchange, same_bits
 from xcloud.base.errors import ConfigError
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.merging import (

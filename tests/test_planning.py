@@ -16,8 +16,8 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import encode_frame
 from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
 from xcloud.launch.local import run

@@ -134,7 +134,7 @@ class Averager(StatefulParts, ABC):
         """Receive and merge what was started as `step`: the same bits in every replica. If one of
         them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
 
-        Raises LinkTimeout or LinkClosed for one that is late or gone; may be called again.
+        Raises LinkTimeout or LinkClosed for one that is late or gone.
         """
 
     def end_step(self, step: int, is_last: bool) -> None:
@@ -150,16 +150,14 @@ class Averager(StatefulParts, ABC):
 class _UnderWay:
     """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
     sent: what `own` and all messages can be made of again, by the name of the codec or "own".
-    results: of aggregators. before: the residuals of codecs before they encoded for this step, to
-    which they go back if the result is not finite: nobody uses it. None is known after a restart.
+    before: the residuals of codecs before they encoded for this step, to which they go back if the
+    result is not finite: nobody uses it. None is known after a restart.
     """
 
     weight: float
     own: list[Tensor]
     sent: dict[str, Parts]
     num_steps: int = 0  # since the one before it
-    received: dict[int, Contribution] = field(default_factory=dict)
-    results: dict[int, list[Tensor]] = field(default_factory=dict)
     before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
@@ -255,21 +253,18 @@ class _Symmetric(Averager):
         weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
         return float(weight), rest
 
+    def _merged(self, step: int) -> list[Tensor]:
+        return self._merge([self._contribution(r, step) for r in range(self._mail.num_replicas)])
+
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
         if replica == self._mail.replica:
             return Contribution(under_way.own, under_way.weight)
-        if replica not in under_way.received:
-            codec = self._codecs[self._codec_to(self._mail.replica)]
-            weight, parts = self._receive(replica, self._key(step))
-            under_way.received[replica] = self._holds_to.contribution(
-                step, under_way.num_steps, replica, weight, codec, parts
-            )
-        return under_way.received[replica]
-
-    def _merged(self, step: int) -> list[Tensor]:
-        replicas = range(self._mail.num_replicas)
-        return self._merge([self._contribution(replica, step) for replica in replicas])
+        codec = self._codecs[self._codec_to(self._mail.replica)]
+        weight, parts = self._receive(replica, self._key(step))
+        return self._holds_to.contribution(
+            step, under_way.num_steps, replica, weight, codec, parts
+        )
 
     def _end(self, step: int, merged: Sequence[Tensor]) -> None:
         """It is under way no more. If the result is not finite, codecs forget what they sent."""
@@ -338,20 +333,21 @@ class Aggregators(_Symmetric):
         super().__init__(mail, codecs, merge, channel, holds_to)
 
     def _finished(self, step: int) -> list[Tensor]:
-        everybody = range(self._mail.num_replicas)
-        key, results = self._key(step, _HANDED_BACK), self._steps[step].results
-        if self._mail.replica not in results:
-            codec = self._codecs["handed_back"]
-            self._steps[step].before["handed_back"] = codec.residuals
-            parts, results[self._mail.replica] = codec.encode(self._merged(step))
-            for replica in self._mail.others:
-                self._post(replica, key, codec, parts, 1.0)
+        key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
+        self._steps[step].before["handed_back"] = codec.residuals
+        parts, own = codec.encode(self._merged(step))
         for replica in self._mail.others:
-            if replica not in results:
-                _, parts = self._receive(replica, key)
-                results[replica] = self._codecs[str(replica)].decode(parts)
-        self._end(step, [tensor for r in everybody for tensor in results[r]])
-        pieces = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
+            self._post(replica, key, codec, parts, 1.0)
+        results = {self._mail.replica: own}
+        for replica in self._mail.others:
+            _, parts = self._receive(replica, key)
+            results[replica] = self._codecs[str(replica)].decode(parts)
+        pieces = [
+            pair
+            for replica, part in enumerate(self._parts)
+            for pair in zip(part, results[replica], strict=True)
+        ]
+        self._end(step, [tensor for _, tensor in pieces])
         return joined(pieces, self._shapes)
 
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:

@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.compressor import seed_from
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, Contributing, PrivateContribution, averager_for
 from xcloud.parallel.exchange import Work, local_part

@@ -7,8 +7,8 @@ CONSTRUCTORS = frozenset(
     for name in """
 cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
 cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
-comm.chain.Chain comm.compression.Compression comm.compression.PerBoundary
-comm.compression.PerTensor comm.compression.Phase comm.compression.Phased comm.low_rank.PowerSgd
+comm.compression.Compression comm.compression.PerBoundary comm.compression.PerTensor
+comm.compression.Phase comm.compression.Phased comm.compressor.Chain comm.low_rank.PowerSgd
 comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback comm.precision.BlockInt
 comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK comm.sparsify.TopK
 comm.sparsify.TopRows electra.model.MultilingualElectra electra.parts.DiscriminatorSettings
