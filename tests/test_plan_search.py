@@ -115,12 +115,7 @@ def test_a_whole_model_in_each_rank_is_a_pipeline_of_one_stage() -> None:
     strategy = STRATEGIES["data_parallel"]
     inside = {"a-a": LinkProfile(1e6)}
     arranged = {"dp": Arranged(strategy, strategy.arrange(layout))}
-    quiet, ringed = (
-        Pricer(
-            replace(EIGHT, lines=lines), {"dp": Arranged(strategy, strategy.arrange(layout))}, 16
-        )
-        for lines in ({}, inside)
-    )
+    quiet, ringed = (Pricer(replace(EIGHT, lines=lines), arranged, 16) for lines in ({}, inside))
     plan = Plan("dp", (8,), GPipe(4), NO_COMPRESSION)
 
     slow, fast = (quiet.predict(plan, replica) for replica in (1, 0))
