@@ -137,7 +137,7 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.fingerprint() == data.fingerprint()
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
-    assert view.head is None and view.text is None
+    assert view.head is None and view._tokenizer is None
     assert not view._windows and not view._paragraphs and not view._labels
     for reach in (view.vocabulary, view.sentences):
         with pytest.raises(DataError, match="is not a text field visible here"):

@@ -97,7 +97,7 @@ class Mailbox:
 
     def recv(self, from_replica: int, key: MessageKey) -> Parts:
         """The counterpart of what was sent there as `key`. Raises LinkTimeout, LinkClosed or
-        FrameError as the link does; after a LinkTimeout it may be asked for again."""
+        FrameError as the link does."""
         expected = self._expected[from_replica]
         while (from_replica, key) not in self._kept:
             self._kept[from_replica, expected[0]] = self._links.recv(from_replica, expected[0])

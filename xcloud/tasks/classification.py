@@ -33,13 +33,13 @@ from xcloud.tasks.labels import (
     Columns,
     Kind,
     Labels,
-    Score,
     Value,
-    scores_of,
+    metrics_of,
+    score,
 )
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions
+from xcloud.tasks.text_task import TextData, TextTask, check_predictions, pair_table
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 
@@ -49,7 +49,7 @@ class Classification(TextTask):
 
     name: "classification" for texts of your own, or a benchmark, which has classes and scores.
     classes: names in label order; None: taken from the training labels.
-    metrics: names of scores, main one first; None: the defaults of the kind (scores_of).
+    metrics: names of scores, main one first; None: the defaults of the kind (metrics_of).
     text_columns, label_column: None: by usual names.
     Longer samples than max_length are truncated, the longer text first.
     """
@@ -102,8 +102,9 @@ class Classification(TextTask):
         return self.benchmarks.get(self.name, own)
 
     @property
-    def scores(self) -> Mapping[str, Score]:
-        return scores_of(self.known.kind, self.known.metrics)
+    def scores(self) -> Sequence[str]:
+        """Names, main one first."""
+        return metrics_of(self.known.kind, self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
         self._usable(tables)
@@ -175,19 +176,19 @@ class ClassificationData(TextData[Classification]):
     ) -> None:
         self._label = label
         self.head = None if label is None else label.head
-        text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         tables: dict[Split, PairTable] = {}
         labels: dict[Split, Tensor] = {}
         self._parts: dict[Split, Sequence[str]] = {}
         for split in SPLITS:
             columns = corpus.splits[split].texts
-            if text is not None:
-                tables[split] = text.table(columns["first"], columns.get("second"))
+            if tokenizer is not None:
+                texts = (columns["first"], columns.get("second"))
+                tables[split] = pair_table(tokenizer, task.max_length, *texts)
             if label is not None:
                 labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
             if "part" in columns:
                 self._parts[split] = columns["part"]
-        super().__init__(task, corpus, fields, corpus.counts, text, tables, labels)
+        super().__init__(task, corpus, fields, corpus.counts, tokenizer, tables, labels)
 
     def describe(self) -> str:
         names = self._task.known.classes
@@ -196,7 +197,7 @@ class ClassificationData(TextData[Classification]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
-        self._texts(field)
+        self._text(field)
         table = self._tables["train"]
         texts = [table.first(i) for i in range(len(table))]
         if table.seconds is not None:
@@ -211,37 +212,36 @@ class ClassificationData(TextData[Classification]):
         """
         labels, label = self._known_labels(split)
         check_predictions(predictions, split, len(labels), "sample")
-        scores = self._task.scores
         pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
+        names = self._task.scores
         if split not in self._parts:
-            return _scored(scores, list(pairs.values()))
+            return _scored(names, list(pairs.values()))
         by_part: dict[str, list[tuple[float, float]]] = {}
         for ident, pair in pairs.items():
             by_part.setdefault(self._parts[split][ident], []).append(pair)
-        values = {part: _scored(scores, found) for part, found in by_part.items()}
-        main = next(iter(scores))
-        mean = sum(found[main] for found in values.values()) / len(values)
-        return {main: round(mean, 4)} | {
-            f"{name}_{part}": found[name] for name in scores for part, found in values.items()
+        values = {part: _scored(names, held) for part, held in by_part.items()}
+        mean = sum(scores[names[0]] for scores in values.values()) / len(values)
+        return {names[0]: round(mean, 4)} | {
+            f"{name}_{part}": scores[name] for name in names for part, scores in values.items()
         }
 
     def signature(self) -> dict[str, str]:
-        names = list(self._task.scores)
-        said = {name: MEANINGS[name] for name in names}
+        names, there = self._task.scores, MEANINGS[self._task.known.kind]
+        meanings = {name: there[name] for name in names}
         if self._parts:
             parts = dict.fromkeys(self._parts["test"])
-            said |= {f"{name}_{part}": MEANINGS[name] for name in names for part in parts}
-            said[names[0]] = f"mean over {', '.join(parts)} of: {MEANINGS[names[0]]}"
-        return said
+            meanings |= {f"{name}_{part}": there[name] for name in names for part in parts}
+            meanings[names[0]] = f"mean over {', '.join(parts)} of: {there[names[0]]}"
+        return meanings
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
         labels, label = self._known_labels(split)
         lines = []
         for ident in sorted(predictions)[:count]:
-            if self.text is None or "text" not in self._fields:
+            if self._tokenizer is None or "text" not in self._fields:
                 lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
             else:
-                table, decode = self._tables[split], self.text.tokenizer.decode
+                table, decode = self._tables[split], self._tokenizer.decode
                 lines.append(f"text    {decode(table.first(ident))}")
                 if table.seconds is not None:
                     lines.append(f"        {decode(table.second(ident))}")
@@ -265,9 +265,9 @@ class ClassificationData(TextData[Classification]):
         return self._labels[split], self._label
 
 
-def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    right, predicted = [a for a, _ in pairs], [b for _, b in pairs]
-    return {name: round(score(right, predicted), 4) for name, score in scores.items()}
+def _scored(names: Sequence[str], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    right, predicted = zip(*pairs, strict=True)
+    return {name: round(score(name, right, predicted), 4) for name in names}
 
 
 @settings("task", kw_only=True)

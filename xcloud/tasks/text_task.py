@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
@@ -117,37 +116,20 @@ class TextTask(SourceTask):
         return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
 
 
-class TextPairs:
-    """An understanding task's tokenizer and maximum sample length."""
+def pair_table(
+    tokenizer: Tokenizer, max_length: int, firsts: Sequence[str], seconds: Sequence[str] | None
+) -> PairTable:
+    """Tokenise texts or pairs. Repeated texts, such as premises, are tokenised once."""
 
-    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
-        self.tokenizer, self._max_length = tokenizer, max_length
-
-    @staticmethod
-    def load(folder: Path, max_length: int) -> TextPairs:
-        """Load what `save` wrote. Raises DataError if it is missing."""
-        return TextPairs(Tokenizer.load(folder / "text_tokenizer.json"), max_length)
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save(folder / "text_tokenizer.json")
-
-    def table(self, firsts: Sequence[str], seconds: Sequence[str] | None) -> PairTable:
-        return PairTable.of_samples(
-            self._encode(firsts), None if seconds is None else self._encode(seconds),
-            self._max_length, self.tokenizer.token_ids, self.tokenizer.num_separators,
-        )  # fmt: skip
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Repeated texts, such as premises, are tokenised once."""
+    def encoded(texts: Sequence[str]) -> list[list[int]]:
         distinct = list(dict.fromkeys(texts))
-        ids = dict(zip(distinct, self.tokenizer.encode(distinct), strict=True))
+        ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
         return [ids[text] for text in texts]
 
-    def batch(self, firsts: Sequence[str], seconds: Sequence[str] | None = None) -> Batch:
-        """ids, text and types of texts outside the corpus."""
-        ids = torch.arange(len(firsts))
-        text, types = self.table(firsts, seconds).padded(ids)
-        return {"ids": ids, "text": text, "types": types}
+    return PairTable.of_samples(
+        encoded(firsts), None if seconds is None else encoded(seconds), max_length,
+        tokenizer.token_ids, tokenizer.num_separators,
+    )  # fmt: skip
 
 
 T = TypeVar("T", bound=SourceTask)
@@ -182,7 +164,7 @@ class View(Generic[T]):
 
 class TextData(View[U]):
     """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
-    text is None and tables is empty if text is not visible; labels likewise."""
+    tokenizer is None and tables is empty if text is not visible; labels likewise."""
 
     def __init__(
         self,
@@ -190,12 +172,12 @@ class TextData(View[U]):
         corpus: Corpus,
         fields: frozenset[str],
         rows: Mapping[Split, int],
-        text: TextPairs | None,
+        tokenizer: Tokenizer | None,
         tables: Mapping[Split, PairTable],
         labels: Mapping[Split, Tensor],
     ) -> None:
         super().__init__(task, corpus, rows)
-        self._fields, self.text = fields, text
+        self._fields, self._tokenizer = fields, tokenizer
         self._tables, self._labels = tables, labels
 
     @property
@@ -207,7 +189,7 @@ class TextData(View[U]):
         return {name: sum(t.num_cut for t in self._tables.values()) for name in self.text_fields}
 
     def vocabulary(self, field: str) -> TokenIds:
-        return self._texts(field).tokenizer.token_ids
+        return self._text(field).token_ids
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
@@ -224,14 +206,14 @@ class TextData(View[U]):
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write text_tokenizer.json if text is visible."""
-        if self.text is not None:
-            self.text.save(folder)
+        if self._tokenizer is not None:
+            self._tokenizer.save(folder / "text_tokenizer.json")
 
-    def _texts(self, field: str) -> TextPairs:
-        if self.text is None or field not in self.text_fields:
+    def _text(self, field: str) -> Tokenizer:
+        if self._tokenizer is None or field not in self.text_fields:
             visible = ", ".join(sorted(self._fields)) or "none"
             raise DataError(f"{field!r} is not a text field visible here; visible: {visible}")
-        return self.text
+        return self._tokenizer
 
 
 def counted(counts: Mapping[Split, int]) -> str:
