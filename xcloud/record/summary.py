@@ -39,7 +39,6 @@ How the figures are made:
 import contextlib
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,6 +64,7 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
+from xcloud.record.segments import replace_text
 
 Summary = dict[str, Any]
 
@@ -315,13 +315,9 @@ def num_warmup_steps(num_steps: int) -> int:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
-    """Write summary.json atomically: a reader sees the old file or the complete new one."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    # JSON has no NaN: a diverged run's loss becomes null.
+    """JSON has no NaN: a diverged run's loss becomes null."""
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    replace_text(Path(path), text + "\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
