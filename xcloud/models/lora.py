@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, between, check, settings
 from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 NAME = "default"  # what peft calls the only adapter of a network
 PREFIX = "base_model.model."  # of every tensor in a file of peft
