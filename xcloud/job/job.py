@@ -200,6 +200,16 @@ class Job(ABC):
         """Settings of another experiment that make it read what a finished run left."""
         return {}
 
+    def check_after(self, first: Job) -> None:
+        """As `check`, of a job that reads what `first` will leave, which is not there yet."""
+        self.check()
+
+    @property
+    def left_positions(self) -> int | None:
+        """Tokens of the longest text that the encoder which it leaves can read, if it leaves one
+        with a limit."""
+        return None
+
     def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""
         return None

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models.checkpoint import fetch, quiet
-from xcloud.models.seeding import seeded
+from xcloud.models.checkpoint import fetch, quiet, raw_config
+from xcloud.models.stages import seeded
 
 HEAD = "lm_head"
 
@@ -80,12 +80,12 @@ class NoPositions(nn.Module):
 def read_config(name_or_path: str) -> Any:
     """The transformers config of a checkpoint. DataError if it is nowhere, ConfigError if it is
     of no type in KINDS."""
-    from transformers import PreTrainedConfig
-
-    raw, _ = fetch(
-        name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
-    )
-    check_type(raw.get("model_type"), f"the checkpoint {name_or_path!r}")
+    raw = raw_config(name_or_path)
+    if raw.get("model_type") not in KINDS:
+        raise ConfigError(
+            f"the checkpoint {name_or_path!r} is of type {raw.get('model_type')!r}; causal "
+            f"language models that can be cut are {', '.join(KINDS)}"
+        )
     return config_of(raw)
 
 
@@ -94,15 +94,6 @@ def config_of(described: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**described)
-
-
-def check_type(model_type: object, what: str) -> None:
-    """Raise ConfigError unless this is a causal language model that can be cut here."""
-    if model_type not in KINDS:
-        raise ConfigError(
-            f"{what} is of type {model_type!r}; causal language models that can be cut are "
-            f"{', '.join(KINDS)}"
-        )
 
 
 def depth(config: Any) -> int:

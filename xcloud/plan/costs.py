@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import NamedTuple, Protocol
 
-from xcloud.base.checks import check_number
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegativeFloat, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.parallel.schedule import Action
 
 
-@dataclass(frozen=True)
+@settings("line")
 class Line:
     """One direction. It carries one message at a time, first come, first served:
 
@@ -29,12 +29,7 @@ class Line:
     """
 
     profile: LinkProfile | None = None
-    per_message_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.profile is not None and not isinstance(self.profile, LinkProfile):
-            raise ConfigError(f"line.profile must be a LinkProfile or None, got {self.profile!r}")
-        check_number("line.per_message_s", self.per_message_s, 0.0)
+    per_message_s: NotNegativeFloat = 0.0
 
     @property
     def latency_s(self) -> float:
