@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.event_lines import steps_done
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
@@ -49,7 +50,7 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
 from xcloud.rank import stage_rank, typical_step
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import EventReader, steps_done
+from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.checkpoint import fetch, quiet, raw_config
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 HEAD = "lm_head"
 

@@ -78,17 +78,21 @@ class Merged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contributing:
-    """What every averager of a rank holds to.
+class Terms:
+    """How one averaging goes, the same in all replicas but for `protect` and `watch`.
 
+    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
+    most_weight: that a replica can have for what it did in so many steps.
     protect: applied to what this replica contributes before it is encoded.
     watch: called with each contribution of another replica: step, replica, its decoded tensors by
-        name. most_weight: that a replica can have for what it did in so many steps.
+        name.
     """
 
+    merge: Merge = weighted_sum
+    channel: int = 0
+    most_weight: Callable[[int], float] = float
     protect: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda tensors: tensors
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
-    most_weight: Callable[[int], float] = float
 
     def contribution(
         self, step: int, num_steps: int, replica: int, weight: float, codec: TensorCodec,
@@ -110,7 +114,7 @@ class Contributing:
         return contribution
 
 
-_OPENLY = Contributing()
+SUM = Terms()
 
 
 class Averager(StatefulParts, ABC):
@@ -165,13 +169,9 @@ class _Symmetric(Averager):
     """What both kinds share in which all replicas do the same: contributions to steps under way,
     sent, received and restored."""
 
-    def __init__(
-        self, mail: Mailbox, codecs: Mapping[str, TensorCodec], merge: Merge, channel: int,
-        holds_to: Contributing,
-    ) -> None:  # fmt: skip
-        self._mail, self._codecs, self._merge = mail, dict(codecs), merge
-        self._channel, self._holds_to = channel, holds_to
-        check_merge(merge, mail.num_replicas)
+    def __init__(self, mail: Mailbox, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
+        self._mail, self._codecs, self._terms = mail, dict(codecs), terms
+        check_merge(terms.merge, mail.num_replicas)
         for codec in codecs.values():
             codec.of_replica(mail.replica)
         self._steps: dict[int, _UnderWay] = {}
@@ -184,7 +184,7 @@ class _Symmetric(Averager):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
         before = {name: codec.residuals for name, codec in self._codecs.items()}
-        self._steps[step] = self._encoded(self._holds_to.protect(tensors), weight)
+        self._steps[step] = self._encoded(self._terms.protect(tensors), weight)
         under_way = self._steps[step]
         under_way.num_steps, self._last_step = step - self._last_step, step
         under_way.before |= {name: before[name] for name in before if name in under_way.sent}
@@ -254,7 +254,9 @@ class _Symmetric(Averager):
         return float(weight), rest
 
     def _merged(self, step: int) -> list[Tensor]:
-        return self._merge([self._contribution(r, step) for r in range(self._mail.num_replicas)])
+        return self._terms.merge(
+            [self._contribution(r, step) for r in range(self._mail.num_replicas)]
+        )
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
@@ -262,9 +264,7 @@ class _Symmetric(Averager):
             return Contribution(under_way.own, under_way.weight)
         codec = self._codecs[self._codec_to(self._mail.replica)]
         weight, parts = self._receive(replica, self._key(step))
-        return self._holds_to.contribution(
-            step, under_way.num_steps, replica, weight, codec, parts
-        )
+        return self._terms.contribution(step, under_way.num_steps, replica, weight, codec, parts)
 
     def _end(self, step: int, merged: Sequence[Tensor]) -> None:
         """It is under way no more. If the result is not finite, codecs forget what they sent."""
@@ -276,21 +276,17 @@ class _Symmetric(Averager):
                 later.before[name] = before
 
     def _key(self, step: int, more: int = 0) -> MessageKey:
-        return MessageKey(Kind.AVERAGING, step, self._channel + more)
+        return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
 
 
 class AllToAll(_Symmetric):
     """Every replica sends its message to every other: R - 1 messages each way, one latency.
 
     A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
-    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
     """
 
-    def __init__(
-        self, mail: Mailbox, codec: TensorCodec, merge: Merge = weighted_sum, channel: int = 0,
-        holds_to: Contributing = _OPENLY,
-    ) -> None:  # fmt: skip
-        super().__init__(mail, {"all": codec}, merge, channel, holds_to)
+    def __init__(self, mail: Mailbox, codec: TensorCodec, terms: Terms = SUM) -> None:
+        super().__init__(mail, {"all": codec}, terms)
 
     def _finished(self, step: int) -> list[Tensor]:
         merged = self._merged(step)
@@ -322,15 +318,14 @@ class Aggregators(_Symmetric):
 
     def __init__(
         self, mail: Mailbox, shapes: Mapping[str, torch.Size],
-        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
-        merge: Merge = weighted_sum, channel: int = 0, holds_to: Contributing = _OPENLY,
+        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
         self._shapes = list(shapes.values())
         self._parts = by_rows(shapes, mail.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._parts]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
         codecs["handed_back"] = new_codec(by_name[mail.replica])
-        super().__init__(mail, codecs, merge, channel, holds_to)
+        super().__init__(mail, codecs, terms)
 
     def _finished(self, step: int) -> list[Tensor]:
         key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
@@ -369,10 +364,9 @@ class Aggregators(_Symmetric):
 
 def averager_for(
     mail: Mailbox, shapes: Mapping[str, torch.Size],
-    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
-    merge: Merge = weighted_sum, channel: int = 0, holds_to: Contributing = _OPENLY,
+    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
     """The one that sends least: all to all between two replicas, aggregators among more."""
     if mail.num_replicas == 2:
-        return AllToAll(mail, new_codec(shapes), merge, channel, holds_to)
-    return Aggregators(mail, shapes, new_codec, merge, channel, holds_to)
+        return AllToAll(mail, new_codec(shapes), terms)
+    return Aggregators(mail, shapes, new_codec, terms)

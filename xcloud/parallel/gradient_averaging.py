@@ -21,6 +21,7 @@ from torch import Tensor
 
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.state import MEMORY, State, Stateful, stateful, whole_number
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer, Work, local_part
 from xcloud.parallel.merging import Robust, weighted_sum
 from xcloud.parallel.partition import Piece, by_rows, gather_shares
@@ -93,7 +94,7 @@ class AveragedGradients(Exchange):
             self._averager = replicas.averager(
                 lambda s: replicas.codec(s, averaging.feedback, "averaging", plain={LOSS}),
                 {piece.name: piece.shape for piece in self._mine},
-                averaging.merge or weighted_sum,
+                Terms(averaging.merge or weighted_sum),
                 silent={LOSS},
             )
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none

@@ -21,9 +21,9 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import State, Stateful, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Averager, Contributing, Merged
+from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, Merge, can_merge
+from xcloud.parallel.merging import Contribution, can_merge
 from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.record.reporter import Reporter
 
@@ -90,7 +90,6 @@ class _End(Averager):
     links: ReplicaLinks
     codec: TensorCodec
     merged: TensorCodec
-    holds_to: Contributing = field(default_factory=Contributing)
     known: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -187,12 +186,12 @@ class Hub(_End):
     counts as one that has left. leave: whether the others continue then. values: of this replica,
     as OuterParameters.flat, for those that missed too many merges."""
 
-    merge_rule: Merge = field(kw_only=True)
-    late: Literal["wait", "skip"] = field(kw_only=True)
-    leave: Literal["fail", "go_on"] = field(kw_only=True)
-    wait_s: float = field(kw_only=True)
-    values: Callable[[], Parts] = field(kw_only=True)
-    log: MergeLog = field(kw_only=True)
+    terms: Terms
+    late: Literal["wait", "skip"]
+    leave: Literal["fail", "go_on"]
+    wait_s: float
+    values: Callable[[], Parts]
+    log: MergeLog
     _own: Contribution | None = field(default=None, init=False)
     _kept: deque[MergeRecord] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _peers: dict[int, _Peer] = field(init=False)
@@ -221,8 +220,8 @@ class Hub(_End):
                 self._due[replica] = (asked.known, replica in taken)
         changes, parts = [], Parts()
         num_counted = sum(contribution.weight > 0 for contribution in taken.values())
-        if can_merge(self.merge_rule, num_counted) and are_finite(
-            merged := self.merge_rule([taken[replica] for replica in sorted(taken)])
+        if can_merge(self.terms.merge, num_counted) and are_finite(
+            merged := self.terms.merge([taken[replica] for replica in sorted(taken)])
         ):
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
@@ -296,7 +295,7 @@ class Hub(_End):
         (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
         contribution = None
         if rest:
-            contribution = self.holds_to.contribution(
+            contribution = self.terms.contribution(
                 int(asked_at), step - peer.merged_at, replica, weight, self.codec, rest
             )
         else:  # it begins, with the values of here

@@ -18,7 +18,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Seconds, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, stateful, whole_number
-from xcloud.parallel.averaging import Averager, Merged
+from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
@@ -296,21 +296,20 @@ class LocalRounds(Exchange):
         num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
         shares = by_tensor(shapes, num_shares)
         values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
+        terms = Terms(averaging.merge or weighted_mean, number, self._most_weight)
         averager: Averager | None = None
         if averaging.is_elastic and replicas.group.leads:
-            averager = self._elastic_averager(shapes, values)
+            averager = self._elastic_averager(shapes, values, terms)
         elif replicas.group.lane < num_shares:
             averager = replicas.averager(
                 lambda s: replicas.codec(s, averaging.feedback, "local updates", number),
                 {piece.name: piece.shape for piece in shares[replicas.group.lane]},
-                averaging.merge or weighted_mean,
-                channel=number,
-                num_fragments=averaging.fragments,
-                most_weight=self._most_weight,
+                terms,
+                averaging.fragments,
             )
         return _Fragment(values, averager, averaging.offsets[number])
 
-    def _elastic_averager(self, shapes: Shapes, values: OuterParameters) -> Averager:
+    def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
         replicas, averaging = self._replicas, self._settings
         change, merged = (
             replicas.codec(shapes, averaging.feedback, "local updates", name)
@@ -319,11 +318,9 @@ class LocalRounds(Exchange):
         if replicas.links.replica != HUB:
             return Member(replicas.links, change, merged)
         return Hub(
-            replicas.links, change, merged,
-            replicas.contributing(shapes, 1, (), self._most_weight),
-            merge_rule=averaging.merge or weighted_mean, late=averaging.late,
-            leave=averaging.leave, wait_s=averaging.wait_s, values=values.flat,
-            log=MergeLog(replicas.reporter, replicas.links),
+            replicas.links, change, merged, replicas.guarded(terms, shapes),
+            averaging.late, averaging.leave, averaging.wait_s, values.flat,
+            MergeLog(replicas.reporter, replicas.links),
         )  # fmt: skip
 
     def _most_weight(self, num_steps: int) -> float:
