@@ -23,7 +23,7 @@ from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.join.agreement import Agreed, Verdict
 from xcloud.launch import torchrun, worker
-from xcloud.rank.role import Role
+from xcloud.rank.role import Role, restored
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
@@ -116,7 +116,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
         called = []  # noqa: RUF012
 
         def run(self) -> None:
-            self.checkpoints({}, None, {}).close()
+            restored(self.context, {}, None, {}).close()
 
     monkeypatch.setattr(worker, "role_of", lambda job, rank: Going)
     job = job_from_config(CONFIG)
@@ -158,7 +158,7 @@ def test_ranks_meet_in_their_run_folder_whatever_its_name(
 ) -> None:
     run_dir = tmp_path / name
     run_dir.mkdir()
-    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_ranks=2)))
+    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_processes=2)))
     given: dict[str, Any] = {}
     monkeypatch.setattr(
         worker.dist, "init_process_group", lambda backend, **rest: given.update(rest)
