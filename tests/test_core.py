@@ -18,7 +18,7 @@ cluster.link_end cluster.link_profile cluster.liveness cluster.transport
 comm.boundary comm.channel comm.compression comm.compressor comm.state comm.step_clock
 contracts.model contracts.task
 job.config job.experiment job.job job.needs job.pipeline_job
-join.agreement launch.local launch.processes launch.worker
+join.agreement join.joining launch.local launch.processes launch.rank_process launch.worker
 parallel.control parallel.exchange parallel.part parallel.pipeline parallel.rank_group
 parallel.schedule parallel.split_backward
 rank.evaluation rank.export rank.loading rank.parts rank.role rank.roles rank.stage_rank
@@ -32,9 +32,10 @@ watch.monitor wire.boundaries wire.ends wire.wiring
 )
 COMPOSED = (
     "rank.parts", "rank.roles", "job.experiment", "job.pipeline_job", "job.needs", "job.job",
-    "wire.boundaries", "wire.wiring",
+    "join.joining", "wire.boundaries", "wire.wiring",
 )  # fmt: skip
-"""The lists of what there is: parts, kinds of job, settings and what they need, links."""
+"""The lists of what there is: parts, kinds of job, settings and what they need, ways to
+join, links."""
 
 FEATURES = (
     "cluster.one_way_layout", "cluster.pair_transport", "comm.activation_cache",
@@ -62,7 +63,7 @@ def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tup
 
 
 LARGER = {
-    "launch.local.run": 84, "launch.worker.live": 74, "launch.worker.main": 102,
+    "launch.local.run": 84,
     "cluster.link_profile.LinkProfile": 15, "comm.step_clock.StepClock": 16,
     "contracts.model.BuildContext": 13, "job.job.Job": 12, "launch.processes.LocalRanks": 12,
     "rank.role.RankContext": 13, "record.events.StepTotals": 15,
@@ -78,8 +79,8 @@ def too_many(found: dict[str, int], most: int) -> dict[str, int]:
 def test_the_core_can_be_held_by_one_engineer() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in files())
 
-    assert len(CORE) <= 64
-    assert lines <= 13_500
+    assert len(CORE) <= 66
+    assert lines <= 13_700
 
 
 def is_feature(module: str) -> bool:
@@ -103,9 +104,7 @@ def feature_imports() -> set[str]:
 
 
 STILL_IMPORTED = {
-    "launch.worker -> cluster.pair_transport", "launch.worker -> join.elastic",
-    "launch.worker -> join.failure_detector", "launch.worker -> rank.interleaved",
-    "rank.role -> cluster.pair_transport", "rank.role -> survive.checkpointing",
+    "launch.rank_process -> rank.interleaved", "rank.role -> survive.checkpointing",
     "survive.changes -> parallel.strategy",
 }  # fmt: skip
 
@@ -159,8 +158,8 @@ KINDS = {
 
 
 OTHERS_THAT_ASK = {
-    "job/config.py", "job/follow_up.py", "plan/autopilot.py", "plan/plan_memory.py",
-    "planner/planning.py", "planner/trial.py", "rank/roles.py", "survive/changes.py",
+    "job/config.py", "job/overrides.py", "plan/autopilot.py", 
+    "planner/planning.py", "survive/changes.py",
 }  # fmt: skip
 
 
