@@ -19,8 +19,8 @@ from typing import NamedTuple
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source
+from xcloud.plan.costs import Line
 from xcloud.plan.engine import Program, run
-from xcloud.plan.line import Line
 
 
 @dataclass(frozen=True)

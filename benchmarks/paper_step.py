@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import Annotated, Any
 
-from xcloud.base.checks import check_number
+from pydantic import Field
+
+from xcloud.base.settings import NotNegativeFloat, check
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.parallel.schedule import Action, Schedule
-from xcloud.plan.costs import Costs, Transfer, Update
+from xcloud.plan.costs import Costs, Line, Transfer, Update
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines
-from xcloud.plan.line import Line
 from xcloud.plan.prediction import Prediction, Simulator
 
 
@@ -37,8 +38,10 @@ class UniformCosts:
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "transfer_s", "latency_s"):
-            check_number(f"costs.{name}", getattr(self, name), 0.0)
-        check_number("costs.weights_s", self.weights_s, 0.0, self.backward_s)
+            check(f"costs.{name}", getattr(self, name), NotNegativeFloat)
+        check(
+            "costs.weights_s", self.weights_s, Annotated[float, Field(ge=0.0, le=self.backward_s)]
+        )
         # No bytes, so the bandwidth plays no part.
         object.__setattr__(self, "_line", Line(LinkProfile(1.0, self.latency_s), self.transfer_s))
 

@@ -15,6 +15,7 @@ from tests.trainers import ranks, update
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution
 from xcloud.parallel.replicas import Replicas
@@ -51,7 +52,7 @@ class Votes(Exchange):
         self._averager = replicas.averager(
             lambda shapes: replicas.codec(shapes, False, "votes"),
             {name: parameter.shape for name, parameter in replicas.trained.items()},
-            vote,
+            Terms(vote),
         )
         replicas.open([self._averager])
 

@@ -48,7 +48,7 @@ from xcloud.join.agreement import (
     encode_table,
     encode_verdict,
 )
-from xcloud.parallel.averaging import Contributing
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.control import (
     check_norms,
     code_of,
@@ -311,8 +311,8 @@ SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
 def contributions() -> Parser:
     codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
     parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
-    holds_to = Contributing(most_weight=lambda num_steps: 2.0)
-    return Parser([parts], lambda parts: holds_to.contribution(1, 1, 1, 1.0, codec, parts))
+    terms = Terms(most_weight=lambda num_steps: 2.0)
+    return Parser([parts], lambda parts: terms.contribution(1, 1, 1, 1.0, codec, parts))
 
 
 SETTINGS = LocalUpdates(2, MEAN, late="skip", wait_s=5.0)

@@ -16,7 +16,7 @@ PRELUDE = """
 import os, sys, time, datetime
 from pathlib import Path
 import torch, torch.distributed as dist
-from xcloud.cluster.line import LinkClock
+from xcloud.cluster.link import LinkClock
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings

@@ -16,9 +16,8 @@ from xcloud.cluster.link_end import InSettings
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
-from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.compressor import Chain, ChannelId, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows

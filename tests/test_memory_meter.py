@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xcloud.record.summary import RunStatistics
-from xcloud.record.tracked_values import final_metrics
+from xcloud.record.tracking import final_metrics
 from xcloud.training.memory_meter import MemoryMeter, SavedTensors, optimizer_bytes
 
 KB = 1024

@@ -19,8 +19,14 @@ from xcloud.record.events import Event
 from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Lane, Timeline
 from xcloud.report.figures import COLOURS, ink_on, running_mean, wrapped
-from xcloud.report.pictures import short, write_loss, write_pictures, write_step_time
-from xcloud.report.timeline_picture import KINDS, write_timeline
+from xcloud.report.pictures import (
+    KINDS,
+    short,
+    write_loss,
+    write_pictures,
+    write_step_time,
+    write_timeline,
+)
 from xcloud.watch.monitor import Monitor
 
 PACKAGE = Path(__file__).parent.parent / "xcloud"
@@ -216,7 +222,7 @@ def test_no_worker_imports_what_draws() -> None:
             assert "matplotlib" not in libraries, name
             to_read += own_imports(MODULES[name])
     assert {"comm.step_clock", "rank.typical_step", "record.reporter"} <= reached
-    drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "watch.monitor"}
+    drawing = {"report.pictures", "record.timeline", "watch.monitor"}
     assert not reached & drawing
 
 

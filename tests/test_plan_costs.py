@@ -13,8 +13,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.launch.local import run
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
-from xcloud.plan.costs import Costs, Direction, TableCosts, Update
-from xcloud.plan.line import Line
+from xcloud.plan.costs import Costs, Direction, Line, TableCosts, Update
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.recorded import read_timeline

@@ -29,7 +29,7 @@ from xcloud.plan.formulas import (
 )
 from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.record.timeline import chrome_trace
-from xcloud.report.timeline_picture import write_timeline
+from xcloud.report.pictures import write_timeline
 
 GRID = list(product([1, 2, 3, 5], [1, 2, 7], [(1.0, 2.0), (1.3, 0.7)], [0.0, 0.5, 1.5, 5.0]))
 

@@ -93,7 +93,7 @@ def test_every_constructor_is_of_the_module_that_its_name_says() -> None:
         ("pathlib.Path.write_text", {"self": "OWNED", "data": "x"}),
         ("distutils.spawn.spawn", {"cmd": ["touch", "OWNED"]}),
         ("torch.load", {"f": "OWNED", "weights_only": False}),
-        ("xcloud.record.whole_file.Path.write_text", {"self": "OWNED", "data": "x"}),
+        ("xcloud.record.segments.Path.write_text", {"self": "OWNED", "data": "x"}),
         ("xcloud.comm.precision.Cast.__init__", {}),
         ("evil_module.Anything", {}),
         (["os.system"], {}),

@@ -128,7 +128,7 @@ def test_text_and_labels_must_be_seen_by_one_rank() -> None:
     task = DemoQuestionAnswering(**SMALL)
     with pytest.raises(ConfigError, match="Give the first and the last stage to one owner"):
         task.load(frozenset({"label"}), 1)
-    with pytest.raises(ConfigError, match="text, types and label"):
+    with pytest.raises(ConfigError, match="text, types, label"):
         task.load(frozenset({"target"}), 1)
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.fingerprint() == data.fingerprint()
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
-    assert view.head is None and view.text is None
+    assert view.head is None and view._tokenizer is None
     assert not view._windows and not view._paragraphs and not view._labels
     for reach in (view.vocabulary, view.sentences):
         with pytest.raises(DataError, match="is not a text field visible here"):

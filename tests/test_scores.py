@@ -2,7 +2,7 @@
 
 import pytest
 
-from xcloud.record.scores import score_name, score_text, shown_scores
+from xcloud.base.units import score_name, score_text, shown_scores
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,10 @@ def test_an_unknown_option_is_said_with_those_there_are_wherever_m_stands(tmp_pa
     assert "provider" not in refused.stderr
 
 
-@pytest.mark.parametrize(("parallel", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("parallel", "number"),
+    [(1, signal.SIGINT), pytest.param(2, signal.SIGTERM, marks=pytest.mark.nightly)],
+)
 def test_ctrl_c_ends_every_rank_and_leaves_a_sweep_to_continue(
     parallel: int, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -127,6 +130,7 @@ def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> 
     assert all((folder / name / "output.log").read_text() for name in statuses(folder))
 
 
+@pytest.mark.nightly  # in threads: test_sweep_together.py
 def test_points_that_take_turns_end_with_a_ratio_and_wait_in_no_step(tmp_path: Path) -> None:
     folder = tmp_path / "turns"
     line = ["compression=none,int8", "training.max_steps=28", "hydra.launcher.timing=together"]

@@ -21,8 +21,7 @@ from xcloud.rank.interleaved import (
     join_turns,
 )
 from xcloud.record.summary import read_summary
-from xcloud.record.tracked_values import final_metrics
-from xcloud.record.tracking import NullTracker
+from xcloud.record.tracking import NullTracker, final_metrics
 from xcloud.sweep.interleaving import InterleavingServer, StepRatio, record, reference_of
 from xcloud.sweep.points import Point
 from xcloud.sweep.results import from_folder, rows_of

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from xcloud.record.tracked_values import Buckets, Point, Thinner
+from xcloud.record.tracking import Buckets, Point, Thinner
 
 
 def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[Point]:

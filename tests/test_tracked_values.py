@@ -1,7 +1,7 @@
 """What a tracker is told: legal names, flat parameters, curves apart from final values."""
 
 from xcloud.record.events import StepTotals
-from xcloud.record.tracked_values import (
+from xcloud.record.tracking import (
     final_metrics,
     flatten,
     legal_name,

@@ -18,8 +18,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import Store
 from xcloud.record.mlflow_tracker import MlflowTracker, Sender
-from xcloud.record.tracked_values import final_metrics
-from xcloud.record.tracking import NullTracker, TrackedRun, Tracker
+from xcloud.record.tracking import NullTracker, TrackedRun, Tracker, final_metrics
 
 CONF = Path(__file__).parent.parent / "conf" / "tracker"
 SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
@@ -260,7 +259,7 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
     modules = "record.events report.progress record.summary report.run_table record.tracking"
-    modules += " record.mlflow_tracker record.tracked_values report.ui base.project __main__"
+    modules += " record.mlflow_tracker report.ui base.project __main__"
     code = f"""
 import importlib, sys
 for name in {modules.split()}:

@@ -311,7 +311,7 @@ def test_a_path_is_asked_for_by_its_config_name() -> None:
 
 
 def test_unknown_fields_are_refused(task: Translation) -> None:
-    with pytest.raises(ConfigError, match="source and target"):
+    with pytest.raises(ConfigError, match="source, target"):
         task.load(frozenset({"labels"}), 1)
 
 

@@ -14,7 +14,7 @@ from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.line import LinkClock, PostedReceives, Reservation
+from xcloud.cluster.link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.link_end import ByteQueue, InSettings, OutSettings
 from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.line import PostedReceives, Reservation
-from xcloud.cluster.link import LinkRecord, LinkStats, Parts, expect
+from xcloud.cluster.link import LinkRecord, LinkStats, Parts, PostedReceives, Reservation, expect
 from xcloud.cluster.link_end import (
     ByteQueue,
     InSettings,

@@ -6,9 +6,11 @@ A shorter list is a prefix of a longer one with the same seed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from xcloud.base.checks import check_int
+from pydantic import Field
+
+from xcloud.base.settings import NotNegative, check
 from xcloud.demo_corpus import events, feelings, joined, nested, sentences, states
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.events import Story
@@ -118,5 +120,5 @@ def _distinct(
 
 
 def _check(num: int, seed: int, maximum: int) -> None:
-    check_int("num", num, 0, maximum)
-    check_int("seed", seed, 0)
+    check("num", num, Annotated[int, Field(ge=0, le=maximum)])
+    check("seed", seed, NotNegative)

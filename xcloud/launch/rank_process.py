@@ -113,17 +113,14 @@ def live(
         events.append if events else lambda lines: role.report(lines), process.state,
     )  # fmt: skip
     take = intake.take if intake else lambda peer, frame: None
-    context = _context(job, rank, run_dir, reporter, take, agreed, holder, process, transport)
+    context = _context(job, run_dir, reporter, take, agreed, holder, process, transport)
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
-        records = [*agreed.records, *role.records]
-        write_rank_audit(
-            run_dir, rank, layout, records, reporter.contents, role.received, job.is_elastic
-        )
+        sent, kinds = [*agreed.records, *role.records], reporter.contents
+        write_rank_audit(run_dir, rank, layout, sent, kinds, role.received, job.is_elastic)
 
-    def last_words() -> None:
-        """What was not said yet, if rank 0 still listens."""
+    def last_words() -> None:  # if rank 0 still listens
         with contextlib.suppress(LinkError):
             reporter.flush()
             time.sleep(LAST_WORDS_S)
@@ -140,9 +137,9 @@ def live(
         raise
     finally:
         context.turns.close(is_finished=False)
-        for open_file in (intake, events):
-            if open_file is not None:
-                open_file.close()
+        if intake is not None and events is not None:
+            intake.close()
+            events.close()
         write_audit()
 
 
@@ -159,10 +156,10 @@ def _play(role: Role[Any], agreed: Agreed, reporter: Reporter) -> None:
 
 
 def _context(
-    job: Job, rank: int, run_dir: Path, reporter: Reporter, on_report: OnReport, agreed: Agreed,
+    job: Job, run_dir: Path, reporter: Reporter, on_report: OnReport, agreed: Agreed,
     holder: RankCheckpoints, process: Process, transport: Transport | None,
 ) -> RankContext[Any]:  # fmt: skip
-    layout, is_resumed = job.cluster, has_events(run_dir)
+    layout, rank, is_resumed = job.cluster, holder.rank, has_events(run_dir)
     turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
     device = _device(layout.clouds[layout.cloud_of(rank)].device)
     return RankContext(

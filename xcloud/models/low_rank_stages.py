@@ -19,8 +19,7 @@ from xcloud.contracts.model import Batch, Head, Message, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Embeddings
 from xcloud.models.low_rank_cut import BottomCut, ProjectionTop, TopCut
-from xcloud.models.seeding import seeded
-from xcloud.models.stages import DescribedStage
+from xcloud.models.stages import DescribedStage, seeded
 
 VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.stage.Head
 SCORE_SCALE = 10_000

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from xcloud.plan.line import Line
+from xcloud.plan.costs import Line
 
 
 class Parcel(NamedTuple):
@@ -121,7 +121,7 @@ class _Lines:
         until_s = self.free_s[route] = line.until_s(start_s, self._num_bytes[number])
         arrived_s = until_s + line.latency_at(until_s)
         if line.profile is not None and line.jitter_s:
-            # The draws of the emulated link (cluster/line.py).
+            # The draws of the emulated link (cluster/link.py).
             draw = random.Random(f"{line.profile.seed}:{self._num_carried[route]}").random()
             arrived_s += draw * line.jitter_s
         self._num_carried[route] += 1

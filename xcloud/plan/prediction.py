@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from xcloud.plan.costs import Costs, Transfer
+from xcloud.plan.costs import Costs, Line, Transfer
 from xcloud.plan.engine import Moments, Passage
-from xcloud.plan.line import Line
 from xcloud.plan.step_program import Op, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.record.whole_file import sync_names, write_whole
+from xcloud.record.segments import sync_names, write_whole
 
 CHECKPOINTS_DIR = "checkpoints"  # in the run folder
 AGREED_FILE = "AGREED"

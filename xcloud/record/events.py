@@ -306,17 +306,6 @@ class StepCollector:
             self._done = max(self._done, step)
 
 
-def steps_done(events: Iterable[Event]) -> list[Event]:
-    """The "step" events of a run, each as the step was done last."""
-    done: list[Event] = []
-    for event in events:
-        if event["event"] == "resume":
-            done = [earlier for earlier in done if earlier["step"] <= event["step"]]
-        elif event["event"] == "step":
-            done.append(event)
-    return done
-
-
 def update_s(spans: Iterable[tuple[float, float]]) -> float:
     """The wall time of an update: from when the last rank had begun it to when the last one had
     ended it. spans: of each rank when it ended, in seconds, and its own time for it. As a rank

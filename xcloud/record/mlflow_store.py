@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import project_root
-from xcloud.record.scores import LESS_IS_BETTER
+from xcloud.base.units import LESS_IS_BETTER
 
 LOCK_TIMEOUT_S = 120.0
 REPORT_TAG = "report_of_sweep"

@@ -1,20 +1,25 @@
-"""The files of an event log: events.jsonl, which grows, and before it finished segments, in order
-events.0001.jsonl.gz, events.0002.jsonl.gz, ... Files and bytes; no events.
+"""Files of a run as bytes: written whole or not at all, and the files of an event log,
+events.jsonl, which grows, and before it finished segments, in order
+events.0001.jsonl.gz, events.0002.jsonl.gz, ... No events here.
 
 A segment is finished by a rename, then compressed under another name, brought to the disk and
 renamed again, and only then deleted as it was. At any moment each line is therefore in one place
 of the stream that `read` gives, whatever ends the process.
 """
 
+from __future__ import annotations
+
 import gzip
+import hashlib
+import os
 import re
 import zlib
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from typing import IO, cast
 
 from xcloud.base.errors import ConfigError
-from xcloud.record.whole_file import write_whole
 
 EVENTS_FILE = "events.jsonl"  # in the run folder
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
@@ -104,3 +109,32 @@ def _numbers(path: Path) -> set[int]:
 
 def _open(file: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")
+
+
+def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
+    draft, digest, num_bytes = path.with_name(f".{path.name}.{rank}"), hashlib.sha256(), 0
+    try:
+        with open(draft, "wb", buffering=0) as file:
+            for piece in pieces:
+                digest.update(piece)
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                num_bytes += len(piece)
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_names(path.parent)
+    return digest.hexdigest(), num_bytes
+
+
+def sync_names(folder: Path) -> None:
+    """Bring to the disk which files and folders are in it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -49,6 +49,7 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
+from xcloud.base.units import score_digits
 from xcloud.record.events import (
     MALFORMED,
     MAX_TIME_S,
@@ -64,49 +65,21 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
-OF_STEPS = {
-    "quality": ("split", "step", "values"), "skipped_update": ("cloud", "step"),
-    "merge": ("step",), "partial_merge": ("step",), "absence": ("what", "step"),
-    "autopilot": ("step", "choice", "before"), "producer": ("producer", "state", "step"),
-}  # fmt: skip
-"""Events that no longer count once the run has resumed from an earlier step, and what they must
-have."""
-OF_AN_ATTEMPT = {"timeline": ("rank",), "finish": ("cloud",)}  # of its end
-OF_A_RUN = {
-    "privacy": (), "cut": ("field", "num"), "lost_file": ("name",), "lost_checkpoint": ("step",),
-    "refused_reports": ("sender", "num"), "memory": ("rank",),
-}  # fmt: skip
+OF_STEPS = {*("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot"),
+            "producer"}  # fmt: skip
+"""Events that no longer count once the run has resumed from an earlier step."""
+OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
+OF_A_RUN = {"privacy", "cut", "lost_file", "lost_checkpoint", "refused_reports", "memory"}
 PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
            "num_updates")  # fmt: skip
 MERGES = ("merge", "partial_merge", "absence")
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
           "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
-KEPT: dict[str, tuple[str, ...]] = {**OF_STEPS, **OF_AN_ATTEMPT, **OF_A_RUN}
-
-
-FIELDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("step", "num", "rank"), int),
-    **dict.fromkeys(("split", "cloud", "what", "choice", "before", "producer", "state"), str),
-    **dict.fromkeys(("field", "name"), str),
-    "values": dict, "sender": (int, str),
-}  # fmt: skip
-
-
-def _check(event: Event) -> None:
-    """Raise one of MALFORMED for what no rank would report: it was damaged on its way."""
-    for name in KEPT[event["event"]]:
-        if not isinstance(event[name], FIELDS[name]):
-            raise TypeError(f"{event['event']} with {name} = {event[name]!r:.60}")
-    if event["event"] == "quality":
-        dict(event.get("signature") or {})
-        for value in event["values"].values():
-            _rounded(value, 0)
 
 
 class RunStatistics:
@@ -147,8 +120,11 @@ class RunStatistics:
             self._last_event_at_s = at_s
         if kind == "resume":
             self._go_back(int(event["step"]))
-        elif kind in KEPT:
-            _check(event)
+        elif kind in OF_STEPS | OF_AN_ATTEMPT | OF_A_RUN:
+            if kind == "quality":
+                event = {**event, "values": _scores(event["values"])}
+            if kind in OF_STEPS and not isinstance(event["step"], int):
+                raise TypeError(f"{kind} of step {event['step']!r:.60}")
             self._events.append(event)
         totals = self.collector.feed(event)
         if totals is not None:
@@ -309,10 +285,7 @@ class RunStatistics:
         """The latest scores of each split, and how those of the test set were made."""
         latest = {event["split"] if event["step"] else "before": event
                   for event in self.events("quality")}  # fmt: skip
-        scores = {
-            split: {name: _rounded(value, score_digits(name)) for name, value in values.items()}
-            for split, values in ((split, event["values"]) for split, event in latest.items())
-        }
+        scores = {split: event["values"] for split, event in latest.items()}
         test = latest.get("test", {"step": self.num_steps})
         at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
         return {
@@ -366,6 +339,10 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     """above / below; None if either was not measured."""
     return round(above / below, digits) if above is not None and below else None
+
+
+def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: _rounded(value, score_digits(name)) for name, value in values.items()}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -1,15 +1,29 @@
-"""What keeps a record of a run outside of its folder: the protocol, what it is given, and none.
-MLflow's is mlflow_tracker.py."""
+"""What keeps a record of a run outside of its folder: the protocol, what it is given, and none;
+names and values of metrics and parameters, and how many points of a curve a store gets. Sends
+nothing: MLflow's tracker is mlflow_tracker.py.
+
+Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
+`step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
+
+A store can only append, so curves are thinned to a bounded number of points: steps are cut into
+buckets; kept of each curve are the smallest, the largest and the last value of a bucket, each at
+its own step. Where a bucket ends follows from the number of the step alone, so a run that resumes,
+or a store that comes back, gets the same points again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from xcloud.base.settings import settings
-from xcloud.record.events import StepCollector
+from xcloud.record.events import MEMORY, Event, StepCollector, StepTotals
 
 if TYPE_CHECKING:
     from xcloud.record.mlflow_store import Store
@@ -71,3 +85,183 @@ class NullTracker:
 
     def places(self) -> dict[str, str]:
         return {}
+
+
+# Limits of MLflow 3.17 (mlflow/utils/validation.py).
+MAX_KEY_CHARACTERS = 250
+MAX_VALUE_CHARACTERS = 6000
+
+PER_BUCKET = 3
+
+
+def step_metrics(totals: StepTotals) -> dict[str, float]:
+    """The values of one step for the curves of training."""
+    metrics: dict[str, float] = {"train/step_s": totals.step_s}
+    for name in ("loss", "learning_rate", "grad_norm"):
+        if (value := getattr(totals, name)) is not None:
+            metrics[f"train/{name}"] = value
+    for name, value in totals.values.items():
+        metrics[f"train/{name}"] = value
+    for kind in ("compute_s", "codec_s", "waiting_s"):
+        for cloud, seconds in totals.mean_s(kind).items():
+            metrics[f"train/{kind}_{cloud}"] = seconds
+    for kind, num_bytes in totals.sent.items():
+        if num_bytes:
+            metrics[f"wan/bytes_{kind}"] = num_bytes
+    return _legal(metrics)
+
+
+def quality_metrics(event: Event) -> dict[str, float]:
+    """The curve of a split's scores, from a "quality" event; its step is event["step"]."""
+    return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
+
+
+def is_score(key: str) -> bool:
+    """Whether a curve is one of quality_metrics."""
+    return "/" in key and not key.startswith(("train/", "wan/"))
+
+
+def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The values of summary.json that a table of runs compares, without nulls."""
+    step_time_s = summary.get("step_time_s", {})
+    ratio = summary.get("compression_ratio", {})
+    metrics = {
+        **summary.get("quality", {}),
+        "step_time_s": step_time_s.get("median"),
+        "step_time_p90_s": step_time_s.get("p90"),
+        "compression_ratio": ratio.get("total"),
+        **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
+    }
+    for name in ("", "_gradient", "_activation"):
+        metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")
+    for name in ("token_recovery", "token_recovery_baseline"):
+        metrics[name] = summary.get(name)
+        metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
+    metrics |= ratio_metrics(summary)
+    metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
+    metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
+    metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
+    if summary.get("num_resumes"):
+        for name in ("num_resumes", "num_steps_done_twice", "goodput"):
+            metrics[name] = summary.get(name)
+    for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
+        metrics[name] = summary.get(name)
+    metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None
+    for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):
+        for part, value in summary.get(name, {}).items():
+            metrics[f"{name}_{part}"] = value
+    for rank in summary.get("memory", ()):
+        for name in MEMORY:
+            metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
+    for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
+        metrics[name] = summary.get("feed", {}).get(name)
+    return _legal({name: value for name, value in metrics.items() if value is not None})
+
+
+def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Of a point that was timed together with others of its sweep; else empty."""
+    timed = summary.get("step_time_ratio") or {}
+    names = {"ratio": "", "low": "_low", "high": "_high"}
+    return {f"step_time_ratio{names[key]}": timed[key] for key in names if key in timed}
+
+
+def flatten(params: Mapping[str, object]) -> dict[str, str]:
+    """{"compression": {"forward": {"rate": 0.6}}} -> {"compression.forward.rate": "0.6"}.
+
+    A list of plain values is one value, in JSON; a list of mappings (clouds) is numbered. Values
+    are truncated to 6000 characters: the complete file is logged as an artifact.
+    """
+    return {legal_name(name): str(value)[:MAX_VALUE_CHARACTERS] for name, value in _leaves(params)}
+
+
+def legal_name(name: str) -> str:
+    """The closest name that MLflow accepts: letters, digits, `_ - . / space`, no path tricks.
+
+    No colon either, which it refuses on Windows.
+    """
+    legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
+    legal = re.sub(r"^\.+", "_", legal)  # "." and ".." would be folders
+    return legal[:MAX_KEY_CHARACTERS].rstrip("/ ") or "_"
+
+
+def _legal(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {legal_name(name): float(value) for name, value in metrics.items()}
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    prefix = f"{name}." if name else ""
+    if isinstance(value, Mapping) and (value or not name):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}{key}")
+    elif isinstance(value, list | tuple):
+        if any(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}{index}")
+        else:
+            yield name, json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        yield name, value
+
+
+class Point(NamedTuple):
+    """One value of one curve."""
+
+    key: str
+    value: float
+    at_s: float
+    step: int
+
+
+class Buckets:
+    """At most about `points` points for a run of num_steps, and enough of one that ends early.
+
+    Buckets are as wide as three quarters of the points allow; the first ones are narrower: of one
+    step, then of 2, 4, 8, ... steps, `num_alike` of each width, for the last quarter.
+    """
+
+    def __init__(self, points: int, num_steps: int) -> None:
+        self._doublings = self._num_alike = 0
+        if num_steps > points:
+            widest = 4 * num_steps / points  # PER_BUCKET points each: three quarters in all
+            self._doublings = math.ceil(math.log2(widest))
+            self._num_alike = max(1, points // (4 * PER_BUCKET * self._doublings))
+
+    def of(self, step: int) -> tuple[int, int]:
+        """Equal for all steps of a bucket: its width and its number among those."""
+        if not self._doublings:
+            return 1, step
+        doublings = (max(step, 1) // self._num_alike).bit_length() - 1
+        width = 1 << min(max(doublings, 0), self._doublings)
+        return width, step // width
+
+
+class Thinner:
+    """`feed` the values of each step, in order; it returns the points that are known by then."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._points: dict[str, list[Point]] = {}  # smallest, largest, last
+        self._open: tuple[int, int] | None = None  # the bucket of these points
+
+    def feed(self, step: int, values: Mapping[str, float], at_s: float) -> list[Point]:
+        bucket, points = self._buckets.of(step), []
+        if bucket != self._open:
+            points = self.close()
+            self._open = bucket
+        for key, value in values.items():
+            point = Point(key, value, at_s, step)
+            low, high, _ = self._points.get(key, (point, point, point))
+            low, high = min(low, point, key=_height), max(high, point, key=_height)
+            self._points[key] = [low, high, point]
+        return points + (self.close() if self._buckets.of(step + 1) != bucket else [])
+
+    def close(self) -> list[Point]:
+        """The rest, by step; of the last step in the order in which the values were given."""
+        points = [p for points in self._points.values() for p in dict.fromkeys(points)]
+        self._points.clear()
+        return sorted(points, key=lambda point: point.step)
+
+
+def _height(point: Point) -> float:
+    """Not a number counts as the largest: it must be seen."""
+    return math.inf if math.isnan(point.value) else point.value

@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.base.units import human_duration
+from xcloud.base.units import human_duration, score_name, score_text
 from xcloud.record.events import AVERAGING, Event, Line, StepTotals
-from xcloud.record.scores import score_name, score_text
 
 REDRAWS_PER_S = 10
 PRINT_S = 30.0

@@ -12,9 +12,10 @@ from xcloud.base.units import (
     human_number,
     human_percent,
     human_seconds,
+    score_name,
+    score_text,
 )
 from xcloud.record.events import MEMORY
-from xcloud.record.scores import score_name, score_text
 from xcloud.report.tables import Column, console_of, print_table, say
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ CONSTRUCTORS = frozenset(
     for name in """
 cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
 cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
-comm.chain.Chain comm.compression.Compression comm.compression.PerBoundary
-comm.compression.PerTensor comm.compression.Phase comm.compression.Phased comm.low_rank.PowerSgd
+comm.compression.Compression comm.compression.PerBoundary comm.compression.PerTensor
+comm.compression.Phase comm.compression.Phased comm.compressor.Chain comm.low_rank.PowerSgd
 comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback comm.precision.BlockInt
 comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK comm.sparsify.TopK
 comm.sparsify.TopRows electra.model.MultilingualElectra electra.parts.DiscriminatorSettings
@@ -22,7 +22,7 @@ parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdate
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_way.feed.Feed parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe
 parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble parallel.strategy.Strategy
-plan.autopilot.Autopilot plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
+plan.settings.Autopilot plan.settings.no_autopilot plan.settings.Planning plan.settings.no_plan
 record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
 security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
 security.defences.no_defence security.observer.LeakMeter security.observer.no_meter

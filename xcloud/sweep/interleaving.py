@@ -25,8 +25,7 @@ from xcloud.rank.interleaved import MIN_ROUNDS
 from xcloud.record.events import update_s
 from xcloud.record.mlflow_tracker import TRACKED_FILE
 from xcloud.record.summary import SUMMARY_FILE, read_summary, write_summary
-from xcloud.record.tracked_values import ratio_metrics
-from xcloud.record.tracking import Tracker
+from xcloud.record.tracking import Tracker, ratio_metrics
 from xcloud.sweep.points import UNCOMPRESSED, Point, reference_key
 
 KEY = "step_time_ratio"  # in summary.json

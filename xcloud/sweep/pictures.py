@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from xcloud.base.units import LESS_IS_BETTER, score_name
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.scores import LESS_IS_BETTER, score_name
 from xcloud.record.summary import read_run
 from xcloud.report.figures import (
     COLOURS,

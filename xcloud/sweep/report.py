@@ -13,6 +13,7 @@ from typing import Any
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
+from xcloud.base.units import score_text
 from xcloud.record.mlflow_store import (
     Store,
     artifacts_page,
@@ -22,7 +23,6 @@ from xcloud.record.mlflow_store import (
     sweep_key,
     ui_command,
 )
-from xcloud.record.scores import score_text
 from xcloud.record.tracking import Tracker
 from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of

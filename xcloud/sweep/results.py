@@ -20,9 +20,9 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.units import LEAKS, LESS_IS_BETTER
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
-from xcloud.record.scores import LEAKS, LESS_IS_BETTER
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.interleaving import KEY, StepRatio
 from xcloud.sweep.points import (

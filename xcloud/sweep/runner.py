@@ -21,12 +21,11 @@ from typing import Any, Literal
 
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.settings import Positive, settings
-from xcloud.base.units import human_duration, human_seconds
+from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.launch.local import sigterm_as_interrupt
 from xcloud.rank.interleaved import ADDRESS, check_takes_turns
-from xcloud.record.scores import score_name, score_text
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
 from xcloud.sweep.interleaving import InterleavingServer, record

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from xcloud.record.scores import LESS_IS_BETTER, score_name, shown_scores
+from xcloud.base.units import LESS_IS_BETTER, score_name, shown_scores
 from xcloud.report.figures import DASHES, LINES, MARKERS, canvas, column, plain, save
 from xcloud.report.tables import Column, console_of, print_table
 from xcloud.sweep.points import deciding, varying

@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcloud.base.units import UNKNOWN, human_percent, human_seconds
+from xcloud.base.units import (
+    UNKNOWN,
+    human_percent,
+    human_seconds,
+    score_name,
+    score_text,
+    shown_scores,
+)
 from xcloud.record.events import TIMES
-from xcloud.record.scores import score_name, score_text, shown_scores
-from xcloud.record.tracked_values import final_metrics
+from xcloud.record.tracking import final_metrics
 from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table
 from xcloud.sweep.points import identity, varying
 from xcloud.sweep.results import Published, Result, Row, Spread, published_for

@@ -25,10 +25,10 @@ from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, Source, Text, check_columns, read
+from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.tables import TokenTable
-from xcloud.tasks.text_task import View, check_predictions, counted
+from xcloud.tasks.text_task import SourceTask, View, check_predictions, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -42,7 +42,7 @@ SPECIAL_PER_SAMPLE = 2  # bos and eos
 
 
 @settings("task", kw_only=True)
-class Translation(Source):
+class Translation(SourceTask):
     """Sentence pairs, from language `source` to language `target`.
 
     source_column, target_column: if not named like the languages.
@@ -51,9 +51,9 @@ class Translation(Source):
         that sees this side reads its file. Lines that are also in dev or test are left out.
     max_length: tokens per side, bos and eos included. Longer sides are truncated independently and
         empty ones are kept, so that every cloud knows which samples exist.
-    cache_dir: for trained tokenizers; relative to the checkout.
     """
 
+    fields = ("source", "target")
     source: Text = "es"
     target: Text = "en"
     source_column: Text | None = None
@@ -63,7 +63,6 @@ class Translation(Source):
     source_tokenizer: TokenizerChoice = TrainedTokenizer()
     target_tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
-    cache_dir: str = ".cache"
     name: ClassVar[str] = "translation"
     used_as: ClassVar[UsedAs] = "translation task"
 
@@ -76,13 +75,13 @@ class Translation(Source):
         return f"{self.source_name()} {self.source}→{self.target}"
 
     def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        tables = self.check_source(self.form)
-        for parts in () if tables is None else tables.tables.values():
-            for table in parts[""]:
-                if not set(table.columns()) <= {self.source, self.target}:  # no line pair
-                    check_columns(table, [*self._columns.values()], KEYS)
+        super().check()
         _metrics(self.language)
+
+    def check_tables(self, tables: SplitTables) -> None:
+        for table in (table for parts in tables.tables.values() for table in parts[""]):
+            if not set(table.columns()) <= {self.source, self.target}:  # no line pair
+                check_columns(table, [*self._columns.values()], KEYS)
 
     def agreed_settings(self) -> dict[str, object]:
         """Without tokenizers, which are private to the side that sees the text."""
@@ -143,12 +142,9 @@ class Translation(Source):
 
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        if unknown := fields - set(FIELDS):
-            raise ConfigError(f"translation has the fields source and target, not {unknown}")
+        self.check_fields(fields)
         corpus = self.read(fields)
-        for split, count in corpus.counts.items():
-            if not count:
-                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        self.check_rows(corpus.counts)
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
         tokenizers = {
             key: choices[key].prepare(learnable(corpus, key), in_project(self.cache_dir))

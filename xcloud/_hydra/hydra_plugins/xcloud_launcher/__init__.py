@@ -10,17 +10,14 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -39,54 +36,16 @@ def sweep_name(given: str | None) -> str:
 OmegaConf.register_new_resolver("sweep_name", sweep_name, use_cache=True, replace=True)
 
 
-class SweepSweeper(Sweeper):
-    """The grid of all combinations, as hydra/sweeper=basic makes it, but for one thing:
-    SweepLauncher checks the points itself, and says which one is wrong and why."""
+class SweepSweeper(BasicSweeper):
+    """The grid of all combinations. SweepLauncher checks the points itself, and says which one is
+    wrong and why."""
 
-    hydra_context: HydraContext
-    config: DictConfig
-    launcher: Launcher
+    def __init__(self, params: dict[str, str] | None = None) -> None:
+        super().__init__(max_batch_size=None, params=params)
 
-    def __init__(self, params: Mapping[str, str] | None = None) -> None:
-        self.params = dict(params or {})
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        self.hydra_context, self.config = hydra_context, config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-
-    def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        points = self._grid(
-            [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        )
-        folder = Path(str(self.config.hydra.sweep.dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         if not isinstance(self.launcher, SweepLauncher):
-            self.validate_batch_is_legal(points)
-        results = self.launcher.launch(points, initial_job_idx=0)
-        for result in results:
-            _ = result.return_value  # raises what the point raised
-        return [results]
-
-    def _grid(self, words: Sequence[str]) -> list[list[str]]:
-        """The overrides of each point; of a key that is given twice, the last."""
-        choices: dict[str, list[str]] = {}
-        loader = self.hydra_context.config_loader
-        for override in OverridesParser.create(loader).parse_overrides(list(words)):
-            key = override.get_key_element()
-            if not override.is_sweep_override():
-                choices[key] = [f"{key}={override.get_value_element_as_str()}"]
-            elif override.is_discrete_sweep():
-                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-            else:
-                raise HydraException(
-                    f"{override.input_line}: a grid needs values, not an interval"
-                )
-        return [list(point) for point in product(*choices.values())]
+            super().validate_batch_is_legal(batch)
 
 
 class SweepLauncher(Launcher):
