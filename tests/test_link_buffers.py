@@ -62,8 +62,8 @@ class Pair:
 def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
     pair, part = Pair(), torch.zeros(_REUSED_BYTES, dtype=torch.uint8)
     capacity = part.numel() + 4096
-    out = GlooOutLink(pair, 1, OutSettings("rank 1", capacity))
-    incoming = GlooInLink(pair, 0, InSettings("rank 0", capacity))
+    out = GlooOutLink(pair, OutSettings("rank 1", capacity))
+    incoming = GlooInLink(pair, InSettings("rank 0", capacity))
     for number in range(5):
         key = MessageKey(Kind.AVERAGING, 1, number)
         out.send(key, (part,))

@@ -169,7 +169,7 @@ def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(beats: b
     # Its machine takes as much as it has announced, with the line cut or the peer stopped.
     life = PeerLife()
     life.beats = beats
-    link = GlooOutLink(Taker(), 1, OutSettings("rank 1", 4096, life=life))  # type: ignore[arg-type]
+    link = GlooOutLink(Taker(), OutSettings("rank 1", 4096, life=life))  # type: ignore[arg-type]
     link.say_alive()
     link.close(5.0)
     assert (life.silent_s == float("inf")) == beats

@@ -73,6 +73,11 @@ def settings(
     return make
 
 
+def between(least: int, most: int) -> Any:
+    """A whole number, for `check`."""
+    return Annotated[int, Field(ge=least, le=most)]
+
+
 def check(name: str, value: object, annotation: Any) -> None:
     """Raise ConfigError unless a value that is no field of settings is held by an annotation."""
     adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))

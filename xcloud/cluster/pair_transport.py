@@ -8,24 +8,23 @@ groups, so that a rank that begins again never meets what its predecessor left (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from xcloud.base.errors import ConfigError, LinkTimeout
+from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
-from xcloud.cluster.transport import FOREVER, Collectives, machine_id
+from xcloud.cluster.transport import FOREVER, Collectives, GroupCollectives, machine_id
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 JOIN_WITHIN_S = 12 * 3600.0
 _LOOK_S = 0.05
@@ -106,10 +105,10 @@ class PairTransport:
         """Groups are made with the ends."""
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return GlooOutLink(self._pair(line, self.rank, peer), peer, settings)
+        return GlooOutLink(self._pair(line, self.rank, peer), settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return GlooInLink(self._pair(line, peer, self.rank), peer, settings)
+        return GlooInLink(self._pair(line, peer, self.rank), settings)
 
     def group(self, ranks: Sequence[int]) -> Collectives | None:
         """Of ranks that end and begin together."""
@@ -120,9 +119,8 @@ class PairTransport:
         name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {number}"
         store = PrefixStore(name, self.store)
         place = list(ranks).index(self.rank)
-        return CloudCollectives(
-            dist.ProcessGroupGloo(store, place, len(ranks), FOREVER), tuple(ranks)
-        )
+        group = dist.ProcessGroupGloo(store, place, len(ranks), FOREVER)
+        return GroupCollectives(group, ranks)
 
     def run_number(self) -> int:
         if self.rank == 0:
@@ -177,33 +175,3 @@ class PairTransport:
         ]
         name = f"{line} {sender}.{counts[0]}-{receiver}.{counts[1]}"
         return Pair(self.store, name, int(self.rank == receiver))
-
-
-class CloudCollectives:
-    def __init__(self, group: _Group, ranks: tuple[int, ...]) -> None:
-        self._group, self._ranks = group, ranks
-
-    def barrier(self) -> None:
-        self._group.barrier().wait()
-
-    def sum(self, values: Tensor) -> None:
-        self.start_sum(values)()
-
-    def start_sum(self, values: Tensor) -> Callable[[], object]:
-        wait: Callable[[], object] = self._group.allreduce([values]).wait
-        return wait
-
-    def broadcast(self, values: Tensor, source: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = self._ranks.index(source)
-        self._group.broadcast([values], options).wait()
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        found = [torch.zeros_like(values) for _ in self._ranks]
-        self._group.allgather([found], [values]).wait()
-        return found
-
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        raise ConfigError(
-            "clouds that may begin again deal no tensors over ranks; leave shard out"
-        )

@@ -6,11 +6,9 @@ A shorter list is a prefix of a longer one with the same seed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-from pydantic import Field
-
-from xcloud.base.settings import NotNegative, check
+from xcloud.base.settings import NotNegative, between, check
 from xcloud.demo_corpus import events, feelings, joined, nested, sentences, states
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.events import Story
@@ -120,5 +118,5 @@ def _distinct(
 
 
 def _check(num: int, seed: int, maximum: int) -> None:
-    check("num", num, Annotated[int, Field(ge=0, le=maximum)])
+    check("num", num, between(0, maximum))
     check("seed", seed, NotNegative)

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, check, settings
+from xcloud.base.settings import Positive, between, check, settings
 from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
 from xcloud.models.stages import seeded
 
@@ -47,7 +47,7 @@ class Lora:
                 f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
             )
         for layer in self.layers or ():
-            check("model.lora.layers", layer, Annotated[int, Field(ge=0, le=depth(config) - 1)])
+            check("model.lora.layers", layer, between(0, depth(config) - 1))
 
     def targets_in(self, config: Any) -> list[str]:
         if self.targets is not None:

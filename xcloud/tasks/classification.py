@@ -30,10 +30,10 @@ from xcloud.tasks.labels import (
     MEANINGS,
     Benchmark,
     Classes,
-    Columns,
     Kind,
     Labels,
     Value,
+    chosen_columns,
     metrics_of,
     score,
 )
@@ -109,16 +109,16 @@ class Classification(TextTask):
     def check_tables(self, tables: SplitTables) -> None:
         self._usable(tables)
 
-    def _usable(self, tables: SplitTables) -> tuple[SplitTables, Columns]:
+    def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Without an unlabelled test set, unless it was asked for, and the columns of train."""
         splits = dict(tables.tables)
         train = splits["train"][""][0]
-        columns = Columns.chosen(train, self.text_columns or (), self.label_column, self.known)
+        columns = chosen_columns(train, self.text_columns or (), self.label_column, self.known)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
-        if hidden := [table for table in test if columns.label not in table.columns()]:
+        if hidden := [table for table in test if columns["label"] not in table.columns()]:
             if tables.test_key is not None:
                 raise DataError(
-                    f"{hidden[0].where}: no column {columns.label}, so it cannot be scored; "
+                    f"{hidden[0].where}: no column {columns['label']}, so it cannot be scored; "
                     f"choose another {tables.test_key}"
                 )
             del splits["test"]  # its labels are not public, as in GLUE
@@ -129,10 +129,14 @@ class Classification(TextTask):
     def read(self, visible: frozenset[str]) -> Corpus:
         """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
         tables, columns = self._usable(self.find(self.form))
-        wanted = columns.visible(visible)
+        hidden = {"first", "second"} if "text" not in visible else set[str]()
+        hidden |= {"label"} - visible
+        wanted = {name: column for name, column in columns.items() if name not in hidden}
+        *texts, label = columns.values()
+        described = f"{' + '.join(texts)} → {label}"
         corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
-        chosen = self.facts(columns=str(columns))
-        remarks = [f"columns {columns}"] if chosen else []
+        chosen = self.facts(columns=described)
+        remarks = [f"columns {described}"] if chosen else []
         return replace(
             corpus, remarks=[*remarks, *corpus.remarks], agreed={**corpus.agreed, **chosen}
         )

@@ -223,43 +223,25 @@ LABELS: Mapping[Kind, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a sample's one or two texts, and of its label."""
-
-    texts: tuple[str, ...]
-    label: str
-
-    @staticmethod
-    def chosen(table: Table, texts: Sequence[str], label: str | None, known: Benchmark) -> Columns:
-        """Among the columns of a training set, those given or with usual names. Raises
-        DataError."""
-        there = table.columns()
-        described = f"{table.where} has the columns {', '.join(there) or 'none'}"
-        usual = (*PAIRS, *((name,) for name in SINGLES))
-        if not texts:
-            fitting = (t for t in usual if set(t) <= set(there) and len(t) in known.num_texts)
-            texts = next(fitting, ())
-        if not texts:
-            what = " or ".join(map(str, known.num_texts))
-            raise DataError(
-                f"{described}; none has a usual name for {what} text(s). Set "
-                "task.text_columns=[NAME]"
-            )
-        label = label or next((name for name in LABELS[known.kind] if name in there), None)
-        if label is None:
-            raise DataError(
-                f"{described}; none has a usual label name. Set task.label_column=NAME"
-            )
-        if missing := [name for name in (*texts, label) if name not in there]:
-            raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
-        return Columns(tuple(texts), label)
-
-    def visible(self, visible: frozenset[str]) -> dict[str, str]:
-        """first, second, label -> column name, visible ones only."""
-        wanted = dict(zip(("first", "second"), self.texts, strict=False))
-        shown = wanted if "text" in visible else {}
-        return shown | ({"label": self.label} if "label" in visible else {})
-
-    def __str__(self) -> str:
-        return f"{' + '.join(self.texts)} → {self.label}"
+def chosen_columns(
+    table: Table, texts: Sequence[str], label: str | None, known: Benchmark
+) -> dict[str, str]:
+    """first, perhaps second, and label -> column of a training set, those given or with usual
+    names. Raises DataError."""
+    there = table.columns()
+    described = f"{table.where} has the columns {', '.join(there) or 'none'}"
+    usual = (*PAIRS, *((name,) for name in SINGLES))
+    if not texts:
+        fitting = (t for t in usual if set(t) <= set(there) and len(t) in known.num_texts)
+        texts = next(fitting, ())
+    if not texts:
+        what = " or ".join(map(str, known.num_texts))
+        raise DataError(
+            f"{described}; none has a usual name for {what} text(s). Set task.text_columns=[NAME]"
+        )
+    label = label or next((name for name in LABELS[known.kind] if name in there), None)
+    if label is None:
+        raise DataError(f"{described}; none has a usual label name. Set task.label_column=NAME")
+    if missing := [name for name in (*texts, label) if name not in there]:
+        raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
+    return {**dict(zip(("first", "second"), texts, strict=False)), "label": label}

@@ -168,14 +168,14 @@ class TranslationText:
 
     @staticmethod
     def load(folder: Path, max_length: int) -> TranslationText:
-        """Load what `save` wrote. Raises DataError if neither side is found."""
+        """Load what `save_tokenizers` wrote. Raises DataError if neither side is found."""
         paths = {key: folder / f"{key}_tokenizer.json" for key in FIELDS}
         found = {key: Tokenizer.load(path) for key, path in paths.items() if path.exists()}
         if not found:
             raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
         return TranslationText(found, max_length)
 
-    def save(self, folder: Path) -> None:
+    def save_tokenizers(self, folder: Path) -> None:
         for key, tokenizer in self._tokenizers.items():
             tokenizer.save(folder / f"{key}_tokenizer.json")
 
@@ -202,20 +202,20 @@ class TranslationText:
         return self.tokenizer("target").decode(ids)
 
 
-class TranslationData(View[Translation]):
+class TranslationData(View[Translation], TranslationText):
     """One rank's view (TaskData); texts of an invisible side are not kept."""
 
     def __init__(
         self, task: Translation, corpus: Corpus, tokenizers: Mapping[str, Tokenizer]
     ) -> None:
-        super().__init__(task, corpus, corpus.counts)
-        self.text = TranslationText(tokenizers, task.max_length)
+        View.__init__(self, task, corpus, corpus.counts)
+        TranslationText.__init__(self, tokenizers, task.max_length)
         self._tables = {
-            (split, key): self.text.table(key, corpus.splits[split].texts[key])
+            (split, key): self.table(key, corpus.splits[split].texts[key])
             for split in SPLITS
             for key in tokenizers
         }
-        self._learnable = {key: self.text.table(key, learnable(corpus, key)) for key in tokenizers}
+        self._learnable = {key: self.table(key, learnable(corpus, key)) for key in tokenizers}
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references: dict[Split, Sequence[str]] = {}
         if "target" in tokenizers:
@@ -228,7 +228,7 @@ class TranslationData(View[Translation]):
 
     @property
     def text_fields(self) -> frozenset[str]:
-        return frozenset(self.text.vocabularies)
+        return frozenset(self.vocabularies)
 
     @property
     def num_cut(self) -> dict[str, int]:
@@ -238,15 +238,15 @@ class TranslationData(View[Translation]):
         }
 
     def vocabulary(self, field: str) -> TokenIds:
-        return self.text.tokenizer(field).token_ids
+        return self.tokenizer(field).token_ids
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        self.text.tokenizer(field)  # refuses an invisible side
+        self.tokenizer(field)  # refuses an invisible side
         return self._learnable[field]
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
-        for key, special in self.text.vocabularies.items():
+        for key, special in self.vocabularies.items():
             batch[key] = self._tables[split, key].padded(ids, special)
         return batch
 
@@ -259,7 +259,7 @@ class TranslationData(View[Translation]):
         references = self._reference_texts(split)
         check_predictions(predictions, split, len(references), "sample")
         order = sorted(predictions)
-        outputs = [self.text.decode(predictions[i]) for i in order]
+        outputs = [self.decode(predictions[i]) for i in order]
         wanted = [[references[i] for i in order]]
         return {
             name: round(metric.corpus_score(outputs, wanted).score, 4)
@@ -275,20 +275,17 @@ class TranslationData(View[Translation]):
         for ident in sorted(predictions)[:count]:
             if (split, "source") in self._tables:
                 source = self._tables[split, "source"][ident]
-                lines.append(f"source     {self.text.tokenizer('source').decode(source)}")
+                lines.append(f"source     {self.tokenizer('source').decode(source)}")
             lines.append(f"reference  {references[ident]}")
-            lines.append(f"output     {self.text.decode(predictions[ident])}\n")
+            lines.append(f"output     {self.decode(predictions[ident])}\n")
         return "\n".join(lines)
 
-    def save_tokenizers(self, folder: Path) -> None:
-        self.text.save(folder)
-
     def _table(self, split: Split, key: str) -> TokenTable:
-        self.text.tokenizer(key)  # refuses an invisible side
+        self.tokenizer(key)  # refuses an invisible side
         return self._tables[split, key]
 
     def _reference_texts(self, split: Split) -> Sequence[str]:
-        self.text.tokenizer("target")
+        self.tokenizer("target")
         if split not in self._references:
             raise ValueError(f"only dev and test are scored, not {split}")
         return self._references[split]
