@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.cluster.memory_transport import MemoryTransport, MemoryWorld
-from xcloud.cluster.pair_transport import PairTransport
+from xcloud.cluster.transport import PairTransport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join import elastic

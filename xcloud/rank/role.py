@@ -14,7 +14,7 @@ import torch
 from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryTransport
-from xcloud.cluster.pair_transport import PairTransport
+from xcloud.cluster.transport import PairTransport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
