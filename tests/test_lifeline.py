@@ -19,7 +19,7 @@ from xcloud.cluster.transport import PairTransport, meeting_store
 from xcloud.join import failure_detector as failure_detector
 from xcloud.join.elastic import _life, _watch
 from xcloud.join.failure_detector import FailureDetector, _Line, _Word
-from xcloud.join.meeting_store import of_this_attempt
+from xcloud.join.joining import of_this_attempt
 
 STORE_TIMEOUT = timedelta(seconds=30)
 

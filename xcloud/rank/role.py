@@ -1,4 +1,4 @@
-"""A rank has a role. What the shell (worker.py) gives to every role, and asks of it."""
+"""A rank has a role. What launch/rank_process.py gives to every role, and asks of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.memory_transport import MemoryTransport
-from xcloud.cluster.transport import PairTransport
+from xcloud.cluster.transport import Transport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
@@ -38,9 +37,9 @@ class RankContext(Generic[JobT]):
     on_report: rank 0 writes other ranks' reports with it, as they come.
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
-    an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
-    begin again; None where all have joined one process group. turns: waits between steps, in a
-    sweep that times its points together. memory: joins all ranks of a job in one process.
+    an earlier attempt, which may have left no checkpoint. transport: joins
+    this rank to the others; None where all are in one process group. turns: waits between steps,
+    in a sweep that times its points together.
     """
 
     job: JobT
@@ -53,9 +52,8 @@ class RankContext(Generic[JobT]):
     holder: RankCheckpoints
     asked: StopSignal
     is_resumed: bool = False
-    transport: PairTransport | None = None
+    transport: Transport | None = None
     turns: Part = field(default_factory=Part)
-    memory: MemoryTransport | None = None
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:

@@ -1,6 +1,6 @@
 """Which cloud may hold what. `security` of an experiment (Visibility) restricts batch fields and
-parts of the model to named clouds; policy.yaml of one cloud (Policy) sets bounds that an experiment
-file from elsewhere cannot widen, checked before what it names is imported (docs/security.md).
+parts of the model to named clouds; policy.yaml of one cloud (Policy) sets bounds that a file from
+elsewhere cannot widen, checked before what it names is imported (docs/security.md).
 
 A rank loads exactly the fields that its stages read, so text that a stage does not need never
 enters its cloud; a layout with a stage that reads or holds a restricted one elsewhere is refused.

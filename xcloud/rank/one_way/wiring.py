@@ -57,11 +57,11 @@ class OneWayRank(Role[OneWayExperiment]):
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
-        layout, memory = self.job.cluster, context.memory
+        layout = self.job.cluster
         self.place = layout.placement(self.rank)
         # The consumer notes what it gets: a producer that is lost leaves no record of its own.
         self.ends = Ends(
-            memory or GlooTransport(self.rank, context.device), layout, context.run_dir,
+            context.transport or GlooTransport(self.rank, context.device), layout, context.run_dir,
             received=CARRIES if self.place.producer is None else None,
         )  # fmt: skip
         self.computing = self.ends.computing
