@@ -53,8 +53,8 @@ from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
+from xcloud.security.policy import Visibility
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.security.visibility import Visibility
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training

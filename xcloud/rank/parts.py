@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from xcloud.cluster.pair_transport import PairTransport
+from xcloud.cluster.transport import PairTransport
 from xcloud.comm.state import Stateful, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
