@@ -30,7 +30,7 @@ def ready_file(run_dir: Path, rank: int) -> Path:
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
-    """Written by worker.py in a rank that fails."""
+    """Written by launch/rank_process.py in a rank that fails."""
     return run_dir / f"rank{rank}.error.json"
 
 
