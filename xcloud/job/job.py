@@ -29,7 +29,7 @@ from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
 from xcloud.security.observer import LeakMeter
-from xcloud.security.visibility import Visibility
+from xcloud.security.policy import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Checkpoints, Training
 

@@ -59,19 +59,7 @@ def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Te
     return columns.T.float().contiguous()
 
 
-class TextHead(nn.Module):
-    """Scores, loss and prediction for one kind of task. forward: rows -> scores."""
-
-    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
-        """Sum over the samples."""
-        raise NotImplementedError
-
-    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
-        """See contracts.stage.Head."""
-        raise NotImplementedError
-
-
-class SampleHead(TextHead):
+class SampleHead(nn.Module):
     """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
     classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
     """
@@ -109,7 +97,7 @@ class SampleHead(TextHead):
         return [[best] for best in scores.argmax(1).tolist()]
 
 
-class SpanHead(TextHead):
+class SpanHead(nn.Module):
     """Scores for the first and the last token of the answer, [R, 2].
 
     loss: mean of the two cross-entropies over the sample's tokens, summed over samples.
@@ -152,6 +140,10 @@ class SpanHead(TextHead):
             place = divmod(int(cell), packing.longest)
             answers.append([*place, round(SCORE_SCALE * float(best))])
         return answers
+
+
+TextHead = SampleHead | SpanHead
+"""Rows -> scores; `loss` sums over samples, `predict` is as contracts.model.Head says."""
 
 
 def fresh_linear(in_features: int, out_features: int) -> nn.Linear:

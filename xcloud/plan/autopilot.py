@@ -17,7 +17,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.state import State
 from xcloud.parallel.schedule import Schedule
-from xcloud.plan.costs import Direction, Line, TableCosts
+from xcloud.plan.costs import Costs, Direction
 from xcloud.plan.settings import Autopilot
 from xcloud.plan.step_program import StepProgram
 
@@ -84,7 +84,7 @@ class Forecast:
         each_s = (seen[most] - seen[fewest]) / (most - fewest) if most > fewest else 0.0
         return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
 
-    def _costs(self, measured: Measured, in_force: int, shape: int, way: int) -> TableCosts:
+    def _costs(self, measured: Measured, in_force: int, shape: int, way: int) -> Costs:
         layout, (own_shape, own_way) = self._layout, divmod(in_force, len(self.codecs))
         now, then = (self._schedules[s].num_micro_batches for s in (own_shape, shape))
         each_s = [
@@ -103,8 +103,8 @@ class Forecast:
         lines = {}
         for clouds, rate in measured.bits_per_s.items():
             latency_s = measured.latency_s.get(clouds, 0.0)
-            lines["-".join(clouds)] = Line(LinkProfile(min(rate, _FREE_BITS_PER_S), latency_s))
-        return TableCosts(
+            lines["-".join(clouds)] = LinkProfile(min(rate, _FREE_BITS_PER_S), latency_s)
+        return Costs(
             each_s, [2 * s for s in each_s], tables["forward"], tables["backward"], lines=lines
         )
 

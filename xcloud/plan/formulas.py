@@ -16,9 +16,9 @@ from itertools import accumulate, permutations
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, most_kept
 from xcloud.parallel.strategy import Averaging
-from xcloud.plan.costs import Line
 from xcloud.plan.plans import Arranged, Plan
 from xcloud.plan.profile import AveragingCodec, Profile
 
@@ -79,7 +79,7 @@ def exchange_of(
     averaging: Averaging,
     costs: AveragingCodec,
     shares: Sequence[float],
-    lines: Mapping[str, Line],
+    lines: Mapping[str, LinkProfile],
     around_s: float = 0.0,
 ) -> Exchange:
     """Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Schedule
-from xcloud.plan.costs import TableCosts
+from xcloud.plan.costs import Costs
 from xcloud.plan.plans import NO_COMPRESSION, Plan
 from xcloud.plan.pricing import Pricer, Ways
 
@@ -89,9 +89,7 @@ class _LaterEpochs(Pricer):
         share = self._missing.get
         return tuple((out.times(share(n, 1.0)), back) for n, (out, back) in enumerate(ways))
 
-    def _costs(
-        self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule
-    ) -> TableCosts:
+    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
         costs = super()._costs(plan, layout, ways, schedule)
         forward_s = [self._missing.get(n, 1.0) * s for n, s in enumerate(costs.forward_s)]
         return replace(costs, forward_s=forward_s)

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, put_off
-from xcloud.plan.costs import Direction, Line, TableCosts, Update, lines_of
+from xcloud.plan.costs import Costs, Direction, Update, lines_of
 from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction, Simulator
@@ -76,7 +77,7 @@ class Pricer:
     def samples(self, plan: Plan) -> float:
         return self.batch_size / (self.passes * plan.micro_batches)
 
-    def line(self, strategy: str, here: str, there: str) -> Line:
+    def line(self, strategy: str, here: str, there: str) -> LinkProfile:
         return self._lines[strategy][f"{here}-{there}"]
 
     # Prices.
@@ -179,9 +180,7 @@ class Pricer:
             )  # fmt: skip
         return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
 
-    def _costs(
-        self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule
-    ) -> TableCosts:
+    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
         b = self.samples(plan)
         sums = self._sums(b)
         starts = (0, *plan.ends[:-1])
@@ -204,7 +203,7 @@ class Pricer:
                 longer = 1 + splitting_s[stage] / backward_s[stage]
                 backward_s[stage] *= longer
                 weights_s[stage] *= longer
-        return TableCosts(
+        return Costs(
             forward_s,
             backward_s,
             [out for out, _ in ways],
@@ -330,11 +329,11 @@ class _Stage(NamedTuple):
 
     slowdown: float
     num_ranks: int
-    up: Line | None
-    down: Line | None
+    up: LinkProfile | None
+    down: LinkProfile | None
 
 
-def _stages(layout: ClusterLayout, lines: Mapping[str, Line]) -> list[_Stage]:
+def _stages(layout: ClusterLayout, lines: Mapping[str, LinkProfile]) -> list[_Stage]:
     clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
     return [
         _Stage(
@@ -347,7 +346,9 @@ def _stages(layout: ClusterLayout, lines: Mapping[str, Line]) -> list[_Stage]:
     ]
 
 
-def alike(replicas: Sequence[ClusterLayout], lines: Mapping[str, Line]) -> dict[int, list[int]]:
+def alike(
+    replicas: Sequence[ClusterLayout], lines: Mapping[str, LinkProfile]
+) -> dict[int, list[int]]:
     """Numbers of replicas, by the first of those like them: as many ranks and stages, computing as
     fast, over the same lines."""
     firsts, found = dict[object, int](), dict[int, list[int]]()

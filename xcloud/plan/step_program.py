@@ -11,8 +11,9 @@ from typing import NamedTuple
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, check
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
-from xcloud.plan.costs import Costs, Line, Transfer
+from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Moments, Program, run
 
 
@@ -37,7 +38,7 @@ class Course(NamedTuple):
 
     seconds: list[list[float]]
     num_bytes: list[int]
-    lines: list[Line]
+    lines: list[LinkProfile]
     moments: Moments
 
     @property

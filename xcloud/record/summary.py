@@ -39,7 +39,6 @@ How the figures are made:
 import contextlib
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,16 +64,19 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
+from xcloud.record.segments import replace_text
 
 Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
-OF_STEPS = {*("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot"),
-            "producer"}  # fmt: skip
+OF_STEPS = {
+    *("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot", "producer"),
+}
 """Events that no longer count once the run has resumed from an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
-OF_A_RUN = {"privacy", "cut", "lost_file", "lost_checkpoint", "refused_reports", "memory"}
+KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
+        "refused_reports", "memory"}  # fmt: skip
 PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
            "num_updates")  # fmt: skip
 MERGES = ("merge", "partial_merge", "absence")
@@ -120,7 +122,7 @@ class RunStatistics:
             self._last_event_at_s = at_s
         if kind == "resume":
             self._go_back(int(event["step"]))
-        elif kind in OF_STEPS | OF_AN_ATTEMPT | OF_A_RUN:
+        elif kind in KEPT:
             if kind == "quality":
                 event = {**event, "values": _scores(event["values"])}
             if kind in OF_STEPS and not isinstance(event["step"], int):
@@ -297,15 +299,11 @@ class RunStatistics:
         }
 
 
-def read_run(path: Path, run: RunStatistics | None = None) -> RunStatistics:
-    """Of a run's event log; of a missing one what a run has before its first event.
-
-    run: a fresh one of the run's job. Default: of all ranks that report steps, which producers of
-    one-way jobs do not.
-    """
-    if run is None:
-        steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
-        run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
+def read_run(path: Path) -> RunStatistics:
+    """Of the event log of a run that has ended, for the ranks that report steps, which producers
+    of one-way jobs do not; of a missing log what a run has before its first event."""
+    steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
+    run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
     for event in EventReader(path, warn=False):
         with contextlib.suppress(*MALFORMED):
             run.feed(event)
@@ -318,13 +316,9 @@ def num_warmup_steps(num_steps: int) -> int:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
-    """Write summary.json atomically: a reader sees the old file or the complete new one."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    # JSON has no NaN: a diverged run's loss becomes null.
+    """JSON has no NaN: a diverged run's loss becomes null."""
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    replace_text(Path(path), text + "\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
