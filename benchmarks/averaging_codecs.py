@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import say_where
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor, Nothing
 from xcloud.comm.low_rank import PowerSgd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.merging import Contribution, weighted_sum

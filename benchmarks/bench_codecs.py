@@ -20,10 +20,9 @@ from torch import Tensor
 
 from benchmarks.machine import say_where
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor, Nothing
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 
 ROUNDS = 7

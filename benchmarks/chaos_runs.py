@@ -199,8 +199,8 @@ class Machines(Run):
                 if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
                     raise OSError(f"cannot enter namespace {host}")
             if rank == 0:
-                worker = importlib.import_module("xcloud.launch.worker")
-                worker._start_monitor = _standing_by(2, self.first / LOG)
+                machines = importlib.import_module("xcloud.launch.several_machines")
+                machines._start_monitor = _standing_by(2, self.first / LOG)
             words = ["worker", str(file), "--run-dir", str(folder)]
             importlib.import_module("xcloud.__main__").main(words)
 
@@ -253,8 +253,8 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
 
 
 def _standing_by(count: int, log: Path) -> Callable[..., Child]:
-    """In place of worker._start_monitor: processes forked before the rank has any thread, each of
-    which becomes a monitor once it is told to and ends with the rank."""
+    """In place of several_machines._start_monitor: processes forked before the rank has any
+    thread, each of which becomes a monitor once it is told to and ends with the rank."""
     ready = []
     for _ in range(count):
         its_end, end = os.pipe()

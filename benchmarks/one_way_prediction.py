@@ -20,7 +20,6 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source
 from xcloud.plan.engine import Program, run
-from xcloud.plan.line import Line
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def simulate_one_way(job: SimulatedJob, num_steps: int = 200) -> OneWayPredictio
     )
     program, seconds = _program(job, planned)
     sizes = [job.payload_bytes if parcel.receiver == 0 else 0 for parcel in program.parcels]
-    begin_s = run(program, seconds, sizes, [Line(job.link)] * program.num_routes).begin_s[0]
+    begin_s = run(program, seconds, sizes, [job.link] * program.num_routes).begin_s[0]
     work_s = _consumer_s(job)
     # The consumer's operations: [order, work] of every step.
     ended_s = [begin + work_s for begin in begin_s[1::2]]

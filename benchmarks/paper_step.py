@@ -5,69 +5,56 @@ and receive (formula (2)). The simulator checks itself against it; no run behave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from xcloud.base.checks import check_number
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile, Wan
+from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
 from xcloud.parallel.schedule import Action, Schedule
-from xcloud.plan.costs import Costs, Transfer, Update
+from xcloud.plan.costs import FREE, Costs, Transfer
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines
-from xcloud.plan.line import Line
 from xcloud.plan.prediction import Prediction, Simulator
 
+NUM_BYTES = 125  # of a message
 
-@dataclass(frozen=True)
-class UniformCosts:
+
+class UniformCosts(Costs):
     """Equal stages and boundaries, in the paper's letters: tf = forward_s and tb = backward_s of a
     micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s. weights_s: the
-    part of the backward that may be put off.
+    part of the backward that may be put off. Nothing else costs time; the layout's links are not
+    asked."""
 
-    Messages have no bytes and nothing but these costs time; the layout's links are not asked.
-    """
-
-    forward_s: float
-    backward_s: float
-    transfer_s: float = 0.0
-    latency_s: float = 0.0
-    control_bytes: int = 0
-    weights_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "transfer_s", "latency_s"):
-            check_number(f"costs.{name}", getattr(self, name), 0.0)
-        check_number("costs.weights_s", self.weights_s, 0.0, self.backward_s)
-        # No bytes, so the bandwidth plays no part.
-        object.__setattr__(self, "_line", Line(LinkProfile(1.0, self.latency_s), self.transfer_s))
+    def __init__(
+        self,
+        forward_s: float,
+        backward_s: float,
+        transfer_s: float = 0.0,
+        latency_s: float = 0.0,
+        control_bytes: int = 0,
+        weights_s: float = 0.0,
+    ) -> None:
+        super().__init__(
+            [forward_s], [backward_s], control_bytes=control_bytes, weights_s=[weights_s]
+        )
+        rate = 8 * line_bytes(NUM_BYTES) / transfer_s if transfer_s else FREE.bandwidth_bits_per_s
+        object.__setattr__(self, "_line", LinkProfile(rate, latency_s))
 
     def action_s(self, rank: int, action: Action) -> float:
-        seconds: float = getattr(self, f"{action.kind}_s")
-        return seconds
+        return super().action_s(rank, action._replace(stage=0))
 
     def message_bytes(self, message: Transfer) -> int:
-        return 0
+        return NUM_BYTES
 
-    def compress_s(self, message: Transfer) -> float:
-        return 0.0
-
-    def decompress_s(self, message: Transfer) -> float:
-        return 0.0
-
-    def line(self, here: str, there: str, wan: Wan | None) -> Line:
-        line: Line = self._line  # type: ignore[attr-defined]
+    def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
+        line: LinkProfile = self._line  # type: ignore[attr-defined]
         return line
-
-    def update(self, rank: int, stages: Sequence[int]) -> Update:
-        return Update()
 
 
 def run_blocking(
     program: Program,
     seconds: Sequence[Sequence[float]],
     num_bytes: Sequence[int],
-    lines: Sequence[Line | None],
+    lines: Sequence[LinkProfile | None],
 ) -> Moments:
     """As `run`, but while a message crosses, its sender and its receiver do nothing else, and a
     rank begins nothing before what it has posted is over (not its latency). Of what could begin at

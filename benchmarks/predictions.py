@@ -167,9 +167,13 @@ class Bench:
         assert job.plan is not None
         self.planner = Planner(job, job.plan, configs.built(self.config, "cluster"))  # type: ignore[arg-type]
         self.cluster, self.strategies = self.planner.cluster, self.planner.arranged
-        before_s = reference_of_both_s()
+        self.sleeps = sleeps
+        before_s = self.reference_now_s()
         self.profile = self.planner.trial(self.config).measured()
-        self.reference_s = (before_s + reference_of_both_s()) / 2
+        self.reference_s = (before_s + self.reference_now_s()) / 2
+
+    def reference_now_s(self) -> float:
+        return 1.0 if self.sleeps else reference_of_both_s()
 
     def pricer(self, line: LinkProfile, factor: float = 1.0) -> Pricer:
         """factor: of all seconds of work in the profile."""
@@ -307,13 +311,13 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
     del chosen[number:]
     random.shuffle(chosen)
     found = []
-    reference = reference_of_both_s()
+    reference = bench.reference_now_s()
     for point in chosen:
         priced = predicting[point.line].price(point.plan)
         line, references_s = LINES[point.line], [reference]
         while True:
             step_s = bench.step_s(point.plan, line)
-            references_s.append(reference_of_both_s())
+            references_s.append(bench.reference_now_s())
             if are_alike(*references_s[-2:]) or len(references_s) > MOST_ATTEMPTS:
                 break
         reference = references_s[-1]

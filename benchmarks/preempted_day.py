@@ -33,10 +33,11 @@ from typing import Any
 from benchmarks.chaos_jobs import losses_of, weights_of
 from benchmarks.chaos_runs import LOG, ROOT, Launched, prepare_to_fork
 from benchmarks.machine import ran_on
+from tests.event_lines import steps_done
 from tests.forks import Child
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import EVENTS_FILE, EventReader, steps_done
+from xcloud.record.events import EVENTS_FILE, EventReader
 
 STEP_S = 0.05  # of each of two stages
 STEPS_PER_S = 6.0  # about, to plan the run

@@ -3,10 +3,9 @@
 import textwrap
 from pathlib import Path
 
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor, Nothing
 from xcloud.comm.low_rank import PowerSgd, Svd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
 
 PAGE = Path(__file__).parent.parent / "docs" / "add-a-compressor.md"

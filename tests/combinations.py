@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.event_lines import steps_done
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, PerBoundary, Phase, Phased
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -39,21 +40,21 @@ from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.join import elastic
 from xcloud.join.agreement import Agreed, Verdict
-from xcloud.launch import worker
+from xcloud.launch import rank_process
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
 from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.autopilot import Autopilot
-from xcloud.rank import stage_rank, typical_step
+from xcloud.plan.settings import Autopilot
+from xcloud.rank import typical_step
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import EventReader, steps_done
+from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
+from xcloud.security.policy import Visibility
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.security.visibility import Visibility
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training
@@ -330,7 +331,6 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     """All ranks of a job in threads, from the newest checkpoint of the folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
     world = MemoryWorld()
-    patch.setattr(stage_rank, "GlooTransport", lambda rank, device: world.transport(rank))
     # The ranks would agree on a step by a collective of torch's default group.
     patch.setattr(typical_step, "report_typical_step", lambda *of: None)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
@@ -341,14 +341,13 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     step, _ = newest_common(held, str)
 
     def one(rank: int) -> None:
-        transport, agreed = None, Agreed(Verdict(from_step=step, attempt=1))
+        transport: Any = world.transport(rank)
+        agreed = Agreed(Verdict(from_step=step, attempt=1))
         if job.is_elastic:
             table = holders[rank].table()
             transport, agreed = elastic.join(job, {}, rank, run_dir, table)
-        worker.live(
-            job, rank, run_dir, agreed, holders[rank], StopSignal(), transport,
-            memory=world.transport(rank),
-        )  # fmt: skip
+        process = rank_process.Process(StopSignal())
+        rank_process.live(job, rank, run_dir, agreed, holders[rank], process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 

@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from tests.combinations import SAVED, STEPS, Row, experiment, interrupted, losses, run, state
+from tests.event_lines import steps_done
 from tests.one_way_toy import ToyFeed
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
-from xcloud.record.events import EventReader, steps_done
+from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
 from xcloud.training.settings import Checkpoints
 

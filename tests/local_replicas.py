@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from tests.pipelines import in_threads
 from tests.replicas import Post, PostLinks
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.parallel.exchange import FlatBuffer, Work
 from xcloud.parallel.hub import Hub, MergeRecord
 from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
@@ -167,10 +166,11 @@ def reference(
         for parameters in zip(
             shared.parameters(), *(w.parameters() for w in workers), strict=True
         ):
-            anchor, *values = parameters
-            gradients = [anchor.detach() - value.detach() for value in values]
-            anchor.grad = sum(
-                (w * g for w, g in zip(weights, gradients, strict=True)), torch.zeros_like(anchor)
+            outer_value, *values = parameters
+            gradients = [outer_value.detach() - value.detach() for value in values]
+            outer_value.grad = sum(
+                (w * g for w, g in zip(weights, gradients, strict=True)),
+                torch.zeros_like(outer_value),
             ) / sum(weights)
         outer_optimizer.step()
     return [p.detach() for p in shared.parameters()]

@@ -49,6 +49,8 @@ class ToyFeed:
     rows: int = ROWS
     work: int = 0
 
+    max_positions = None
+
     @property
     def max_payload_bytes(self) -> int:
         return self.rows * (WIDTH + 1)

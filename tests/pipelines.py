@@ -17,9 +17,8 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
+from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point
 from xcloud.sweep.runner import LauncherSettings, Sweep
@@ -82,3 +86,19 @@ class FakeRuns:
 def run_sweep(folder: Path, grid: Sequence[str], runs: FakeRuns, **settings: Any) -> int:
     asked = [tuple(one.split()) for one in grid]
     return Sweep(folder.name, folder, LauncherSettings(**settings)).run(asked, compose, runs)
+
+
+@cache
+def _blank_database() -> Path:
+    prepare_environment()
+    store = Store(Path(tempfile.mkdtemp()))
+    store.open()
+    return store.database
+
+
+def blank_store(root: Path) -> Store:
+    """An MLflow store without runs. Its tables, which take MLflow ten seconds, are made once."""
+    store = Store(root)
+    root.mkdir(parents=True, exist_ok=True)
+    shutil.copy(_blank_database(), store.database)
+    return store

@@ -268,14 +268,8 @@ def test_predicting_needs_no_dropout_and_no_target(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
-    backbone = OwnBackbone(
-        64,
-        2,
-        2,
-        128,
-        0.0,
-        MaskedLanguageModelling(150, 5e-3, 20, batch_tokens=256, held_out_share=0.1),
-    )
+    learns = MaskedLanguageModelling(150, 5e-3, 20, batch_tokens=256, held_out_share=0.1)
+    backbone = OwnBackbone(64, 2, 2, 128, 0.0, learns)
     model = AbNet(backbone, backbone, adapter_size=64, cross_attention_heads=4, dropout=0.0)
     sentences = texts(200, 6, seed=3)
     stages = build(model, 2, context(tmp_path, sentences=lambda name: sentences))

@@ -18,17 +18,18 @@ from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.line import LineMeter
+from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, Phase, Phased, Selectable, Selection
+from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State, is_marked
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
-from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule
+from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.costs import Direction
+from xcloud.plan.settings import Autopilot
 from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec_costs
 from xcloud.record.summary import RunStatistics
 from xcloud.training.batch_plan import PinnedBatchPlan
@@ -253,7 +254,7 @@ def test_only_schedules_within_the_memory_of_the_run_are_chosen_from() -> None:
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="2 of 1f1b m=8 in flight=p"):
         found(textbook, micro_batches=[2])
-    with pytest.raises(ConfigError, match="gpipe has every micro-batch in flight"):
+    with pytest.raises(ConfigError, match="gpipe m=4 has no num_in_flight"):
         found(GPipe(4), in_flight=[2])
 
 

@@ -13,18 +13,17 @@ from torch import Tensor
 from tests.replicas import averagers, connected, exchange, finished, same_bits
 from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor, Nothing
 from xcloud.comm.low_rank import PowerSgd, Svd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Contributing, averager_for
+from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Terms, averager_for
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.replica_links import Mailbox
-from xcloud.plan.averaging_costs import exchange_of
-from xcloud.plan.line import FREE
+from xcloud.plan.costs import FREE
+from xcloud.plan.formulas import exchange_of
 from xcloud.plan.profile import AveragingCodec
 
 SHAPES = {
@@ -90,7 +89,7 @@ def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: i
         averagers(
             num_replicas,
             lambda mail: AllToAll(
-                mail, codec(Nothing()), weighted_mean, 0, Contributing(most_weight=lambda n: 9.0)
+                mail, codec(Nothing()), Terms(weighted_mean, most_weight=lambda n: 9.0)
             ),
         ),
         1, tensors, weights,
@@ -388,7 +387,7 @@ def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
         for links in connected(3):
             mail = Mailbox(links)
             fragments.append([make(Nothing())(mail), make(Nothing())(mail)])
-            fragments[-1][1]._channel = 1
+            fragments[-1][1]._terms = Terms(channel=1)
         for r, (first, second) in enumerate(fragments):
             first.start(1, drawn(r))
             second.start(1, drawn(10 + r))

@@ -12,11 +12,11 @@ from tests.causal_models import WORDS as NUM_WORDS
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.pipelines import in_threads
 from tests.replicas import connected
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.lora import Lora
-from xcloud.parallel.averaging import AllToAll, Contributing
+from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
 from xcloud.security.attacks import score
 from xcloud.security.leak_meter import FIGURES, measure
@@ -86,7 +86,7 @@ def test_an_averager_tells_what_others_contribute() -> None:
             watch = lambda step, replica, tensors: told.append(  # noqa: E731
                 (step, replica, {name: tensor.tolist() for name, tensor in tensors.items()})
             )
-        averager = AllToAll(Mailbox(links), codec, holds_to=Contributing(watch=watch))
+        averager = AllToAll(Mailbox(links), codec, Terms(watch=watch))
         averager.start(7, [torch.full((2,), float(links.replica))])
         averager.finish(7)
 

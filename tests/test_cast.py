@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.precision import Cast, Nothing
+from xcloud.comm.compressor import Nothing
+from xcloud.comm.precision import Cast
 
 
 @pytest.fixture(autouse=True)

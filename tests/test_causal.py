@@ -30,7 +30,7 @@ from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Elsewhere, embedding_matrix
+from xcloud.models.causal_network import Elsewhere
 from xcloud.models.causal_stage import attention_masks
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
@@ -202,7 +202,7 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
     other.load_exported(load_file(path))
 
     assert all(map(torch.equal, stage.state_dict().values(), other.state_dict().values()))
-    assert embedding_matrix(other.network) is other.network.lm_head.weight
+    assert other.network.get_input_embeddings().weight is other.network.lm_head.weight
 
 
 def test_the_mask_of_a_long_text_is_none_or_its_float32_and_little_more(tmp_path: Path) -> None:

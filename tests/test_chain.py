@@ -3,10 +3,9 @@ import torch
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Chain, Compressor, Nothing
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 
 

@@ -249,7 +249,7 @@ def test_integers_are_refused(compressor: Compressor) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cast("fp16"), r"Cast.dtype must be one of float16, bfloat16; got 'fp16'"),
+        (lambda: Cast("fp16"), r"Cast.dtype must be one of float16, bfloat16, got 'fp16'"),
         (lambda: BlockInt("8"), r"BlockInt.bits must be 1..8, got '8'"),  # type: ignore[arg-type]
         (lambda: BlockInt(9), r"BlockInt.bits must be 1..8, got 9"),
         (lambda: BlockInt(True), r"BlockInt.bits must be 1..8, got True"),
@@ -263,7 +263,7 @@ def test_integers_are_refused(compressor: Compressor) -> None:
         (lambda: RandomK(0.1, seed=0.5), r"RandomK.seed"),  # type: ignore[arg-type]
         (lambda: RandomK(0.1, unbiased="yes"), r"RandomK.unbiased"),  # type: ignore[arg-type]
         (lambda: Svd(float("nan")), r"Svd.rate must be a number in \(0, 1\], got nan"),
-        (lambda: Svd(0.5, method="qr"), r"Svd.method must be one of subspace, exact; got 'qr'"),
+        (lambda: Svd(0.5, method="qr"), r"Svd.method must be one of subspace, exact, got 'qr'"),
         (lambda: Svd(0.5, iterations=0), r"Svd.iterations"),
     ],
 )

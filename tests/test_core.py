@@ -13,12 +13,12 @@ CORE = tuple(
     """
 __main__
 base.errors base.project base.settings
-cluster.frame cluster.gloo_link cluster.layout cluster.line cluster.link
+cluster.frame cluster.gloo_link cluster.layout cluster.link
 cluster.link_end cluster.link_profile cluster.liveness cluster.transport
 comm.boundary comm.channel comm.compression comm.compressor comm.state comm.step_clock
 contracts.model contracts.task
-job.config job.experiment job.job job.needs job.pipeline_job
-join.agreement launch.local launch.processes launch.worker
+job.config job.experiment job.job job.needs
+join.agreement join.joining launch.local launch.processes launch.rank_process launch.worker
 parallel.control parallel.exchange parallel.part parallel.pipeline parallel.rank_group
 parallel.schedule parallel.split_backward
 rank.evaluation rank.export rank.loading rank.parts rank.role rank.roles rank.stage_rank
@@ -31,10 +31,11 @@ watch.monitor wire.boundaries wire.ends wire.wiring
 """.split()
 )
 COMPOSED = (
-    "rank.parts", "rank.roles", "job.experiment", "job.pipeline_job", "job.needs", "job.job",
-    "wire.boundaries", "wire.wiring",
+    "rank.parts", "rank.roles", "job.experiment", "job.needs", "job.job",
+    "join.joining", "wire.boundaries", "wire.wiring",
 )  # fmt: skip
-"""The lists of what there is: parts, kinds of job, settings and what they need, links."""
+"""The lists of what there is: parts, kinds of job, settings and what they need, ways to
+join, links."""
 
 FEATURES = (
     "cluster.one_way_layout", "cluster.pair_transport", "comm.activation_cache",
@@ -51,24 +52,23 @@ FEATURES = (
 
 
 def files() -> list[Path]:
-    return [MODULES[name] for name in CORE]
+    return [MODULES[name] for name in CORE if name in MODULES]
 
 
 def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[str, ast.AST]]:
-    for name in CORE:
+    for name in sorted(MODULES.keys() & set(CORE)):
         for node in ast.walk(ast.parse(MODULES[name].read_text())):
             if isinstance(node, kind):
                 yield f"{name}.{node.name}", node  # type: ignore[attr-defined]
 
 
 LARGER = {
-    "launch.local.run": 84, "launch.worker.live": 74, "launch.worker.main": 102,
     "cluster.link_profile.LinkProfile": 15, "comm.step_clock.StepClock": 16,
-    "contracts.model.BuildContext": 13, "job.job.Job": 12, "launch.processes.LocalRanks": 12,
-    "rank.role.RankContext": 13, "record.events.StepTotals": 15,
+    "contracts.model.BuildContext": 13, "job.job.Job": 12,
+    "rank.role.RankContext": 12, "record.events.StepTotals": 15,
     "training.settings.Training": 12, "watch.monitor.Monitor": 15, "wire.ends.Ends": 14,
 }  # fmt: skip
-"""Still beyond the bounds: lines of functions, fields of classes."""
+"""Still beyond the bounds: fields of classes."""
 
 
 def too_many(found: dict[str, int], most: int) -> dict[str, int]:
@@ -78,12 +78,16 @@ def too_many(found: dict[str, int], most: int) -> dict[str, int]:
 def test_the_core_can_be_held_by_one_engineer() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in files())
 
-    assert len(CORE) <= 64
-    assert lines <= 13_500
+    assert len(CORE) <= 66
+    assert lines <= 13_900
 
 
 def is_feature(module: str) -> bool:
     return any(module == feature or module.startswith(f"{feature}.") for feature in FEATURES)
+
+
+def test_files_of_the_core_exist() -> None:
+    assert set(CORE) <= MODULES.keys(), "renamed or merged: put the new name into CORE"
 
 
 def test_features_named_here_exist_and_are_not_of_the_core() -> None:
@@ -96,16 +100,14 @@ def feature_imports() -> set[str]:
     return {
         f"{name} -> {module}"
         for name in CORE
-        if name not in COMPOSED
+        if name in MODULES and name not in COMPOSED
         for module in own_imports(MODULES[name])
         if is_feature(module)
     }
 
 
 STILL_IMPORTED = {
-    "launch.worker -> cluster.pair_transport", "launch.worker -> join.elastic",
-    "launch.worker -> join.failure_detector", "launch.worker -> rank.interleaved",
-    "rank.role -> cluster.pair_transport", "rank.role -> survive.checkpointing",
+    "launch.rank_process -> rank.interleaved", "rank.role -> survive.checkpointing",
     "survive.changes -> parallel.strategy",
 }  # fmt: skip
 
@@ -131,7 +133,7 @@ def test_nothing_of_the_core_takes_more_than_8_parameters() -> None:
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         counts[name] = len([n for n in names if n not in ("self", "cls")])
 
-    assert too_many(counts, 9) == {}
+    assert too_many(counts, 8) == {}
 
 
 def test_no_class_of_the_core_has_more_than_10_fields() -> None:
@@ -159,8 +161,8 @@ KINDS = {
 
 
 OTHERS_THAT_ASK = {
-    "job/config.py", "job/follow_up.py", "plan/autopilot.py", "plan/plan_memory.py",
-    "planner/planning.py", "planner/trial.py", "rank/roles.py", "survive/changes.py",
+    "job/config.py",
+    "planner/planning.py", "survive/changes.py",
 }  # fmt: skip
 
 

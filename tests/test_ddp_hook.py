@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from tests.replicas import same_bits
 from xcloud.base.errors import ConfigError
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import PerTensor
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.compressor import Chain, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.ddp_hook import CompressedAveraging, compressed_averaging

@@ -116,7 +116,7 @@ def test_nothing_outside_sees_the_inside() -> None:
 def test_the_room_needs_nothing_but_the_base() -> None:
     allowed = (
         "xcloud.demo_corpus",
-        "xcloud.base.checks",
+        "xcloud.base.settings",
         "xcloud.base.errors",
         "xcloud.base.project",
     )

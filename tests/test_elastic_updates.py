@@ -27,9 +27,9 @@ from tests.pipelines import in_threads
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import MessageKey
-from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.averaging import Contributing
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
@@ -55,12 +55,12 @@ def test_with_everyone_in_time_it_is_diloco() -> None:
 def test_the_hub_shows_every_contribution_that_comes() -> None:
     post, diary, seen = Post(2), Diary(), list[tuple[int, int, float]]()
     job = [Scalar(r, post, GO_ON, 4, diary, change=1.0 + r) for r in range(2)]
-    job[0].end.holds_to = Contributing(
+    job[0].end.terms = Terms(
         watch=lambda step, replica, named: seen.append((step, replica, float(named["0.weight"])))
     )
     in_threads([lambda r=r: r.run(1, 4) for r in job])
 
-    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: anchor - values
+    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: outer - values
 
 
 def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> None:
@@ -95,7 +95,7 @@ def test_a_robust_merge_is_left_out_while_too_few_are_there_to_outvote_a_bad_one
     is in the merge at 6, and nobody takes the bad one's."""
     post, diary = Post(3), Diary()
     job = [Scalar(r, post, SKIP, 8, diary, change=(1.0, -1000.0, 1.0)[r]) for r in range(3)]
-    job[0].end.merge_rule = Median()
+    job[0].end.terms = Terms(Median())
     found: list[float] = []
 
     def first(step: int) -> None:
@@ -243,9 +243,9 @@ def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> N
     links = hub.end.links
     recv = links.recv
 
-    def counted(replica: int, key: MessageKey, specs: None, wait_s: float) -> Any:
+    def counted(replica: int, key: MessageKey, wait_s: float) -> Any:
         waits.append(wait_s)
-        return recv(replica, key, specs, wait_s)
+        return recv(replica, key, wait_s)
 
     links.recv = counted
     hub.run(1, 40)

@@ -16,7 +16,7 @@ from xcloud.electra.networks import (
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.pretraining import LONGEST_WORD, choose_masked
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 CONFIG = EncoderConfig(IDS.size, 16, 1, 2, 32, max_positions=32, dropout=0.0)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.cluster.line import LinkClock
+from xcloud.cluster.link import LinkClock
 from xcloud.cluster.link_profile import LinkProfile
 
 

@@ -11,7 +11,7 @@ from tests.translation_models import IDS, padded, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.attention import GrowingCache, Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
-from xcloud.models.seeding import seed_of, seeded
+from xcloud.models.stages import seed_of, seeded
 
 CONFIG = EncoderConfig(
     vocab_size=IDS.size, hidden=16, num_layers=3, num_heads=2, feed_forward=32, max_positions=16

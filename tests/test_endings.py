@@ -24,7 +24,7 @@ from tests.runs import (
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.launch import processes as launch
-from xcloud.launch.worker import EXIT_PEER_LOST
+from xcloud.launch.rank_process import EXIT_PEER_LOST
 
 pytestmark = pytest.mark.slow
 

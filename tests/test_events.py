@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.event_lines import append_event
-from xcloud.record.events import EventReader, StepCollector, StepTotals, steps_done, update_s
+from tests.event_lines import append_event, steps_done
+from xcloud.record.events import EventReader, StepCollector, StepTotals, update_s
 from xcloud.record.summary import RunStatistics
 
 

@@ -18,7 +18,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.contracts.model import Stage
 from xcloud.job import config as configs
 from xcloud.launch.local import run
-from xcloud.launch.worker import EXIT_FAILED, _write_failure
+from xcloud.launch.rank_process import EXIT_FAILED, write_failure
 from xcloud.rank.export import export_stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter
@@ -122,7 +122,7 @@ def test_a_failure_that_cannot_be_written_keeps_its_exit_code(
         def flush(self) -> None: ...
 
     monkeypatch.setattr(sys, "stderr", Full())
-    assert _write_failure(tmp_path / "no such folder", 0, ValueError("x")) == EXIT_FAILED
+    assert write_failure(tmp_path / "no such folder", 0, ValueError("x")) == EXIT_FAILED
 
 
 def test_files_beside_the_run_are_warnings_and_counted(

@@ -15,7 +15,7 @@ from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.job import Job
 from xcloud.join.agreement import Agreed
-from xcloud.launch import worker
+from xcloud.launch import rank_process
 from xcloud.parallel.control import send_report
 from xcloud.rank.role import RankContext, Role
 from xcloud.record.tracking import NullTracker
@@ -122,15 +122,15 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     clouds = {"a": Place(), "b": Place()}
     job = RingJob(name="toy", cluster=Ring(clouds), training=Rounds(), tracker=NullTracker())
     monkeypatch.setattr(RingRank, "world", MemoryWorld(), raising=False)
-    monkeypatch.setattr(worker, "role_of", lambda job, rank: RingRank)
+    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: RingRank)
     monitor = Monitor(job, {}, tmp_path)
 
     in_threads(
         [
             partial(
-                worker.live, job, rank, tmp_path, Agreed(), RankCheckpoints.of(job, rank,
+                rank_process.live, job, rank, tmp_path, Agreed(), RankCheckpoints.of(job, rank,
                 tmp_path, {}),
-                StopSignal(),
+                rank_process.Process(StopSignal()),
             )
             for rank in range(2)
         ]

@@ -3,6 +3,7 @@ over the real wiring and trainer, and the planner asks it what it sends."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.import_walk import PACKAGE
 from tests.strategy_jobs import clouds, values
 from tests.trainers import ranks, update
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution
 from xcloud.parallel.replicas import Replicas
@@ -51,7 +54,7 @@ class Votes(Exchange):
         self._averager = replicas.averager(
             lambda shapes: replicas.codec(shapes, False, "votes"),
             {name: parameter.shape for name, parameter in replicas.trained.items()},
-            vote,
+            Terms(vote),
         )
         replicas.open([self._averager])
 
@@ -98,3 +101,10 @@ def test_the_rest_of_the_product_asks_the_strategy_itself() -> None:
     places = Places.held(layout, VOTES, 9)
     assert (places.column, places.merges_every) == ("data parallel", 1)
     assert replace(VOTES, averaging=MajorityVote(2.0)).label == "votes (votes, 2)"
+
+
+def test_nobody_asks_for_the_class_of_a_strategy() -> None:
+    asked = re.compile(r"isinstance\([^()]*\b(GradientAveraging|LocalUpdates|MajorityVote)\b")
+    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert len(sources) > 100
+    assert not [path.name for path, text in sources.items() if asked.search(text)]

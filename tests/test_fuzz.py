@@ -48,7 +48,7 @@ from xcloud.join.agreement import (
     encode_table,
     encode_verdict,
 )
-from xcloud.parallel.averaging import Contributing
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.control import (
     check_norms,
     code_of,
@@ -60,8 +60,7 @@ from xcloud.parallel.control import (
 )
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import OrderBook
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.record.checkpoints import CheckpointFolder
 
@@ -311,8 +310,8 @@ SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
 def contributions() -> Parser:
     codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
     parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
-    holds_to = Contributing(most_weight=lambda num_steps: 2.0)
-    return Parser([parts], lambda parts: holds_to.contribution(1, 1, 1, 1.0, codec, parts))
+    terms = Terms(most_weight=lambda num_steps: 2.0)
+    return Parser([parts], lambda parts: terms.contribution(1, 1, 1, 1.0, codec, parts))
 
 
 SETTINGS = LocalUpdates(2, MEAN, late="skip", wait_s=5.0)

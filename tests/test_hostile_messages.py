@@ -16,9 +16,8 @@ from xcloud.cluster.link_end import InSettings
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
-from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.compressor import Chain, ChannelId, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows
@@ -39,7 +38,7 @@ def sent_over(group: MemoryGroup, deliver_at_s: float) -> None:
 def test_a_real_line_delivers_at_once_whatever_time_its_peer_writes() -> None:
     group, life = MemoryGroup(), PeerLife(Liveness(1.0, 3.0))
     settings = InSettings("rank 1", 4096, window=LinkWindow(2), life=life)
-    link = GlooInLink(group, 1, settings)
+    link = GlooInLink(group, settings)
 
     sent_over(group, time.monotonic() + DAY_S)
 
@@ -50,7 +49,7 @@ def test_a_real_line_delivers_at_once_whatever_time_its_peer_writes() -> None:
 @pytest.mark.parametrize("time_s", [float("nan"), float("inf"), float("-inf")])
 def test_a_frame_whose_time_is_no_moment_is_refused(time_s: float) -> None:
     group = MemoryGroup()
-    link = GlooInLink(group, 1, InSettings("rank 1", 4096, window=LinkWindow(2), is_emulated=True))
+    link = GlooInLink(group, InSettings("rank 1", 4096, window=LinkWindow(2), is_emulated=True))
 
     sent_over(group, time_s)
 

@@ -12,9 +12,9 @@ from tests.local_replicas import MEAN, Diary, Scalar
 from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, Contributing
+from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.control import (
     Director,
     Signal,
@@ -27,9 +27,8 @@ from xcloud.parallel.control import (
 )
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import NOBODY, OrderBook
-from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way.plan import NOBODY, Order, Source
 from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
@@ -203,7 +202,7 @@ def hub_with(weights: list[float], every: int = 2) -> list[tuple[float, ...]]:
     a step."""
     post, diary, settings = Post(2), Diary(), LocalUpdates(every, MEAN, late="skip", wait_s=5.0)
     hub = Scalar(0, post, settings, 99, diary)
-    hub.end.holds_to = Contributing(most_weight=float)
+    hub.end.terms = Terms(weighted_mean)
     for number, weight in enumerate(weights):
         step, known = every * (number + 1), every * number
         head = torch.tensor([step, known, weight], dtype=torch.float64)
@@ -224,7 +223,9 @@ def test_a_weight_that_would_decide_a_merge_is_refused(weight: float) -> None:
     shapes = {"w": torch.Size([3])}
     links = connected(2)
     one, other = (
-        AllToAll(Mailbox(own), TensorCodec(shapes, lambda *_: Chain(), 7, False), weighted_mean)
+        AllToAll(
+            Mailbox(own), TensorCodec(shapes, lambda *_: Chain(), 7, False), Terms(weighted_mean)
+        )
         for own in links
     )
     one.start(2, [torch.zeros(3)])

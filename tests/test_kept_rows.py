@@ -17,9 +17,9 @@ from xcloud.cluster.frame import Kind
 from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
 from xcloud.comm.boundary import Message
 from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Compressor, Nothing
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble

@@ -13,7 +13,7 @@ import pytest
 from xcloud.base.errors import FrameError, LinkClosed, RunFailed
 from xcloud.launch import processes as launch
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.launch.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
+from xcloud.launch.rank_process import EXIT_FAILED, EXIT_PEER_LOST, write_failure
 from xcloud.record.rank_state import failure_of, ready_file, state_file
 
 
@@ -119,8 +119,8 @@ def test_a_rank_that_may_be_lost_must_have_been_ready(was_ready: bool, tmp_path:
 
 
 def test_who_refuses_a_frame_has_lost_nobody(tmp_path: Path) -> None:
-    assert _write_failure(tmp_path, 0, FrameError("another tokenizer")) == EXIT_FAILED
-    assert _write_failure(tmp_path, 1, LinkClosed("rank 0 is gone")) == EXIT_PEER_LOST
+    assert write_failure(tmp_path, 0, FrameError("another tokenizer")) == EXIT_FAILED
+    assert write_failure(tmp_path, 1, LinkClosed("rank 0 is gone")) == EXIT_PEER_LOST
     found = [failure_of(tmp_path, rank) for rank in range(3)]
     assert [f and f["peer_lost"] for f in found] == [False, True, None]
 

@@ -15,11 +15,11 @@ from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.pair_transport import PairTransport, meeting_store
+from xcloud.cluster.transport import PairTransport, meeting_store
 from xcloud.join import failure_detector as failure_detector
 from xcloud.join.elastic import _life, _watch
 from xcloud.join.failure_detector import FailureDetector, _Line, _Word
-from xcloud.join.meeting_store import of_this_attempt
+from xcloud.join.joining import of_this_attempt
 
 STORE_TIMEOUT = timedelta(seconds=30)
 

@@ -5,7 +5,7 @@ import torch
 
 from xcloud.cluster import link_end
 from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
-from xcloud.cluster.line import LineMeter
+from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_end import InSettings, ReceivingEnd
 
 AHEAD_S = 5000.0  # the receiver's clock before the sender's

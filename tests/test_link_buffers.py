@@ -17,7 +17,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.gloo_link import _REUSED_BYTES, GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import averager_for
 from xcloud.parallel.replica_links import Mailbox
@@ -62,8 +62,8 @@ class Pair:
 def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
     pair, part = Pair(), torch.zeros(_REUSED_BYTES, dtype=torch.uint8)
     capacity = part.numel() + 4096
-    out = GlooOutLink(pair, 1, OutSettings("rank 1", capacity))
-    incoming = GlooInLink(pair, 0, InSettings("rank 0", capacity))
+    out = GlooOutLink(pair, OutSettings("rank 1", capacity))
+    incoming = GlooInLink(pair, InSettings("rank 0", capacity))
     for number in range(5):
         key = MessageKey(Kind.AVERAGING, 1, number)
         out.send(key, (part,))

@@ -16,7 +16,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife, Silence
-from xcloud.launch.worker import _await_monitor
+from xcloud.launch.several_machines import await_monitor
 from xcloud.parallel.control import Control, note_ages
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
@@ -145,7 +145,7 @@ def test_a_record_that_takes_long_to_write_is_waited_for(
 ) -> None:
     monitor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
 
-    _await_monitor(monitor, note_s=0.1)
+    await_monitor(monitor, note_s=0.1)
 
     assert monitor.returncode == 0
     assert f"process {monitor.pid} still writes its record" in capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(beats: b
     # Its machine takes as much as it has announced, with the line cut or the peer stopped.
     life = PeerLife()
     life.beats = beats
-    link = GlooOutLink(Taker(), 1, OutSettings("rank 1", 4096, life=life))  # type: ignore[arg-type]
+    link = GlooOutLink(Taker(), OutSettings("rank 1", 4096, life=life))  # type: ignore[arg-type]
     link.say_alive()
     link.close(5.0)
     assert (life.silent_s == float("inf")) == beats

@@ -30,7 +30,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
@@ -92,9 +92,9 @@ def streaming_reference(
     workers = [model() for _ in range(2)]
     optimizers = [inner(worker) for worker in workers]
     values = [list(worker.parameters()) for worker in workers]
-    anchors = [nn.Parameter(p.detach().clone()) for p in values[0]]
+    shared_values = [nn.Parameter(p.detach().clone()) for p in values[0]]
     outers = [
-        torch.optim.SGD([anchors[i] for i in part], 0.7, momentum=0.9, nesterov=True)
+        torch.optim.SGD([shared_values[i] for i in part], 0.7, momentum=0.9, nesterov=True)
         for part in parts
     ]
     sent: dict[int, tuple[int, list[Tensor]]] = {}
@@ -102,8 +102,8 @@ def streaming_reference(
     def send(p: int, step: int) -> None:
         changes = [
             (
-                (anchors[i].detach() - values[0][i].detach())
-                + (anchors[i].detach() - values[1][i].detach())
+                (shared_values[i].detach() - values[0][i].detach())
+                + (shared_values[i].detach() - values[1][i].detach())
             )
             / 2
             for i in parts[p]
@@ -113,11 +113,11 @@ def streaming_reference(
     def receive(p: int, share: float) -> None:
         _, changes = sent.pop(p)
         for i, change in zip(parts[p], changes, strict=True):
-            anchors[i].grad = change
+            shared_values[i].grad = change
         outers[p].step()
         for own in values:
             for i in parts[p]:
-                own[i].data = share * own[i].data + (1 - share) * anchors[i].data
+                own[i].data = share * own[i].data + (1 - share) * shared_values[i].data
 
     for step in range(1, steps + 1):
         for replica, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
@@ -202,7 +202,7 @@ def test_ranks_of_a_cloud_carry_their_own_shares_and_stay_equal() -> None:
         rank.links.num_bytes = 0  # digests
         if rank in job:
             rank.exchange._inside = _Own()  # type: ignore[assignment]
-        rank.exchange.compare = lambda step: None  # type: ignore[method-assign]
+        rank.exchange._check = None
     run_together(alone, 6)
     run_together(job, 6)
 
@@ -396,7 +396,6 @@ def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
     parameter = nn.Parameter(torch.ones(2))
     shares = by_tensor({"w": parameter.shape}, 1)
     values = OuterParameters({"w": parameter}, shares, RankGroup.alone(), DILOCO)
-    values.set()
     values.move([torch.tensor([1.0, math.inf])])
     values.take()
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.replicas import averagers, exchange, same_bits
 from xcloud.base.errors import ConfigError
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll
+from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.merging import (
     Contribution,
     Median,
@@ -110,11 +110,11 @@ def test_replicas_with_a_robust_merge_are_equal_and_two_are_too_few() -> None:
 
     for merge in ROBUST:
         tensors = [honest(0), bad("NaN"), honest(2)]
-        replicas = averagers(3, lambda mail, m=merge: AllToAll(mail, codec(), m))
+        replicas = averagers(3, lambda mail, m=merge: AllToAll(mail, codec(), Terms(m)))
         found = exchange(replicas, 1, tensors)
         assert same_bits(found) and distance(found[0]) < 1.0
     with pytest.raises(ConfigError, match=r"Median\(\) needs 3 replicas or more.*got 2"):
-        averagers(2, lambda mail: AllToAll(mail, codec(), Median()))
+        averagers(2, lambda mail: AllToAll(mail, codec(), Terms(Median())))
     with pytest.raises(ConfigError, match=r"TrimmedMean.share must be a number in \[0, 0.5\]"):
         TrimmedMean(0.6)
     with pytest.raises(ConfigError, match=r"NormBound.factor must be a number in \[1, inf\)"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event, append_step
+from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
 from xcloud.record.mlflow_tracker import MlflowTracker, Sender
@@ -38,6 +39,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
     """A finished run in a store made for it, in a folder whose name no URL can hold as it is."""
     os.environ["MLFLOW_RUN_ID"] = "of another tool"
     root = tmp_path_factory.mktemp("my runs") / "50%20 ü? #1" / "mlruns"
+    blank_store(root)
     run_dir = tmp_path_factory.mktemp("run")
     (run_dir / "samples.txt").write_text("hola -> hello")
     tracker = MlflowTracker(root=str(root), flush_s=0.05).start(

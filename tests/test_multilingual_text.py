@@ -98,7 +98,7 @@ def test_the_hub_streams_a_local_folder_too(tmp_path: Path) -> None:
     source = HubText(str(tmp_path), config=None)
 
     assert list(source.read("es")) == [("uno",), ("dos",)]
-    with pytest.raises(DataError, match="no text under 'body'; there are: text, id"):
+    with pytest.raises(DataError, match="no column body; it has text, id"):
         list(HubText(str(tmp_path), config=None, column="body").read("es"))
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 
@@ -14,11 +15,16 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from tests.combinations import run as run_in_threads
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import losses, no_workers, read, wait_for
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
+from xcloud.launch.processes import RunStopped
+from xcloud.rank.one_way.wiring import OneWayRank
 from xcloud.security.wire_audit import compact
+from xcloud.watch.monitor import Monitor
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -31,6 +37,24 @@ WIDE = {"disc": cloud(2), "one": cloud(2, 1.0), "two": cloud(1, 1.0)}
 def start(run_dir: Path, clouds: dict[str, object], *form: str, **groups: dict) -> dict:
     summary = run(OmegaConf.create(feed_config(clouds, *form, **groups)), run_dir)
     assert "refused_reports" not in summary, read(run_dir / "events.jsonl")
+    return summary
+
+
+def in_threads(
+    run_dir: Path,
+    patch: pytest.MonkeyPatch,
+    clouds: dict[str, object],
+    form: str = "clouds",
+    **groups: dict,
+) -> dict:
+    """As `start`, with the ranks in threads of this process, over links in memory. They take no
+    turns, so that one can be slow."""
+    patch.setattr(OneWayRank, "computing_in", lambda rank, clock: nullcontext())
+    job = job_from_config(OmegaConf.create(feed_config(clouds, form, **groups)))
+    monitor = Monitor(job, {}, run_dir)
+    run_in_threads(job, run_dir, patch)
+    summary = monitor.finish(None)
+    assert "refused_reports" not in summary
     return summary
 
 
@@ -134,9 +158,11 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
     assert all(made[n] <= feed["producers"][n]["num_batches"] + 8 for n in made)  # run_ahead
 
 
-def test_whoever_is_ready_is_taken_by_order_of_arrival(tmp_path: Path) -> None:
-    summary = start(
-        tmp_path, WIDE, feed={"order": "arrival", "on_slow": "redistribute"},
+def test_whoever_is_ready_is_taken_by_order_of_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = in_threads(
+        tmp_path, monkeypatch, WIDE, feed={"order": "arrival", "on_slow": "redistribute"},
         model={"batch_s": {"two": 0.1}, "step_s": 0.02}, training={"max_steps": 60},
     )  # fmt: skip
     producers = summary["feed"]["producers"]
@@ -233,21 +259,27 @@ def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -
     assert "producer two did not finish" in notes(tmp_path)
 
 
-def test_a_slow_producer_is_waited_for_and_said_to_be(two: Path, tmp_path: Path) -> None:
-    model = {"fail_cloud": "two", "fail_how": "sleep", "pause_s": 6.0}
-    summary = start(tmp_path / "slow", TWO, model=model, feed={"slow_after_s": 3.0})
+def test_a_slow_producer_is_waited_for_and_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"fail_cloud": "two", "fail_how": "sleep", "pause_s": 2.0}
+    feed = {"slow_after_s": 1.0}
+    summary = in_threads(tmp_path / "slow", monkeypatch, TWO, model=model, feed=feed)
+    in_threads(tmp_path / "undisturbed", monkeypatch, TWO)
 
-    assert losses(tmp_path / "slow") == losses(two)
+    assert losses(tmp_path / "slow") == losses(tmp_path / "undisturbed")
     assert summary["feed"]["producers"]["two"]["num_slow"] == 1
     assert "waiting for it (feed.on_slow=wait)" in notes(tmp_path / "slow")
     assert "sends again" in notes(tmp_path / "slow")
 
 
-def test_the_others_take_over_from_a_slow_producer_until_it_is_back(tmp_path: Path) -> None:
-    summary = start(
-        tmp_path, WIDE, training={"max_steps": 150},
-        feed={"slow_after_s": 2.0, "on_slow": "redistribute", "run_ahead": 4},
-        model={"fail_cloud": "two", "fail_how": "sleep", "pause_s": 4.0, "step_s": 0.05},
+def test_the_others_take_over_from_a_slow_producer_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = in_threads(
+        tmp_path, monkeypatch, WIDE, training={"max_steps": 150},
+        feed={"slow_after_s": 1.0, "on_slow": "redistribute", "run_ahead": 4},
+        model={"fail_cloud": "two", "fail_how": "sleep", "pause_s": 2.0, "step_s": 0.03},
     )  # fmt: skip
     two = summary["feed"]["producers"]["two"]
 
@@ -261,12 +293,12 @@ def test_the_others_take_over_from_a_slow_producer_until_it_is_back(tmp_path: Pa
 
 def test_who_comes_late_joins_the_others(tmp_path: Path) -> None:
     summary = start(
-        tmp_path, TWO, training={"max_steps": 200}, feed={"min_producers": 1},
-        model={"late_s": {"two": 4.0}, "step_s": 0.05},
+        tmp_path, TWO, training={"max_steps": 100}, feed={"min_producers": 1},
+        model={"late_s": {"two": 2.0}, "step_s": 0.05},
     )  # fmt: skip
     joined = {e["producer"]: e["step"] for e in events(tmp_path, "producer")}
 
-    assert joined["one"] == 1 < joined["two"] < 200
+    assert joined["one"] == 1 < joined["two"] < 100
     assert 0 < summary["feed"]["producers"]["two"]["share_taken"] < 0.33
 
 
@@ -287,6 +319,28 @@ def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
     assert summary["waiting_s"]["disc"] < 0.1
     assert summary["step_time_s"]["median"] < 0.15
     assert 0 < summary["link_utilisation"]["forward"] < 0.1
+
+
+def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Also where a producer has two ranks, of which one may have been ordered more."""
+    saves = {"_target_": "xcloud.training.settings.Checkpoints", "every_steps": 20}
+    groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.03}}
+    start(tmp_path / "whole", WIDE, **groups)
+
+    def ask() -> None:
+        wait_for(lambda: read(tmp_path / "cut/events.jsonl").count('"step"') > 40)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    asking = Thread(target=ask)
+    asking.start()
+    with pytest.raises(RunStopped, match="go on from step"):
+        start(tmp_path / "cut", WIDE, **groups)
+    asking.join()
+    config = OmegaConf.create(feed_config(WIDE, **groups))
+    summary = run(config, tmp_path / "cut", resumes=True)
+
+    assert summary["num_resumes"] == 1 and summary["num_steps"] == 60
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
 def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.pair_transport import PairTransport, meeting_store
+from xcloud.cluster.transport import PairTransport, meeting_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()

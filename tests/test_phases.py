@@ -7,11 +7,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, PerBoundary, PerTensor, Phase, Phased
+from xcloud.comm.compressor import Chain, Nothing
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
-from xcloud.comm.precision import BlockInt, Cast, Nothing
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 
 

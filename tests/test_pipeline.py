@@ -6,9 +6,8 @@ from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compressor import ChannelId
+from xcloud.comm.compressor import Chain, ChannelId
 from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.pipeline import Pipeline

@@ -13,21 +13,20 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.launch.local import run
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
-from xcloud.plan.costs import Costs, Direction, TableCosts, Update
-from xcloud.plan.line import Line
+from xcloud.plan.costs import FREE, Costs, Direction, Update
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.recorded import read_timeline
 from xcloud.record.timeline import Timeline, write_trace
 
-FULL = TableCosts(
+FULL = Costs(
     [0.010, 0.020],
     [0.020, 0.040],
     [Direction(20_000, 0.001, 0.002)],
     [Direction(10_000, 0.003, 0.001)],
     [Update(0.001, 0.0, 0.002, 0.003), Update(0.0, 0.0, 0.001, 0.006)],
     {1: 1.5},
-    {"a-b": Line(LinkProfile(8e6, 0.004, trace=[[5.0, 1e6]]), 0.0005)},
+    {"a-b": LinkProfile(8e6, 0.004, trace=[[5.0, 1e6]])},
     weights_s=[0.008, 0.016],
 )
 PLAIN = replace(FULL, slowdown={}, lines={})
@@ -58,7 +57,7 @@ def test_a_predicted_step_read_back_as_costs_predicts_itself(schedule: Schedule)
     assert costs.forward[0].decompress_s == pytest.approx(0.002, abs=2e-6)
     assert costs.updates[1].optimizer_s == pytest.approx(0.006, abs=1e-5)
     # Other micro-batches and another line.
-    wider = replace(costs, lines={"a-b": Line(), "b-a": Line()})
+    wider = replace(costs, lines={"a-b": FREE, "b-a": FREE})
     assert predict(wider, GPipe(9)).step_s == pytest.approx(
         predict(replace(PLAIN, lines=wider.lines), GPipe(9)).step_s, rel=1e-3
     )

@@ -15,7 +15,8 @@ from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import AveragingCodec, BoundaryCodec, CompressorCosts
-from xcloud.plan.report import Report, predicted_of, write_plan
+from xcloud.plan.recorded import predicted_of
+from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import Space, search
 from xcloud.report.plan_table import print_plans
 from xcloud.report.run_table import epochs_text

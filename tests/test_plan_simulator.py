@@ -21,7 +21,7 @@ from xcloud.parallel.schedule import (
     Schedule,
     ZeroBubble,
 )
-from xcloud.plan.costs import Direction, TableCosts, Update
+from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.formulas import (
     bubble_of_a_free_link,
     bubble_of_blocking_transfers,
@@ -100,20 +100,20 @@ def test_blocking_1f1b_keeps_its_numbers() -> None:
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    costs = TableCosts([1.0, 3.0], [2.0, 4.0])
+    costs = Costs([1.0, 3.0], [2.0, 4.0])
 
     found = simulate(GPipe(6), chain(2), costs)
 
     assert found.step_s == pytest.approx(1 + 6 * (3 + 4) + 2)
     assert found.ranks[1].compute_s == pytest.approx(42) and found.bound == "compute of stage 1"
-    twice = TableCosts([1.0, 3.0], [2.0, 4.0], slowdown={1: 2.0})
+    twice = Costs([1.0, 3.0], [2.0, 4.0], slowdown={1: 2.0})
     assert simulate(GPipe(6), chain(2), twice).step_s == pytest.approx(1 + 6 * 14 + 2)
 
 
 def test_lanes_share_the_line_of_their_clouds_and_nothing_inside_one() -> None:
     # A message is 1 s on the line (125 bytes with its packet header of 66: 1528 bits).
     profile = LinkProfile(1528.0, 0.25)
-    costs = TableCosts([1.0, 1.0], [1.0, 1.0], [Direction(125)], [Direction(0)])
+    costs = Costs([1.0, 1.0], [1.0, 1.0], [Direction(125)], [Direction(0)])
     between = ClusterLayout({"a": Cloud(4), "b": Cloud(4)}, profile)
     inside = ClusterLayout({"a": Cloud(8, [0, 1], one_stage_per_rank=True)}, profile)
 
@@ -141,7 +141,7 @@ def test_8_ranks_feed_3_and_each_micro_batch_meets_its_own() -> None:
 def test_a_line_with_a_trace_is_slow_while_its_trace_says_so() -> None:
     # 191 bytes on the line, 1528 bits: 1 s at the full rate, 2 s at half of it.
     profile = LinkProfile(1528.0, trace=[[1.5, 764.0]])
-    costs = TableCosts([0.0, 0.0], [0.0, 0.0], [Direction(125)], [Direction(0)])
+    costs = Costs([0.0, 0.0], [0.0, 0.0], [Direction(125)], [Direction(0)])
 
     found = simulate(ForwardOnly(2), ClusterLayout({"a": Cloud(), "b": Cloud()}, profile), costs)
 
@@ -149,9 +149,7 @@ def test_a_line_with_a_trace_is_slow_while_its_trace_says_so() -> None:
 
 
 def test_codecs_take_the_time_of_the_rank_that_runs_them() -> None:
-    costs = TableCosts(
-        [1.0, 1.0], [1.0, 1.0], [Direction(10, 0.25, 0.5)], [Direction(10, 2.0, 4.0)]
-    )
+    costs = Costs([1.0, 1.0], [1.0, 1.0], [Direction(10, 0.25, 0.5)], [Direction(10, 2.0, 4.0)])
 
     found = simulate(GPipe(3), chain(2), costs)
 
@@ -164,7 +162,7 @@ def test_codecs_take_the_time_of_the_rank_that_runs_them() -> None:
 def test_steps_in_a_row_hide_the_way_of_the_norm_behind_the_next_activation() -> None:
     """Rank 1 hears the sum one latency after rank 0 knows it, as it would the next activation."""
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(1e12, 3.0))
-    costs = TableCosts([1.0, 1.0], [2.0, 2.0], updates=[Update(optimizer_s=0.5)] * 2)
+    costs = Costs([1.0, 1.0], [2.0, 2.0], updates=[Update(optimizer_s=0.5)] * 2)
 
     alone = simulate(GPipe(4), layout, costs, agrees=True)
     in_a_row = simulate(GPipe(4), layout, costs, agrees=True, num_steps=3)
@@ -177,7 +175,7 @@ def test_steps_in_a_row_hide_the_way_of_the_norm_behind_the_next_activation() ->
 
 
 def test_ranks_of_a_stage_average_once_all_are_there() -> None:
-    costs = TableCosts(
+    costs = Costs(
         [1.0, 1.0], [1.0, 1.0], updates=[Update(average_s=0.5), Update()], slowdown={0: 3.0}
     )
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, "free")
@@ -274,7 +272,7 @@ def test_a_schedule_that_waits_for_itself_is_refused() -> None:
 def test_a_real_network_has_no_numbers() -> None:
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     with pytest.raises(ConfigError, match="'a-b'"):
-        simulate(GPipe(2), layout, TableCosts([1.0, 1.0], [1.0, 1.0]))
+        simulate(GPipe(2), layout, Costs([1.0, 1.0], [1.0, 1.0]))
 
 
 def test_the_simulator_needs_no_torch() -> None:

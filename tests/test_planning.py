@@ -16,8 +16,8 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import encode_frame
 from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
 from xcloud.launch.local import run
@@ -28,8 +28,7 @@ from xcloud.plan.costs import Direction
 from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
-from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
-from xcloud.plan.report import PLAN_FILE
+from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, read_timeline
 from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary

@@ -22,8 +22,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.job import config as configs
 from xcloud.job.overrides import compose_follow_up, with_overrides
-from xcloud.security.constructors import CONSTRUCTORS
-from xcloud.security.policy import Policy
+from xcloud.security.policy import CONSTRUCTORS, Policy
 from xcloud.watch.monitor import monitor_of
 
 Reader = Callable[[Path], object]
@@ -77,7 +76,7 @@ def test_the_list_of_constructors_is_that_of_conf() -> None:
     for path in CONF.rglob("*.yaml"):
         walk(OmegaConf.to_container(OmegaConf.load(path)))
     ours = {name for name in found if name.startswith("xcloud.")}
-    assert ours == CONSTRUCTORS, "xcloud/security/constructors.py"
+    assert ours == CONSTRUCTORS, "xcloud/security/policy.py"
 
 
 def test_every_constructor_is_of_the_module_that_its_name_says() -> None:

@@ -15,7 +15,7 @@ from xcloud.models import made_once, pretraining
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 CONFIG = EncoderConfig(
     vocab_size=IDS.size,

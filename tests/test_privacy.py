@@ -15,9 +15,9 @@ from tests.replicas import connected
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, Contributing, PrivateContribution
+from xcloud.parallel.averaging import AllToAll, PrivateContribution, Terms
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
@@ -146,9 +146,9 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
         averager = AllToAll(
             Mailbox(links),
             codec,
-            holds_to=Contributing(
-                PrivateContribution(names, privacy, 4, silent={"(loss)"}),
-                (lambda step, replica, tensors: seen.update(tensors)) if links.replica else None,
+            Terms(
+                protect=PrivateContribution(names, privacy, 4, silent={"(loss)"}),
+                watch=(lambda s, r, tensors: seen.update(tensors)) if links.replica else None,
             ),
         )
         averager.start(1, tensors)

@@ -102,7 +102,7 @@ def test_the_best_span_over_the_windows_of_a_question_counts() -> None:
     tokenizer = small_tokenizer()
     context = " ".join(f"{word} the" for word in "abcdefghijklmnopqrst")
     place = context.index("p the")
-    paragraph = Paragraph(context, (Question("0", "where?", (("p the", place),)),))
+    paragraph = Paragraph(context, (Question("where?", (("p the", place),)),))
     windows = Windows.of([paragraph], tokenizer, max_length=24, max_question=8, stride=6)
     assert len(windows.table) > 2
     labels = [windows.label(w, ("p the", place)) for w in range(len(windows.table))]
@@ -128,7 +128,7 @@ def test_text_and_labels_must_be_seen_by_one_rank() -> None:
     task = DemoQuestionAnswering(**SMALL)
     with pytest.raises(ConfigError, match="Give the first and the last stage to one owner"):
         task.load(frozenset({"label"}), 1)
-    with pytest.raises(ConfigError, match="text, types and label"):
+    with pytest.raises(ConfigError, match="text, types, label"):
         task.load(frozenset({"target"}), 1)
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.fingerprint() == data.fingerprint()
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
-    assert view.head is None and view.text is None
+    assert view.head is None and view._tokenizer is None
     assert not view._windows and not view._paragraphs and not view._labels
     for reach in (view.vocabulary, view.sentences):
         with pytest.raises(DataError, match="is not a text field visible here"):
@@ -176,7 +176,7 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
         (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
         ({"context": "a", "qas": [{}]}, 'expected {"context", "qas"'),
-        ({"text": "a"}, "no text under 'id'; its keys: text"),
+        ({"text": "a"}, "no text under 'context'; its keys: text"),
     ],
 )
 def test_malformed_paragraphs_are_named(
@@ -220,7 +220,8 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", rows)
     reading = HubQuestionAnswering(path=str(tmp_path)).read()
     assert [reading.splits[s].num_rows for s in ("train", "dev", "test")] == [29, 1, 2]
-    assert reading.splits["test"].texts["paragraph"][1].questions[1].ident == "validation3"
+    last = reading.splits["test"].texts["paragraph"][1]
+    assert last.context == "c 1 here" and len(last.questions) == 2
     unanswerable = {"text": [], "answer_start": []}
     write(tmp_path / "train.jsonl", [{"id": "1", "context": "c", "question": "why?",
                                       "answers": unanswerable}] * 9)  # fmt: skip

@@ -24,7 +24,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora

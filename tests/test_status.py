@@ -201,7 +201,7 @@ def test_a_rank_writes_what_it_waits_for(tmp_path: Path) -> None:
     assert found.waits[0][:2] == (1, "gradient of step 5, micro-batch 1")
     assert (found.phase, found.step, found.process) == ("training", 4, "running")
     state.close("has done its part")
-    assert ranks_of(tmp_path)[0].has_ended and not list(tmp_path.glob("*.draft"))
+    assert ranks_of(tmp_path)[0].has_ended and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.slow

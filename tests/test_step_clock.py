@@ -8,7 +8,7 @@ import torch
 from tests.pipelines import in_threads, pipelines, samples
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.line import LinkLog, LinkName, MessageLog
+from xcloud.cluster.link import LinkLog, LinkName, MessageLog
 from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClock
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule

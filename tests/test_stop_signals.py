@@ -77,6 +77,6 @@ def test_the_second_signal_ends_at_once(
 def test_what_would_have_followed_does_not_begin(
     error: Exception | None, run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    with pytest.raises(RunStopped, match="rank 1 is gone" if error else "had finished"):
+    with pytest.raises(RunStopped, match="rank 1 is gone" if error else "The run finished"):
         run(signals=1, error=error, more_follows=True)
     assert (tmp_path / "written").exists()

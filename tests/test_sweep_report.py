@@ -11,10 +11,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from rich.console import Console
 
-from tests.sweep_runs import compose, write_run
+from tests.sweep_runs import blank_store, compose, write_run
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
-from xcloud.record.mlflow_store import Store, prepare_environment
+from xcloud.record.mlflow_store import Store
 from xcloud.record.mlflow_tracker import MlflowTracker
 from xcloud.record.tracking import NullTracker
 from xcloud.report import ui
@@ -285,9 +285,8 @@ def test_the_page_shows_what_differs_and_draws_quality_against_rates() -> None:
 def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_environment()
     root = tmp_path / "mlruns"
-    store = Store(root)
+    store = blank_store(root)
     config = from_folder(sweep)[0].settings
     lines = prepare("s", MlflowTracker(root=str(root)), [config])()
     assert [link for line in lines for link in re.findall(r"http\S+sweep-s", line)]
@@ -311,9 +310,8 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
 def test_tables_and_pictures_are_kept_in_one_run_beside_the_sweeps_own(
     sweep: Path, tmp_path: Path
 ) -> None:
-    prepare_environment()
     tracker = MlflowTracker(root=str(tmp_path / "mlruns"))
-    store = Store(tmp_path / "mlruns")
+    store = blank_store(tmp_path / "mlruns")
     settings = [result.settings for result in from_folder(sweep)]
     table = tmp_path / "table.csv"
     for text in ("old", "new"):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.line import LinkName, MessageLog, ReceivedMessage, SentMessage
+from xcloud.cluster.link import LinkName, MessageLog, ReceivedMessage, SentMessage
 from xcloud.comm.step_clock import Place, RecordedStep, Span
 from xcloud.rank.typical_step import most_typical, timeline_events
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.record.mlflow_store import Store, prepare_environment
+from tests.sweep_runs import blank_store
 from xcloud.report import ui
 
 
@@ -42,12 +42,8 @@ def test_says_so_when_the_port_is_taken(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serves_the_store_and_ends_cleanly(
-    tmp_path: Path, port: int, number: signal.Signals
-) -> None:
-    prepare_environment()
-    client, experiment_id = Store(tmp_path).open()
+def test_serves_the_store_and_ends_cleanly(tmp_path: Path, port: int) -> None:
+    client, experiment_id = blank_store(tmp_path).open()
     client.create_run(experiment_id, run_name="a run")
     command = [sys.executable, "-m", "xcloud", "ui", "--root", str(tmp_path), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -66,7 +62,7 @@ def test_serves_the_store_and_ends_cleanly(
         start = f"{page}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
         assert all(link.startswith(start) for link in links)
 
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)  # SIGINT: test_sweep_ui.py
         assert process.wait(60) == 0
         until_s = time.monotonic() + 60
         while not ui._is_free(port):

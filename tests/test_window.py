@@ -14,7 +14,7 @@ from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.line import LinkClock, PostedReceives, Reservation
+from xcloud.cluster.link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.link_end import ByteQueue, InSettings, OutSettings
 from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
@@ -139,9 +139,9 @@ def ends(
     window: LinkWindow, clock: LinkClock | None = None
 ) -> tuple[MemoryGroup, GlooOutLink, GlooInLink]:
     group: Any = MemoryGroup()
-    out = GlooOutLink(group, 1, OutSettings("the receiver", 1000, clock, window))
+    out = GlooOutLink(group, OutSettings("the receiver", 1000, clock, window))
     settings = InSettings("the sender", 1000, window=window, is_emulated=clock is not None)
-    return group, out, GlooInLink(group, 0, settings)
+    return group, out, GlooInLink(group, settings)
 
 
 def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(
@@ -225,7 +225,7 @@ def test_a_link_whose_sending_thread_fails_says_so_to_whoever_sends(
 
     monkeypatch.setattr(clock, "reserve", fail)
     group: Any = MemoryGroup()
-    out = GlooOutLink(group, 1, OutSettings("the receiver", 1000, clock))
+    out = GlooOutLink(group, OutSettings("the receiver", 1000, clock))
     out.send(MessageKey(Kind.ACTIVATION, 1, 0), (torch.zeros(4),))
     with pytest.raises(LinkClosed, match=r"the link to the receiver broke: OSError\(5, 'Input"):
         out.close(5.0)

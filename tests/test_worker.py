@@ -21,9 +21,10 @@ from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.job import config as configs
 from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
+from xcloud.join import joining
 from xcloud.join.agreement import Agreed, Verdict
-from xcloud.launch import torchrun, worker
-from xcloud.rank.role import Role
+from xcloud.launch import rank_process, several_machines, torchrun, worker
+from xcloud.rank.role import Role, restored
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
@@ -51,7 +52,14 @@ class Noting(Role[Any]):
 
 
 def live(job: Job, run_dir: Path, agreed: Agreed) -> None:
-    worker.live(job, 0, run_dir, agreed, RankCheckpoints.of(job, 0, run_dir, {}), StopSignal())
+    rank_process.live(
+        job,
+        0,
+        run_dir,
+        agreed,
+        RankCheckpoints.of(job, 0, run_dir, {}),
+        rank_process.Process(StopSignal()),
+    )
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
@@ -60,7 +68,7 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
 ) -> None:
     called: list[str] = []
     role = type("Told", (Noting,), {"called": called, "fails_in": fails_in})
-    monkeypatch.setattr(worker, "role_of", lambda job, rank: role)
+    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: role)
     job = job_from_config(CONFIG)
 
     if fails_in:
@@ -78,7 +86,7 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role = type("Told", (Noting,), {"called": (called := [])})
-    monkeypatch.setattr(worker, "role_of", lambda job, rank: role)
+    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: role)
     refused = Agreed(Verdict("refused", (0,), "seed is 1 here, 2 there"))
 
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
@@ -99,8 +107,8 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
-    monkeypatch.setattr(worker, "_join", lambda *all: called.append("join"))
-    monkeypatch.setattr(worker, "agree", agree)
+    monkeypatch.setattr(joining, "form_group", lambda *all: called.append("join"))
+    monkeypatch.setattr(joining, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
     with pytest.raises(SystemExit):
@@ -116,9 +124,9 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
         called = []  # noqa: RUF012
 
         def run(self) -> None:
-            self.checkpoints({}, None, {}).close()
+            restored(self.context, {}, None, {}).close()
 
-    monkeypatch.setattr(worker, "role_of", lambda job, rank: Going)
+    monkeypatch.setattr(rank_process, "role_of", lambda job, rank: Going)
     job = job_from_config(CONFIG)
     folder, about = CheckpointFolder(tmp_path), RankCheckpoints.of(job, 0, tmp_path, {}).about(7)
     for step in (5, 9):
@@ -158,12 +166,12 @@ def test_ranks_meet_in_their_run_folder_whatever_its_name(
 ) -> None:
     run_dir = tmp_path / name
     run_dir.mkdir()
-    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_ranks=2)))
+    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_processes=2)))
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        worker.dist, "init_process_group", lambda backend, **rest: given.update(rest)
+        joining.dist, "init_process_group", lambda backend, **rest: given.update(rest)
     )
-    worker._join(job, 0, run_dir, None)
+    joining.form_group(job, 0, run_dir, None)
     given["store"].set("here", "yes")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -176,25 +184,25 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
     try:
         raise ConfigError("max_steps is negative") from KeyError("cause")
     except ConfigError as error:
-        worker._write_failure(tmp_path, 3, error)
+        rank_process.write_failure(tmp_path, 3, error)
     assert capsys.readouterr().err == "xcloud: rank 3: max_steps is negative\n"
     kept = json.loads((tmp_path / "rank3.error.json").read_text())
     assert kept["message"] == "max_steps is negative" and "KeyError" in "".join(kept["traceback"])
 
-    worker._write_failure(tmp_path, 3, LinkClosed("what follows from it"))
+    rank_process.write_failure(tmp_path, 3, LinkClosed("what follows from it"))
     assert json.loads((tmp_path / "rank3.error.json").read_text()) == kept
     assert not capsys.readouterr().err
-    worker._write_failure(tmp_path, 4, ValueError("a defect"))
+    rank_process.write_failure(tmp_path, 4, ValueError("a defect"))
     assert "ValueError: a defect" in capsys.readouterr().err
 
 
 def test_a_run_folder_holds_the_experiment_that_was_run_in_it(tmp_path: Path) -> None:
     (mine := tmp_path / "mine.yaml").write_text("# mine")
-    worker._keep_experiment(mine, CONFIG, tmp_path)
+    several_machines.keep_experiment(mine, CONFIG, tmp_path)
     kept = tmp_path / "experiment.yaml"
     assert read_job(kept) == job_from_config(CONFIG)
     kept.write_text("# mine")
-    worker._keep_experiment(kept, CONFIG, tmp_path)
+    several_machines.keep_experiment(kept, CONFIG, tmp_path)
     assert kept.read_text() == "# mine"
 
 

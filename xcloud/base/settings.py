@@ -23,7 +23,7 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from xcloud.base.errors import ConfigError
@@ -71,6 +71,20 @@ def settings(
         return cast(type[T], made)
 
     return make
+
+
+def between(least: int, most: int) -> Any:
+    """A whole number, for `check`."""
+    return Annotated[int, Field(ge=least, le=most)]
+
+
+def check(name: str, value: object, annotation: Any) -> None:
+    """Raise ConfigError unless a value that is no field of settings is held by an annotation."""
+    adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        raise ConfigError(f"{name} must be {allowed(annotation)}, got {value!r}") from None
 
 
 def _worded(error: ValidationError, cls: type, path: str) -> Exception:

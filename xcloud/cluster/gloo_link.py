@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.line import PostedReceives, Reservation
-from xcloud.cluster.link import LinkRecord, LinkStats, Parts, expect
+from xcloud.cluster.link import LinkRecord, LinkStats, Parts, PostedReceives, Reservation, expect
 from xcloud.cluster.link_end import (
     ByteQueue,
     InSettings,
@@ -43,43 +42,37 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 _OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
-@runtime_checkable
 class PairOfRanks(Protocol):
-    """What joins two ranks and no others, in one direction."""
+    """What joins two ranks in one direction."""
 
     def isend(self, frame: Tensor, tag: int) -> dist.Work: ...
 
     def irecv(self, buffer: Tensor, tag: int) -> dist.Work: ...
 
 
-def _isend(
-    group: dist.ProcessGroup | PairOfRanks, frame: Tensor, peer: int, tag: int
-) -> dist.Work:
-    if isinstance(group, PairOfRanks):
-        return group.isend(frame, tag)
-    work = dist.isend(frame, peer, group, tag=tag)
-    assert work is not None
-    return work
+class PeerInGroup:
+    """A PairOfRanks: this rank and `peer` in a process group of more."""
 
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group, self._peer = group, peer
 
-def _irecv(
-    group: dist.ProcessGroup | PairOfRanks, buffer: Tensor, peer: int, tag: int
-) -> dist.Work:
-    if isinstance(group, PairOfRanks):
-        return group.irecv(buffer, tag)
-    work = dist.irecv(buffer, peer, group, tag=tag)
-    assert work is not None
-    return work
+    def isend(self, frame: Tensor, tag: int) -> dist.Work:
+        work = dist.isend(frame, self._peer, self._group, tag=tag)
+        assert work is not None
+        return work
+
+    def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
+        work = dist.irecv(buffer, self._peer, self._group, tag=tag)
+        assert work is not None
+        return work
 
 
 class GlooOutLink(SendingEnd):
     """Sends frames to one peer from a background thread."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | PairOfRanks, peer: int, settings: OutSettings
-    ) -> None:
+    def __init__(self, pair: PairOfRanks, settings: OutSettings) -> None:
         super().__init__(settings)
-        self._group, self._peer = group, peer
+        self._pair = pair
         self._failure: LinkError | None = None
         clock, window = settings.clock, settings.window
         latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
@@ -137,7 +130,7 @@ class GlooOutLink(SendingEnd):
                 if settings.log is not None:
                     now_s = time.monotonic()
                     settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
-                _isend(self._group, frame, self._peer, sequence % _TAGS).wait()
+                self._pair.isend(frame, sequence % _TAGS).wait()
                 # It has taken it, or only its machine has: no word of a peer that gives its own.
                 if not settings.life.beats:
                     settings.life.note(slot.deliver_at_s if slot is not None else None)
@@ -166,11 +159,9 @@ class GlooOutLink(SendingEnd):
 class GlooInLink(ReceivingEnd):
     """Receives frames from one peer in a background thread, each at its time of delivery."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | PairOfRanks, peer: int, settings: InSettings
-    ) -> None:
+    def __init__(self, pair: PairOfRanks, settings: InSettings) -> None:
         super().__init__(settings)
-        self._group, self._peer = group, peer
+        self._pair = pair
         self._thread = threading.Thread(
             target=self._run, name=f"from-{self.peer_name}", daemon=True
         )
@@ -184,7 +175,7 @@ class GlooInLink(ReceivingEnd):
             while True:
                 while len(posted) < self._settings.window.num_posted:
                     buffer = spare.pop() if spare else self._new_buffer()
-                    work = _irecv(self._group, buffer, self._peer, next_to_post % _TAGS)
+                    work = self._pair.irecv(buffer, next_to_post % _TAGS)
                     posted.append((buffer, work))
                     next_to_post += 1
                 buffer, work = posted.popleft()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame
-from xcloud.cluster.line import LineMeter, LinkClock, LinkLog
-from xcloud.cluster.link import LinkRecord, LinkStats, Parts, expect
+from xcloud.cluster.link import LineMeter, LinkClock, LinkLog, LinkRecord, LinkStats, Parts, expect
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
 

@@ -1,4 +1,6 @@
-"""How one rank of a job reaches the others: what `wire` asks for, and gloo's answer.
+"""How one rank of a job reaches the others: what `wire` asks for, and gloo's two answers. One is
+the process group that all ranks join. The other's ranks may end and begin again: a process group
+of two for each direction of each link, one for the ranks of a cloud, and none that joins more.
 
 A transport promises no collective over ranks of several clouds but what stands here by name.
 """
@@ -12,18 +14,26 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, PeerInGroup
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from xcloud.base.errors import LinkTimeout
+
+if TYPE_CHECKING:
+    pass
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -120,10 +130,10 @@ class GlooTransport:
         self._lines[name] = dist.new_group(list(ranks), timeout=FOREVER)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return GlooOutLink(self._lines[line], peer, settings)
+        return GlooOutLink(PeerInGroup(self._lines[line], peer), settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return GlooInLink(self._lines[line], peer, settings)
+        return GlooInLink(PeerInGroup(self._lines[line], peer), settings)
 
     def group(self, ranks: Sequence[int]) -> Collectives | None:
         if len(ranks) == 1:
@@ -146,47 +156,62 @@ class GlooTransport:
         return [int(machine) for machine in found]
 
 
-class GlooCollectives:
+class GroupCollectives:
+    """Over a process group of these ranks. (A ProcessGroupGloo, of whose methods torch's
+    annotations know few.)"""
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, list(ranks)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._group
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def sum(self, values: Tensor) -> None:
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
+        return wait
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        self._over(values).broadcast([values], options).wait()
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        gathered = [torch.zeros_like(values) for _ in self._ranks]
+        self._over(values).allgather([gathered], [values]).wait()
+        return gathered
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise ConfigError(
+            "clouds that may begin again shard no tensors over ranks; leave shard out"
+        )
+
+
+class GlooCollectives(GroupCollectives):
     """Over gloo; tensors on GPUs over NCCL, where each of the ranks has a GPU of its own. NCCL
     knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-        self._group = group
+        super().__init__(group, dist.get_process_group_ranks(group))
         self._nccl = None
         if device.type == "cuda" and self._has_a_gpu_each(device):
             # Its own limit would end the process while a rank waits for another cloud.
             self._nccl = dist.new_group(
-                dist.get_process_group_ranks(group), timeout=FOREVER, backend="nccl",
-                use_local_synchronization=True,
-            )  # fmt: skip
+                self._ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
+            )
 
     def _has_a_gpu_each(self, device: torch.device) -> bool:
         """Asked in all of these ranks."""
         places = self.gather(torch.tensor([machine_id(), device.index or 0]))
         return len({tuple(place.tolist()) for place in places}) == len(places)
 
-    def _over(self, values: Tensor) -> dist.ProcessGroup:
+    def _over(self, values: Tensor) -> Any:
         return self._nccl if self._nccl is not None and values.is_cuda else self._group
-
-    def barrier(self) -> None:
-        dist.barrier(group=self._group)
-
-    def sum(self, values: Tensor) -> None:
-        self.start_sum(values)()
-
-    def start_sum(self, values: Tensor) -> Callable[[], object]:
-        work = dist.all_reduce(values, group=self._over(values), async_op=True)
-        assert work is not None
-        wait: Callable[[], object] = work.wait
-        return wait
-
-    def broadcast(self, values: Tensor, source: int) -> None:
-        dist.broadcast(values, source, self._over(values))
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        found = [torch.zeros_like(values) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(found, values, group=self._over(values))
-        return found
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
@@ -195,10 +220,160 @@ class GlooCollectives:
         if device.type != "cuda":
             return DeviceMesh.from_group(self._group, device.type)
         if self._nccl is None:
-            ranks = dist.get_process_group_ranks(self._group)
             raise ConfigError(
-                f"cloud.shard: ranks {ranks} deal a stage over NCCL, which needs a GPU for each, "
-                "and two of them share one; give the cloud as many ranks as GPUs "
+                f"cloud.shard: ranks {self._ranks} shard a stage over NCCL, which needs a GPU for "
+                "each, and two of them share one; give the cloud as many ranks as GPUs "
                 "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
             )
         return DeviceMesh.from_group(self._nccl, device.type)
+
+
+JOIN_WITHIN_S = 12 * 3600.0
+_LOOK_S = 0.05
+
+
+def meeting_store(
+    rank: int, run_dir: Path, host: str | None, port: int, within_s: float = JOIN_WITHIN_S
+) -> Store:
+    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
+    there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
+    live (join/failure_detector.py); a server that ends is noticed at once."""
+    store: Store
+    if host is None:
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
+    else:
+        within = timedelta(seconds=within_s)
+        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+    store.set_timeout(FOREVER)
+    return store
+
+
+_Group = Any
+"""A ProcessGroupGloo, of whose methods torch's annotations know few."""
+
+
+class Pair:
+    """The process group of one direction between two ranks. It is joined at its first use, in the
+    thread of the link's end, and waits there for the other side, which may come at any time. Who
+    wants something of that end waits no longer than its deadline."""
+
+    def __init__(self, store: Store, name: str, place: int) -> None:
+        self._store, self._name, self._place = store, name, place
+        self._group: _Group = None
+
+    def isend(self, frame: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._joined().send([frame], 1 - self._place, tag)
+        return work
+
+    def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._joined().recv([buffer], 1 - self._place, tag)
+        return work
+
+    def _joined(self) -> _Group:
+        if self._group is None:
+            # A client of its own: whoever waits in a store keeps others of that client waiting.
+            own: Any = self._store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(FOREVER)
+            store = PrefixStore(self._name, own)
+            self._group = dist.ProcessGroupGloo(store, self._place, 2, FOREVER)
+        return self._group
+
+
+class PairTransport:
+    """beginning: 1, or how often this rank has begun. within_s: how long ranks of its cloud that
+    have not begun are waited for."""
+
+    def __init__(self, rank: int, store: Store, within_s: float = JOIN_WITHIN_S) -> None:
+        self.rank, self.store, self._within_s = rank, store, within_s
+        self.computing = nullcontext()
+        self.beginning = int(store.add(f"beginnings.{rank}", 1))
+        self._known: dict[int, int] = {}  # beginnings of peers with which links were made
+        self._num_groups = 0
+        self._met: dict[tuple[int, ...], int] = {}  # beginnings of the first rank, by group
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this rank begins again in a job that goes on."""
+        return self.beginning > 1
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        newest = {peer: int(self.store.add(f"beginnings.{peer}", 0)) for peer in ranks}
+        if any(count <= self._known.get(peer, 1) for peer, count in newest.items()):
+            return False
+        self._known |= newest
+        return True
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """Groups are made with the ends."""
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        return GlooOutLink(self._pair(line, self.rank, peer), settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return GlooInLink(self._pair(line, peer, self.rank), settings)
+
+    def group(self, ranks: Sequence[int]) -> Collectives | None:
+        """Of ranks that end and begin together."""
+        self._num_groups += 1
+        if len(ranks) == 1 or self.rank not in ranks:
+            return None
+        number = self._meet(tuple(ranks))
+        name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {number}"
+        store = PrefixStore(name, self.store)
+        place = list(ranks).index(self.rank)
+        group = dist.ProcessGroupGloo(store, place, len(ranks), FOREVER)
+        return GroupCollectives(group, ranks)
+
+    def run_number(self) -> int:
+        if self.rank == 0:
+            self.store.set("run number", str(time.time_ns()))
+        return int(self.store.get("run number"))
+
+    def machines(self) -> list[int]:
+        """Of rank 0 and this one: links between others there are none."""
+        self.store.set(f"machine.{self.rank}", str(machine_id()))
+        return [int(self.store.get("machine.0")), machine_id()] if self.rank else [machine_id()]
+
+    def _meet(self, ranks: tuple[int, ...]) -> int:
+        """How often the first of these ranks has begun. All of them begin together, but may have
+        begun unequally often: one may be lost before it has counted. So the first waits until the
+        newest beginning of every other knows of its own, and then tells them."""
+        first, *others = ranks
+        until_s = time.monotonic() + self._within_s
+        if ranks not in self._met:
+            mine = others if self.rank == first else [self.rank]
+            while missing := [other for other in mine if not self._has_met(first, other)]:
+                if time.monotonic() > until_s:
+                    others = missing if self.rank == first else [first]
+                    raise LinkTimeout(
+                        f"ranks {', '.join(map(str, others))} of this rank's cloud have not come "
+                        f"in {self._within_s:g} s (cluster.liveness.join_within_s)"
+                    )
+                time.sleep(_LOOK_S)
+            self._met[ranks] = self.beginning if self.rank == first else self._count(first)
+            if self.rank == first:
+                for other in others:
+                    self.store.set(f"met {self._both(first, other)}", "")
+        return self._met[ranks]
+
+    def _has_met(self, first: int, other: int) -> bool:
+        if self.rank == first:
+            return self.store.check([f"come {self._both(first, other)}"])
+        self.store.set(f"come {self._both(first, other)}", "")
+        return self.store.check([f"met {self._both(first, other)}"])
+
+    def _both(self, first: int, other: int) -> str:
+        return f"{other}.{self._count(other)} to {first}.{self._count(first)}"
+
+    def _count(self, rank: int) -> int:
+        return (
+            self.beginning if rank == self.rank else int(self.store.add(f"beginnings.{rank}", 0))
+        )
+
+    def _pair(self, line: str, sender: int, receiver: int) -> Pair:
+        counts = [
+            self.beginning if rank == self.rank else self._known.get(rank, 1)
+            for rank in (sender, receiver)
+        ]
+        name = f"{line} {sender}.{counts[0]}-{receiver}.{counts[1]}"
+        return Pair(self.store, name, int(self.rank == receiver))

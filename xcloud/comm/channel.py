@@ -22,9 +22,8 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import InLink, OutLink
 from xcloud.comm.boundary import BoundaryField, Message, Samples
-from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Selection
-from xcloud.comm.compressor import ChannelId, Compressor, Parts, Randomized, seed_from
+from xcloud.comm.compressor import Chain, ChannelId, Compressor, Parts, Randomized, seed_from
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.state import Stateful, StatefulParts, stateful
 from xcloud.comm.step_clock import StepClock

@@ -11,9 +11,8 @@ from dataclasses import field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, settings
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compressor import Compressor, Nothing
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.precision import Nothing
 from xcloud.comm.state import State, StatefulParts, whole_number
 
 _EMBEDDING = re.compile(

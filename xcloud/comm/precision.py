@@ -7,7 +7,6 @@ Shapes: N values of the tensor in any shape; integers in M = ceil(N / block) blo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -21,28 +20,6 @@ from xcloud.comm.bits import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers, wide
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """The tensor itself, in its own dtype. Wire: the tensor. The part may share its memory."""
-
-    family: ClassVar[Family] = "none"
-    feedback: ClassVar[Feedback] = "needless"
-
-    @property
-    def label(self) -> str:
-        return "none"
-
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        return (spec,)
-
-    def compress(self, tensor: Tensor) -> Parts:
-        refuse_integers(tensor)
-        return (tensor.detach(),)
-
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        return parts[0]
 
 
 @settings("Cast")

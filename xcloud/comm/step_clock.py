@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from xcloud.cluster.line import MessageLog
+from xcloud.cluster.link import MessageLog
 
 Computing = Literal["fetch", "forward", "backward", "weights", "clip", "optimizer"]
 What = Computing | Literal["compress", "decompress", "wait", "average"]

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor, Parts, Randomized, seed_from
+from xcloud.comm.compressor import Chain, Compressor, Parts, Randomized, seed_from
 from xcloud.comm.state import MEMORY, Marked, State, Stateful, StatefulParts, copy_of, stateful
 
 Choose = Callable[[str, torch.Size], Compressor]

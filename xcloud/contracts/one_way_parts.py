@@ -120,6 +120,10 @@ class OneWayModel(Protocol):
     def max_payload_bytes(self) -> int:
         """The longest payload of any producer."""
 
+    @property
+    def max_positions(self) -> int | None:
+        """See Job.left_positions."""
+
     def describe(self) -> str:
         """Which parts and which data, in a few words; known without reading anything."""
 

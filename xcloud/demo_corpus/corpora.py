@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from xcloud.base.checks import check_int
+from xcloud.base.settings import NotNegative, between, check
 from xcloud.demo_corpus import events, feelings, joined, nested, sentences, states
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.events import Story
@@ -118,5 +118,5 @@ def _distinct(
 
 
 def _check(num: int, seed: int, maximum: int) -> None:
-    check_int("num", num, 0, maximum)
-    check_int("seed", seed, 0)
+    check("num", num, between(0, maximum))
+    check("seed", seed, NotNegative)

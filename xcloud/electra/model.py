@@ -23,7 +23,7 @@ from xcloud.electra.parts import (
     Network,
 )
 from xcloud.models.encoder import Encoder
-from xcloud.models.seeding import seed_of, seeded
+from xcloud.models.stages import seed_of, seeded
 from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer

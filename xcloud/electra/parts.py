@@ -32,7 +32,7 @@ from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBac
 from xcloud.models.checkpoint import export_bert, export_electra
 from xcloud.models.encoder import Encoder
 from xcloud.models.pretraining import choose_masked
-from xcloud.models.seeding import seed_of, seeded_on
+from xcloud.models.stages import seed_of, seeded_on
 from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.job.job import Job, PipelineJob
 from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
-from xcloud.job.pipeline_job import PipelineJob
 from xcloud.security.observer import LeakMeter
 
 
@@ -174,6 +174,15 @@ class Experiment(PipelineJob):
     @property
     def schedule_label(self) -> str:
         return self.schedule.label
+
+    def check_after(self, first: Job) -> None:
+        self.task.check()  # all but the model's checkpoint
+        most = first.left_positions
+        if most is not None and self.task.max_length > most:
+            raise ConfigError(
+                f"task.max_length is {self.task.max_length}, but the pre-trained encoder will "
+                f"have {most} positions (model.text.max_length)"
+            )
 
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the

@@ -18,7 +18,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.activation_cache import decodes_rows_alone
 from xcloud.comm.compression import Compression, Selectable
 from xcloud.comm.memory import NoMemory
-from xcloud.job.pipeline_job import PipelineJob
+from xcloud.job.job import PipelineJob
 from xcloud.parallel.schedule import put_off
 from xcloud.parallel.sharding import check_in_step
 from xcloud.security.defences import LABEL

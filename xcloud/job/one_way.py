@@ -129,6 +129,10 @@ class OneWayExperiment(Job):
     def check(self) -> None:
         self.model.check(self.cluster.producers)
 
+    @property
+    def left_positions(self) -> int | None:
+        return self.model.max_positions
+
     def next_command(self, run_dir: Path) -> str | None:
         return None if self.follow_up else self.model.next_command(run_dir)
 

@@ -22,11 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.electra.model import MultilingualElectra
 from xcloud.job.config import job_from_config, plain_settings, read_checked, this_clouds_policy
-from xcloud.job.experiment import Experiment
-from xcloud.job.job import Job
-from xcloud.job.one_way import OneWayExperiment
 
 
 @contextlib.contextmanager
@@ -192,9 +188,8 @@ def compose_follow_up(
         if not own:
             this_clouds_policy().check_build(plain_settings(following))
         job = job_from_config(following)
-        if read and isinstance(job, Experiment):
-            job.task.check()  # all but the checkpoint, which is not there yet
-            _check_length(experiment, job)
+        if read:
+            job.check_after(experiment)
         else:
             job.check()
     except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:
@@ -214,13 +209,3 @@ def _chooses(named: Sequence[str], key: str) -> bool:
         name == key or name.startswith(f"{key}.") or ("." in name and key.startswith(f"{name}."))
         for name in named
     )
-
-
-def _check_length(experiment: Job, following: Experiment) -> None:
-    model = experiment.model if isinstance(experiment, OneWayExperiment) else None
-    most = model.max_positions if isinstance(model, MultilingualElectra) else None
-    if most is not None and following.task.max_length > most:
-        raise ConfigError(
-            f"task.max_length is {following.task.max_length}, but the pre-trained encoder will "
-            f"have {most} positions (model.text.max_length)"
-        )

@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError
 
 from xcloud.base.errors import ConfigError, LinkTimeout
 from xcloud.cluster.layout import Layout
-from xcloud.cluster.pair_transport import PairTransport, meeting_store
+from xcloud.cluster.transport import PairTransport, meeting_store
 from xcloud.job.job import Job
 from xcloud.join.agreement import (
     Agreed,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,73 +47,90 @@ def run(
     there, if it has no checkpoint. more_follows: this process has more to run, so a signal while
     the record is written raises RunStopped as well.
     """
-    experiment = configs.job_from_config(config)
-    if experiment.plan is not None:
-        raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
-    experiment.check()
-    if has_events(run_dir) and not resumes:
-        raise ConfigError(
-            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
-            f"with it: python run.py resume={run_dir}"
-        )
-    _check_devices(experiment)
-    if resumes and has_events(run_dir):
-        check_can_go_on(experiment, run_dir, configs.plain_settings(config), anew)
+    job = _checked_job(config, run_dir, resumes, anew)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / configs.EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
     configs.write(config, asked)
-    print(experiment.headline, flush=True)
+    print(job.headline, flush=True)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
+    monitor, ranks = Monitor(job, configs.flatten(config), run_dir), _ranks(job, run_dir, asked)
 
-    monitor = Monitor(experiment, configs.flatten(config), run_dir)
-    layout = experiment.cluster
-    clouds = [layout.placement(rank).cloud for rank in range(layout.num_processes)]
-    essential = experiment.essential_ranks & set(range(layout.num_processes))
-    ranks = LocalRanks(
-        run_dir, clouds, essential, experiment.restart_s,
-        layout.liveness.lost_after_s, asked,
-    )  # fmt: skip
-
-    def follow() -> bool:
-        met = monitor.poll()
-        if monitor.trains and ranks.experiment_file != file:  # they have taken the state over
-            configs.write(config, file)
-            ranks.experiment_file = file
-            monitor.keep(file)
-        return met
-
-    cause: str | None = "the run was ended from outside"
-    is_stopped = False
+    cause: str | None = None
     with StopSignals(ranks.ask_to_stop) as signals:
         try:
             monitor.start()
-            _train(ranks, monitor, experiment, follow)
-            cause = None
-        except RunFailed as error:
-            cause = str(error)
-            raise
-        except RunStopped:
-            cause, is_stopped = f"interrupted (Ctrl+C, SIGTERM or SIGUSR1); {_rest(run_dir)}", True
+            _train(ranks, monitor, job, lambda: _follow(ranks, monitor, config, file))
+        except RunStopped as error:
+            cause = _cause(error, run_dir)
             raise RunStopped(cause) from None
-        except KeyboardInterrupt:
-            cause = f"interrupted (Ctrl+C or SIGTERM); {_rest(run_dir)}"
-            raise
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            cause = _cause(error, run_dir)
             raise
         finally:
             signals.only_the_record_is_left()
             ranks.end()
             if asked != file:
                 asked.unlink(missing_ok=True)
-            summary = monitor.finish(cause, is_stopped)
+            summary = monitor.finish(cause, isinstance(sys.exception(), RunStopped))
             forget_launcher(run_dir)
             if signals.came_late and more_follows:
-                raise RunStopped(cause or "this run had finished; more would have followed")
+                raise RunStopped(cause or "The run finished; the runs after it were cancelled.")
     print(run_dir / SUMMARY_FILE, flush=True)
     return summary
+
+
+def _checked_job(config: DictConfig, run_dir: Path, resumes: bool, anew: bool) -> Job:
+    """Raises ConfigError for what cannot run here."""
+    job = configs.job_from_config(config)
+    if job.plan is not None:
+        raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
+    job.check()
+    if has_events(run_dir) and not resumes:
+        raise ConfigError(
+            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
+            f"with it: python run.py resume={run_dir}"
+        )
+    _check_devices(job)
+    if resumes and has_events(run_dir):
+        check_can_go_on(job, run_dir, configs.plain_settings(config), anew)
+    return job
+
+
+def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
+    layout = job.cluster
+    processes = range(layout.num_processes)
+    clouds = [layout.placement(rank).cloud for rank in processes]
+    return LocalRanks(
+        run_dir, clouds, job.essential_ranks & set(processes), job.restart_s,
+        layout.liveness.lost_after_s, file,
+    )  # fmt: skip
+
+
+def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path) -> bool:
+    met = monitor.poll()
+    if monitor.trains and ranks.experiment_file != file:  # they have taken the state over
+        configs.write(config, file)
+        ranks.experiment_file = file
+        monitor.keep(file)
+    return met
+
+
+def _cause(error: BaseException, run_dir: Path) -> str:
+    """Why the run has ended early, for its summary."""
+    if isinstance(error, RunFailed):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        signals = (
+            "Ctrl+C, SIGTERM or SIGUSR1"
+            if isinstance(error, RunStopped)
+            else ("Ctrl+C or SIGTERM")
+        )
+        return f"interrupted ({signals}); {_rest(run_dir)}"
+    if isinstance(error, Exception):
+        return f"{type(error).__name__}: {error}"
+    return "the run was ended from outside"
 
 
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:

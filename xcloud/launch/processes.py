@@ -14,7 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from enum import Enum
 from pathlib import Path
+
+import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
@@ -26,7 +29,6 @@ LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
-_STOPPED = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal came before it could be handled
 MEMORY_SETTINGS = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -61,12 +63,30 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+class Condition(Enum):
+    """Of a rank's process."""
+
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"  # it ended early, as it was asked to
+    FAILED = "failed"
+
+    @classmethod
+    def of(cls, process: subprocess.Popen[bytes]) -> Condition:
+        code = process.poll()
+        if code is None:
+            return cls.RUNNING
+        if code in (EXIT_START_AGAIN, -signal.SIGUSR1):  # before it could be handled
+            return cls.STOPPED
+        return cls.DONE if code == 0 else cls.FAILED
+
+
 class LocalRanks:
     """The worker processes of one run. essential: ranks whose failure fails the run; the others
     may be lost once they are ready, which the remaining ranks report. None: all ranks.
     restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
-    error of its own; None: never. lost_after_s: an essential rank that is stopped (SIGSTOP) for so
-    long is ended, whatever the others wait for, and until all have met any rank; None: never.
+    error of its own; None: never. lost_after_s: an essential rank that is suspended (SIGSTOP) for
+    so long is ended, whatever the others wait for, and until all have met any rank; None: never.
     experiment_file: that the ranks read; None: that of the run folder."""
 
     def __init__(
@@ -85,9 +105,7 @@ class LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
         self._restart_s, self._lost_after_s = restart_s, lost_after_s
-        self._stopped_s: dict[int, float] = {}  # ranks that are stopped, since when
-        self._given_up: set[int] = set()  # ended because they were stopped for too long
-        self._due_s: dict[str, float] = {}  # when lost clouds begin again
+        self._since_s: dict[object, float] = {}  # when something was first seen, see _for_s
         self._environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -95,9 +113,7 @@ class LocalRanks:
         self._stop_if_asked()
         self._remove_meeting_point()
         self.processes = []
-        self._stopped_s.clear()
-        self._given_up.clear()
-        self._due_s.clear()
+        self._since_s.clear()
         num_ranks = len(self.clouds)
         threads = max(1, num_cores() // num_ranks)
         self._environment = {
@@ -148,49 +164,59 @@ class LocalRanks:
         report the rest and end; those that do not are ended, as are all ranks on any other
         exception (Ctrl+C). Raises RunStopped once all ranks have ended early as they were asked.
         """
-        done_at_s, stopping_since_s = 0.0, float("inf")
         try:
-            while True:
-                met = meanwhile()
-                self._end_stopped(self.essential if met else range(len(self.processes)))
-                codes = [process.poll() for process in self.processes]
-                needed = [codes[rank] for rank in self.essential]
-                if not met and any(code in _STOPPED for code in codes):
-                    # Those that wait for it inside torch hear no signal, and have nothing to save.
-                    stopping_since_s = min(stopping_since_s, time.monotonic())
-                    if time.monotonic() - stopping_since_s > END_WITHIN_S:
-                        raise RunStopped
-                if any(map(_has_failed, codes)) and (not met or self._lost_before_ready()):
-                    self._fail(self._first_cause())
-                if any(map(_has_failed, needed)):
-                    cause = self._first_cause()
-                    self._hear_last_words()
-                    self._fail(cause)
-                restarts = met and None in needed and not self.is_asked_to_stop
-                if restarts and self._restart_s is not None:
-                    self._begin_again(self._restart_s)
-                if all(code in (0, *_STOPPED) for code in needed):
-                    done_at_s = done_at_s or time.monotonic()
-                    if None not in codes or time.monotonic() - done_at_s > LATE_S:
-                        if any(code in _STOPPED for code in needed):
-                            raise RunStopped
-                        return
+            while not self._is_over(has_met=meanwhile()):
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
 
-    def _end_stopped(self, watched: Iterable[int]) -> None:
-        """A stopped rank would keep others waiting where no link looks for signs of life: while
-        they join, and in a collective."""
+    def _is_over(self, has_met: bool) -> bool:
+        """What follows from the conditions of all ranks, the first that applies:
+
+        a rank stopped before all met, END_WITHIN_S ago   the run has stopped: those that wait for
+                                                          it inside torch hear no signal
+        one failed before all met or it was ready         the run fails
+        an essential one failed                           it fails, once the others have reported
+        an essential one runs                             the run goes on; lost clouds begin again
+        another one runs, for LATE_S at most              the run goes on
+        an essential one stopped                          the run has stopped
+        """
+        self._end_suspended(self.essential if has_met else range(len(self.processes)))
+        every = [Condition.of(process) for process in self.processes]
+        needed = {every[rank] for rank in self.essential}
+        if Condition.STOPPED in every and not has_met and self._for_s("stop") > END_WITHIN_S:
+            raise RunStopped
+        if Condition.FAILED in every and (not has_met or self._lost_before_ready()):
+            self._fail(self._first_cause())
+        if Condition.FAILED in needed:
+            cause = self._first_cause()
+            self._hear_last_words()
+            self._fail(cause)
+        if Condition.RUNNING in needed:
+            if has_met and self._restart_s is not None and not self.is_asked_to_stop:
+                self._begin_again(self._restart_s)
+            return False
+        if self._for_s("end") <= LATE_S and Condition.RUNNING in every:
+            return False
+        if Condition.STOPPED in needed:
+            raise RunStopped
+        return True
+
+    def _for_s(self, what: object) -> float:
+        """Seconds since this was asked first."""
         now_s = time.monotonic()
+        return now_s - self._since_s.setdefault(what, now_s)
+
+    def _end_suspended(self, watched: Iterable[int]) -> None:
+        """A suspended rank would keep others waiting where no link looks for signs of life: while
+        they join, and in a collective. Until it is ended it has been suspended all along."""
         for rank in watched:
-            if not _is_stopped(self.processes[rank].pid):
-                self._stopped_s.pop(rank, None)
-            elif self._lost_after_s is not None:
-                since_s = self._stopped_s.setdefault(rank, now_s)
-                if now_s - since_s > self._lost_after_s:
-                    self.processes[rank].kill()
-                    self._given_up.add(rank)
+            key = ("suspended", rank)
+            if not _is_suspended(self.processes[rank]):
+                if self.processes[rank].poll() is None:
+                    self._since_s.pop(key, None)
+            elif self._lost_after_s is not None and self._for_s(key) > self._lost_after_s:
+                self.processes[rank].kill()
 
     def _fail(self, cause: str) -> None:
         """Ranks that are asked to end go one by one, and the others lose them."""
@@ -200,15 +226,14 @@ class LocalRanks:
 
     def _begin_again(self, restart_s: float) -> None:
         """Clouds that have lost a rank, by a signal or with another rank, are started again."""
-        now_s = time.monotonic()
         lost = {self.clouds[r] for r, process in enumerate(self.processes) if process.poll()}
         failed = {self.clouds[r] for r in self._own_failures() if failure_of(self.run_dir, r)}
         if lost and _phase_of(self.run_dir, 0) == "evaluation":  # nothing is left to come back to
             return
-        for cloud in lost - failed - self._due_s.keys():
-            self._due_s[cloud] = now_s + restart_s
-        for cloud in [c for c, due_s in self._due_s.items() if due_s <= now_s]:
-            del self._due_s[cloud]
+        for cloud in lost - failed:
+            if self._for_s(cloud) < restart_s:
+                continue
+            del self._since_s[cloud]
             ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]
             for rank in ranks:
                 self.processes[rank].kill()
@@ -220,7 +245,8 @@ class LocalRanks:
 
     def _lost_before_ready(self) -> bool:
         return any(
-            _has_failed(process.poll()) and not ready_file(self.run_dir, rank).exists()
+            Condition.of(process) is Condition.FAILED
+            and not ready_file(self.run_dir, rank).exists()
             for rank, process in enumerate(self.processes)
             if rank not in self.essential
         )
@@ -257,14 +283,14 @@ class LocalRanks:
         settled = time.monotonic() + _SETTLE_S
         while time.monotonic() < settled and not self._own_failures():
             time.sleep(0.05)
-        failed = [r for r, p in enumerate(self.processes) if _has_failed(p.poll())]
+        failed = [r for r, p in enumerate(self.processes) if Condition.of(p) is Condition.FAILED]
         rank = (self._own_failures() or failed)[0]
         code = self.processes[rank].poll()
         assert code is not None
         failure = failure_of(self.run_dir, rank)
         if failure is not None:
             what = failure["message"]
-        elif rank in self._given_up:
+        elif ("suspended", rank) in self._since_s:
             what = f"was stopped (SIGSTOP) for more than {self._lost_after_s:g} s and is given up"
         elif code < 0:
             names = {known.value: known.name for known in signal.Signals}
@@ -277,7 +303,7 @@ class LocalRanks:
         """Ranks whose failure is not just the loss of another rank."""
         found = []
         for rank, process in enumerate(self.processes):
-            if not _has_failed(process.poll()):
+            if Condition.of(process) is not Condition.FAILED:
                 continue
             failure = failure_of(self.run_dir, rank)
             if failure is None or not failure["peer_lost"]:
@@ -289,12 +315,11 @@ class LocalRanks:
         return lines[-1] if lines else "its log is empty"
 
 
-def _is_stopped(pid: int) -> bool:
-    """False where there is no /proc."""
+def _is_suspended(process: subprocess.Popen[bytes]) -> bool:
+    """By SIGSTOP."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"T"
-    except OSError:
+        return process.poll() is None and psutil.Process(process.pid).status() == "stopped"
+    except psutil.Error:
         return False
 
 
@@ -303,7 +328,3 @@ def _phase_of(run_dir: Path, rank: int) -> str:
         return str(json.loads(state_file(run_dir, rank).read_text())["phase"])
     except (OSError, ValueError, KeyError):
         return ""
-
-
-def _has_failed(code: int | None) -> bool:
-    return code not in (None, 0, *_STOPPED)

@@ -35,7 +35,7 @@ from xcloud.models.encoder_decoder import (
     TargetSettings,
     TargetStage,
 )
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 
 class EncoderAdapter(nn.Module):

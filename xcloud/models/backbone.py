@@ -22,7 +22,7 @@ from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
 from xcloud.models.made_once import PublicTexts, made_once
 from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pretrain
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.
 CODE_VERSION = 2

@@ -25,8 +25,8 @@ from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis, largest_entry_sign
 from xcloud.models.low_rank_stages import orthonormal_rows
 from xcloud.models.made_once import PublicTexts
-from xcloud.models.seeding import seeded
 from xcloud.models.split_point import Split
+from xcloud.models.stages import seeded
 
 CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32

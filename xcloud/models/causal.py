@@ -33,7 +33,6 @@ from xcloud.models.causal_network import (
     HEAD,
     KINDS,
     Part,
-    base_of,
     config_of,
     depth,
     laid_out,
@@ -244,7 +243,7 @@ class CausalLM(TextModel):
         if self.lora is not None:
             self.lora.add_to(network)
         elif self.embeddings == "freeze":
-            kind, base = KINDS[config.model_type], base_of(network)
+            kind, base = KINDS[config.model_type], network.base_model
             for name in (kind.embeddings, *kind.first):
                 getattr(base, name).requires_grad_(False)
             getattr(network, HEAD).requires_grad_(False)

@@ -31,8 +31,7 @@ from xcloud.models.causal_network import (
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.encoder import check_heads
 from xcloud.models.made_once import Descent, PublicTexts, made_once
-from xcloud.models.seeding import seed_of
-from xcloud.models.stages import LABEL, TEXT, TYPES
+from xcloud.models.stages import LABEL, TEXT, TYPES, seed_of
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 2

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models.checkpoint import fetch, quiet
-from xcloud.models.seeding import seeded
+from xcloud.models.checkpoint import fetch, quiet, raw_config
+from xcloud.models.stages import seeded
 
 HEAD = "lm_head"
 
@@ -80,12 +80,12 @@ class NoPositions(nn.Module):
 def read_config(name_or_path: str) -> Any:
     """The transformers config of a checkpoint. DataError if it is nowhere, ConfigError if it is
     of no type in KINDS."""
-    from transformers import PreTrainedConfig
-
-    raw, _ = fetch(
-        name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
-    )
-    check_type(raw.get("model_type"), f"the checkpoint {name_or_path!r}")
+    raw = raw_config(name_or_path)
+    if raw.get("model_type") not in KINDS:
+        raise ConfigError(
+            f"the checkpoint {name_or_path!r} is of type {raw.get('model_type')!r}; causal "
+            f"language models that can be cut are {', '.join(KINDS)}"
+        )
     return config_of(raw)
 
 
@@ -94,15 +94,6 @@ def config_of(described: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**described)
-
-
-def check_type(model_type: object, what: str) -> None:
-    """Raise ConfigError unless this is a causal language model that can be cut here."""
-    if model_type not in KINDS:
-        raise ConfigError(
-            f"{what} is of type {model_type!r}; causal language models that can be cut are "
-            f"{', '.join(KINDS)}"
-        )
 
 
 def depth(config: Any) -> int:
@@ -146,7 +137,7 @@ def network_of(config: Any, part: Part) -> Any:
 def laid_out(config: Any, part: Part) -> Any:
     """The part of the model, without memory."""
     network = skeleton(config)
-    kind, base = KINDS[config.model_type], base_of(network)
+    kind, base = KINDS[config.model_type], network.base_model
     blocks = getattr(base, kind.blocks)
     for number in range(depth(config)):
         if number not in part.blocks:
@@ -174,36 +165,21 @@ def give_memory(network: Any, module: nn.Module) -> None:
 
 def tie(network: Any) -> None:
     """The head to the embeddings, in a part that holds both of a model that ties them."""
-    words, head = _embeddings(network), getattr(network, HEAD)
+    words, head = network.get_input_embeddings(), getattr(network, HEAD)
     if ties_embeddings(network.config) and not {Elsewhere} & {type(words), type(head)}:
         head.weight = words.weight
 
 
-def base_of(network: Any) -> Any:
-    """The model without its head."""
-    return getattr(network, KINDS[network.config.model_type].base)
-
-
-def embedding_matrix(network: Any) -> nn.Parameter:
-    """The matrix of the embeddings, in the first stage."""
-    words: nn.Parameter = _embeddings(network).weight
-    return words
-
-
-def _embeddings(network: Any) -> Any:
-    return getattr(base_of(network), KINDS[network.config.model_type].embeddings)
-
-
 def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, block), also of those that stand elsewhere."""
-    kind, base = KINDS[network.config.model_type], base_of(network)
+    kind, base = KINDS[network.config.model_type], network.base_model
     for number, block in enumerate(getattr(base, kind.blocks)):
         yield f"{kind.base}.{kind.blocks}.{number}", block
 
 
 def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of what this part holds: embeddings, single blocks, norm, head."""
-    kind, base = KINDS[network.config.model_type], base_of(network)
+    kind, base = KINDS[network.config.model_type], network.base_model
     for name in (kind.embeddings, *kind.first, kind.norm):
         yield f"{kind.base}.{name}", getattr(base, name)
     yield from blocks_of(network)
@@ -215,7 +191,7 @@ def linear_names(config: Any) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     network = skeleton(config)
-    block = getattr(base_of(network), KINDS[config.model_type].blocks)[0]
+    block = getattr(network.base_model, KINDS[config.model_type].blocks)[0]
     linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
     return sorted({name.rsplit(".", 1)[-1] for name in linears})
 

@@ -25,8 +25,6 @@ from xcloud.models.causal_network import (
     HEAD,
     KINDS,
     Part,
-    base_of,
-    embedding_matrix,
     ties_embeddings,
 )
 from xcloud.models.chunked_loss import chunked_cross_entropy
@@ -120,7 +118,7 @@ def run(
     if past is not None:
         cache, seen_BS = past.keys_and_values, past.add(places_BS)
     masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
-    output = base_of(network)(
+    output = network.base_model(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
         past_key_values=cache, use_cache=cache is not None,
     )  # fmt: skip
@@ -170,8 +168,9 @@ class CausalStage(DescribedStage):
     def tied(self) -> nn.Parameter | None:
         if not self._is_tied:
             return None
-        tied = self._head.weight if self._part.is_last else embedding_matrix(self.network)
-        return cast(nn.Parameter, tied)
+        network = cast(Any, self.network)
+        tied = self._head if self._part.is_last else network.get_input_embeddings()
+        return cast(nn.Parameter, tied.weight)
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         decode, anchor = tensors

@@ -74,11 +74,9 @@ def read_config(name_or_path: str) -> Checkpoint:
     """Read from a local folder, the local hub cache, or the hub. Raises DataError if not found,
     ConfigError if it is not of the BERT family.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig
 
-    raw, _ = fetch(
-        name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
-    )
+    raw = raw_config(name_or_path)
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
         raise _refusal(name_or_path, f"is of type {model_type!r}")
@@ -241,6 +239,15 @@ def _their_config(
         "pad_token_id": pad,
         "dtype": "float32",
     }
+
+
+def raw_config(name_or_path: str) -> dict[str, Any]:
+    """What config.json says. Raises DataError if it is not found."""
+    from transformers import PreTrainedConfig
+
+    read = PreTrainedConfig.get_config_dict
+    described: dict[str, Any] = fetch(name_or_path, lambda name, **where: read(name, **where)[0])
+    return described
 
 
 def _refusal(name: str, reason: str) -> ConfigError:

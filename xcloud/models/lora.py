@@ -11,11 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import Positive, between, check, settings
 from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 NAME = "default"  # what peft calls the only adapter of a network
 PREFIX = "base_model.model."  # of every tensor in a file of peft
@@ -48,7 +47,7 @@ class Lora:
                 f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
             )
         for layer in self.layers or ():
-            check_int("model.lora.layers", layer, 0, depth(config) - 1)
+            check("model.lora.layers", layer, between(0, depth(config) - 1))
 
     def targets_in(self, config: Any) -> list[str]:
         if self.targets is not None:

@@ -43,21 +43,7 @@ class Basis:
         return (self.decode, self.anchor) if stage == 0 and split.hands_over else ()
 
 
-class BottomCut(nn.Module):
-    """The cut block before the boundary: rows [R, H] -> sent [R, K]."""
-
-    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        raise NotImplementedError
-
-
-class TopCut(nn.Module):
-    """The cut block after the boundary: sent [R, K] -> the block's rows [R, H]."""
-
-    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
-        raise NotImplementedError
-
-
-class WholeBottom(BottomCut):
+class WholeBottom(nn.Module):
     """The block itself; all its rows cross."""
 
     def __init__(self, block: EncoderLayer) -> None:
@@ -69,12 +55,12 @@ class WholeBottom(BottomCut):
         return rows
 
 
-class WholeTop(TopCut):
+class WholeTop(nn.Module):
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         return sent_RK
 
 
-class FeedForwardBottom(BottomCut):
+class FeedForwardBottom(nn.Module):
     """V activation(up(x)), with x the attention output. `block.down` is V here."""
 
     def __init__(self, block: EncoderLayer, rank: int) -> None:
@@ -90,7 +76,7 @@ class FeedForwardBottom(BottomCut):
         return sent
 
 
-class AttentionBottom(BottomCut):
+class AttentionBottom(nn.Module):
     """V of the attended values. `attention.output` is V here."""
 
     def __init__(self, block: EncoderLayer, rank: int) -> None:
@@ -103,7 +89,7 @@ class AttentionBottom(BottomCut):
         return sent
 
 
-class _SvdTop(TopCut):
+class _SvdTop(nn.Module):
     """U S z + b, of the replaced layer W."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
@@ -158,7 +144,7 @@ class Orthonormal(nn.Module):
         return weight
 
 
-class ProjectionBottom(BottomCut):
+class ProjectionBottom(nn.Module):
     """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor.
 
     block: None where it lies elsewhere, and its rows are what comes in. basis: None leaves
@@ -195,7 +181,7 @@ class ProjectionBottom(BottomCut):
         return sent - at_places(offset, places) if len(offset) else sent
 
 
-class ProjectionTop(TopCut):
+class ProjectionTop(nn.Module):
     """D z + anchor. anchor: [P, H], or [0, H] if none. basis: as of ProjectionBottom."""
 
     def __init__(self, split: Split, hidden: int, max_length: int, basis: Basis | None) -> None:
@@ -217,6 +203,12 @@ class ProjectionTop(TopCut):
     def forward(self, sent_RK: Tensor, places: Places) -> Tensor:
         rows: Tensor = self.decode(sent_RK)
         return rows + at_places(self.anchor, places) if len(self.anchor) else rows
+
+
+BottomCut = WholeBottom | FeedForwardBottom | AttentionBottom | ProjectionBottom
+"""The cut block before the boundary: rows [R, H] -> sent [R, K]."""
+TopCut = WholeTop | FeedForwardTop | AttentionTop | ProjectionTop
+"""The cut block after the boundary: sent [R, K] -> the block's rows [R, H]."""
 
 
 def at_places(table: Tensor, places: Places) -> Tensor:

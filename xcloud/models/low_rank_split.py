@@ -38,9 +38,8 @@ from xcloud.models.low_rank_stages import (
     way_to_head,
 )
 from xcloud.models.made_once import PublicTexts
-from xcloud.models.seeding import seeded
 from xcloud.models.split_point import Split
-from xcloud.models.stages import TEXT, TextModel, rows_boundary
+from xcloud.models.stages import TEXT, TextModel, rows_boundary, seeded
 
 Dropout = Annotated[float, Field(ge=0.0, le=0.99)]
 

@@ -19,8 +19,7 @@ from xcloud.contracts.model import Batch, Head, Message, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Embeddings
 from xcloud.models.low_rank_cut import BottomCut, ProjectionTop, TopCut
-from xcloud.models.seeding import seeded
-from xcloud.models.stages import DescribedStage
+from xcloud.models.stages import DescribedStage, seeded
 
 VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.stage.Head
 SCORE_SCALE = 10_000
@@ -60,19 +59,7 @@ def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Te
     return columns.T.float().contiguous()
 
 
-class TextHead(nn.Module):
-    """Scores, loss and prediction for one kind of task. forward: rows -> scores."""
-
-    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
-        """Sum over the samples."""
-        raise NotImplementedError
-
-    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
-        """See contracts.stage.Head."""
-        raise NotImplementedError
-
-
-class SampleHead(TextHead):
+class SampleHead(nn.Module):
     """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
     classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
     """
@@ -110,7 +97,7 @@ class SampleHead(TextHead):
         return [[best] for best in scores.argmax(1).tolist()]
 
 
-class SpanHead(TextHead):
+class SpanHead(nn.Module):
     """Scores for the first and the last token of the answer, [R, 2].
 
     loss: mean of the two cross-entropies over the sample's tokens, summed over samples.
@@ -153,6 +140,10 @@ class SpanHead(TextHead):
             place = divmod(int(cell), packing.longest)
             answers.append([*place, round(SCORE_SCALE * float(best))])
         return answers
+
+
+TextHead = SampleHead | SpanHead
+"""Rows -> scores; `loss` sums over samples, `predict` is as contracts.model.Head says."""
 
 
 def fresh_linear(in_features: int, out_features: int) -> nn.Linear:

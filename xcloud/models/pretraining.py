@@ -25,7 +25,7 @@ from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder
 from xcloud.models.made_once import Descent
-from xcloud.models.seeding import seed_of
+from xcloud.models.stages import seed_of
 
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50

@@ -1,8 +1,15 @@
-"""What all cut networks have in common: fields and parts of a stage, what crosses behind it."""
+"""What all cut networks have in common: fields and parts of a stage, what crosses after it, and a
+random stream for each part. Not for seeding a run's data.
+
+A part's initial weights depend on the seed and the part's name, never on what was built before
+it, so they do not depend on how parts are spread over clouds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -65,3 +72,29 @@ def rows_boundary(
     hidden = BoundaryField("hidden", (width,), torch.float32, rows="counted", replaces=whole)
     fields = (counts, *between, hidden)
     return Boundary(fields, max_length, gradient_returns, start, is_constant)
+
+
+def seed_of(seed: int, *names: str | int) -> int:
+    """A 63-bit seed for the named part, equal in every process and on every machine."""
+    text = repr((seed, *names)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def seeded_on(device: torch.device, seed: int) -> Iterator[None]:
+    """Use a separate random stream on the CPU and this device, for dropout for example."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        # torch.manual_seed takes milliseconds while no GPU is in use.
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def seeded(seed: int, *names: str | int) -> Iterator[None]:
+    """Use the part's own random stream on the CPU; restores the caller's afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed_of(seed, *names))
+        yield

@@ -41,7 +41,7 @@ from xcloud.models.encoder_decoder import (
     TargetSettings,
     TargetStage,
 )
-from xcloud.models.seeding import seeded
+from xcloud.models.stages import seeded
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

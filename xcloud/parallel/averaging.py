@@ -24,7 +24,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
 from xcloud.parallel.partition import by_rows, joined
-from xcloud.parallel.replica_links import Mailbox
+from xcloud.parallel.replica_links import Mailbox, first_part
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 
 _WEIGHT = TensorSpec((1,), torch.float64)
@@ -67,34 +67,36 @@ class Merged(NamedTuple):
 
     changes: merged tensors, of one merge after the other; usually of one.
     is_counted: whether what this replica contributed is in one of them.
-    step, known: where clouds may be late: the step that the others have reached, and that of the
-        newest merge that `changes` contain.
+    step: where clouds may be late, that the others have reached.
     values: in place of changes, for a replica that missed too many: see OuterParameters.flat.
     """
 
     changes: Sequence[list[Tensor]] = ()
     is_counted: bool = True
     step: int = 0
-    known: int = 0
     values: Parts = ()
 
 
 @dataclass(frozen=True)
-class Contributing:
-    """What every averager of a rank holds to.
+class Terms:
+    """How one averaging goes, the same in all replicas but for `protect` and `watch`.
 
+    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
+    most_weight: that a replica can have for what it did in so many steps.
     protect: applied to what this replica contributes before it is encoded.
     watch: called with each contribution of another replica: step, replica, its decoded tensors by
-        name. most_weight: that a replica can have for what it did in so many steps.
+        name.
     """
 
+    merge: Merge = weighted_sum
+    channel: int = 0
+    most_weight: Callable[[int], float] = float
     protect: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda tensors: tensors
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
-    most_weight: Callable[[int], float] = float
 
     def contribution(
         self, step: int, num_steps: int, replica: int, weight: float, codec: TensorCodec,
-        parts: Sequence[Tensor],
+        parts: Parts,
     ) -> Contribution:  # fmt: skip
         """A replica's message, decoded. num_steps: that it may stand for. Raises FrameError,
         naming the replica."""
@@ -104,7 +106,7 @@ class Contributing:
                 f"replica {replica} sent a weight of {weight}; its steps allow {most}"
             )
         try:
-            contribution = Contribution(codec.decode(tuple(parts)), weight)
+            contribution = Contribution(codec.decode(parts), weight)
         except FrameError as error:
             raise FrameError(f"replica {replica}: {error}") from error
         if self.watch is not None:
@@ -112,7 +114,7 @@ class Contributing:
         return contribution
 
 
-_OPENLY = Contributing()
+SUM = Terms()
 
 
 class Averager(StatefulParts, ABC):
@@ -136,7 +138,7 @@ class Averager(StatefulParts, ABC):
         """Receive and merge what was started as `step`: the same bits in every replica. If one of
         them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
 
-        Raises LinkTimeout or LinkClosed for one that is late or gone; may be called again.
+        Raises LinkTimeout or LinkClosed for one that is late or gone.
         """
 
     def end_step(self, step: int, is_last: bool) -> None:
@@ -152,16 +154,14 @@ class Averager(StatefulParts, ABC):
 class _UnderWay:
     """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
     sent: what `own` and all messages can be made of again, by the name of the codec or "own".
-    results: of aggregators. before: the residuals of codecs before they encoded for this step, to
-    which they go back if the result is not finite: nobody uses it. None is known after a restart.
+    before: the residuals of codecs before they encoded for this step, to which they go back if the
+    result is not finite: nobody uses it. None is known after a restart.
     """
 
     weight: float
     own: list[Tensor]
     sent: dict[str, Parts]
     num_steps: int = 0  # since the one before it
-    received: dict[int, Contribution] = field(default_factory=dict)
-    results: dict[int, list[Tensor]] = field(default_factory=dict)
     before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
@@ -169,13 +169,9 @@ class _Symmetric(Averager):
     """What both kinds share in which all replicas do the same: contributions to steps under way,
     sent, received and restored."""
 
-    def __init__(
-        self, mail: Mailbox, codecs: Mapping[str, TensorCodec], merge: Merge, channel: int,
-        holds_to: Contributing,
-    ) -> None:  # fmt: skip
-        self._mail, self._codecs, self._merge = mail, dict(codecs), merge
-        self._channel, self._holds_to = channel, holds_to
-        check_merge(merge, mail.num_replicas)
+    def __init__(self, mail: Mailbox, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
+        self._mail, self._codecs, self._terms = mail, dict(codecs), terms
+        check_merge(terms.merge, mail.num_replicas)
         for codec in codecs.values():
             codec.of_replica(mail.replica)
         self._steps: dict[int, _UnderWay] = {}
@@ -183,12 +179,12 @@ class _Symmetric(Averager):
 
     @property
     def max_bytes(self) -> int:
-        return max(frame_bytes(_specs(codec)) for codec in self._codecs.values())
+        return max(frame_bytes((_WEIGHT, *c.wire_specs)) for c in self._codecs.values())
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
         before = {name: codec.residuals for name, codec in self._codecs.items()}
-        self._steps[step] = self._encoded(self._holds_to.protect(tensors), weight)
+        self._steps[step] = self._encoded(self._terms.protect(tensors), weight)
         under_way = self._steps[step]
         under_way.num_steps, self._last_step = step - self._last_step, step
         under_way.before |= {name: before[name] for name in before if name in under_way.sent}
@@ -240,35 +236,35 @@ class _Symmetric(Averager):
 
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
-        answer = self._codecs[self._codec_to(self._mail.replica)]
         for replica in self._mail.others:
             name = self._codec_to(replica)
             codec, parts = self._codecs[name], under_way.sent[name]
-            self._post(replica, self._key(step), codec, parts, under_way.weight, answer)
+            self._post(replica, self._key(step), codec, parts, under_way.weight)
 
     def _post(
-        self, replica: int, key: MessageKey, codec: TensorCodec, parts: Parts, weight: float,
-        answer: TensorCodec,
-    ) -> None:  # fmt: skip
+        self, replica: int, key: MessageKey, codec: TensorCodec, parts: Parts, weight: float
+    ) -> None:
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
-        self._mail.send(replica, key, message, carries, codec.raw_bytes, _specs(answer))
+        self._mail.send(replica, key, message, carries, codec.raw_bytes)
+
+    def _receive(self, replica: int, key: MessageKey) -> tuple[float, Parts]:
+        parts = self._mail.recv(replica, key)
+        weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
+        return float(weight), rest
+
+    def _merged(self, step: int) -> list[Tensor]:
+        return self._terms.merge(
+            [self._contribution(r, step) for r in range(self._mail.num_replicas)]
+        )
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
         if replica == self._mail.replica:
             return Contribution(under_way.own, under_way.weight)
-        if replica not in under_way.received:
-            codec = self._codecs[self._codec_to(self._mail.replica)]
-            weight, *parts = self._mail.recv(replica, self._key(step))
-            under_way.received[replica] = self._holds_to.contribution(
-                step, under_way.num_steps, replica, float(weight), codec, parts
-            )
-        return under_way.received[replica]
-
-    def _merged(self, step: int) -> list[Tensor]:
-        replicas = range(self._mail.num_replicas)
-        return self._merge([self._contribution(replica, step) for replica in replicas])
+        codec = self._codecs[self._codec_to(self._mail.replica)]
+        weight, parts = self._receive(replica, self._key(step))
+        return self._terms.contribution(step, under_way.num_steps, replica, weight, codec, parts)
 
     def _end(self, step: int, merged: Sequence[Tensor]) -> None:
         """It is under way no more. If the result is not finite, codecs forget what they sent."""
@@ -280,21 +276,17 @@ class _Symmetric(Averager):
                 later.before[name] = before
 
     def _key(self, step: int, more: int = 0) -> MessageKey:
-        return MessageKey(Kind.AVERAGING, step, self._channel + more)
+        return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
 
 
 class AllToAll(_Symmetric):
     """Every replica sends its message to every other: R - 1 messages each way, one latency.
 
     A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
-    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
     """
 
-    def __init__(
-        self, mail: Mailbox, codec: TensorCodec, merge: Merge = weighted_sum, channel: int = 0,
-        holds_to: Contributing = _OPENLY,
-    ) -> None:  # fmt: skip
-        super().__init__(mail, {"all": codec}, merge, channel, holds_to)
+    def __init__(self, mail: Mailbox, codec: TensorCodec, terms: Terms = SUM) -> None:
+        super().__init__(mail, {"all": codec}, terms)
 
     def _finished(self, step: int) -> list[Tensor]:
         merged = self._merged(step)
@@ -326,31 +318,31 @@ class Aggregators(_Symmetric):
 
     def __init__(
         self, mail: Mailbox, shapes: Mapping[str, torch.Size],
-        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
-        merge: Merge = weighted_sum, channel: int = 0, holds_to: Contributing = _OPENLY,
+        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
         self._shapes = list(shapes.values())
         self._parts = by_rows(shapes, mail.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._parts]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
         codecs["handed_back"] = new_codec(by_name[mail.replica])
-        super().__init__(mail, codecs, merge, channel, holds_to)
+        super().__init__(mail, codecs, terms)
 
     def _finished(self, step: int) -> list[Tensor]:
-        everybody = range(self._mail.num_replicas)
-        key, results = self._key(step, _HANDED_BACK), self._steps[step].results
-        if self._mail.replica not in results:
-            codec = self._codecs["handed_back"]
-            self._steps[step].before["handed_back"] = codec.residuals
-            parts, results[self._mail.replica] = codec.encode(self._merged(step))
-            for replica in self._mail.others:
-                self._post(replica, key, codec, parts, 1.0, self._codecs[str(replica)])
+        key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
+        self._steps[step].before["handed_back"] = codec.residuals
+        parts, own = codec.encode(self._merged(step))
         for replica in self._mail.others:
-            if replica not in results:
-                answer = self._mail.recv(replica, key)[1:]
-                results[replica] = self._codecs[str(replica)].decode(answer)
-        self._end(step, [tensor for r in everybody for tensor in results[r]])
-        pieces = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
+            self._post(replica, key, codec, parts, 1.0)
+        results = {self._mail.replica: own}
+        for replica in self._mail.others:
+            _, parts = self._receive(replica, key)
+            results[replica] = self._codecs[str(replica)].decode(parts)
+        pieces = [
+            pair
+            for replica, part in enumerate(self._parts)
+            for pair in zip(part, results[replica], strict=True)
+        ]
+        self._end(step, [tensor for _, tensor in pieces])
         return joined(pieces, self._shapes)
 
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
@@ -372,14 +364,9 @@ class Aggregators(_Symmetric):
 
 def averager_for(
     mail: Mailbox, shapes: Mapping[str, torch.Size],
-    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
-    merge: Merge = weighted_sum, channel: int = 0, holds_to: Contributing = _OPENLY,
+    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
     """The one that sends least: all to all between two replicas, aggregators among more."""
     if mail.num_replicas == 2:
-        return AllToAll(mail, new_codec(shapes), merge, channel, holds_to)
-    return Aggregators(mail, shapes, new_codec, merge, channel, holds_to)
-
-
-def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:
-    return (_WEIGHT, *codec.wire_specs)
+        return AllToAll(mail, new_codec(shapes), terms)
+    return Aggregators(mail, shapes, new_codec, terms)

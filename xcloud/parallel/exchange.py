@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -28,8 +27,7 @@ _CACHED = 1 << 16  # values that stay in a processor's cache
 
 
 class FlatBuffer:
-    """Trained parameters as one vector: their gradients always, their values where asked for.
-    Of sharded parameters what this rank holds.
+    """Gradients of trained parameters as one vector. Of sharded parameters what this rank holds.
 
     flat: [N + 1], every `.grad` is a view of it; the last place is for the loss.
     squares_elsewhere: added to the squared norm: what other ranks hold of these gradients, or,
@@ -56,15 +54,6 @@ class FlatBuffer:
     def gradients(self) -> Tensor:
         """[N], a view."""
         return self.flat[:-1]
-
-    @cached_property
-    def values(self) -> Tensor:
-        """The parameters themselves, [N]: writing to it changes them. The first use moves them
-        there; an exchange of gradients never asks."""
-        values = self.flat.new_empty(len(self.gradients))
-        for parameter, view in zip(self.parameters, _views(values, self.parameters), strict=True):
-            parameter.data = view.copy_(parameter.data)
-        return values
 
     def zero(self) -> None:
         self.flat.zero_()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.state import MEMORY, State, Stateful, stateful, whole_number
+from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer, Work, local_part
 from xcloud.parallel.merging import Robust, weighted_sum
 from xcloud.parallel.partition import Piece, by_rows, gather_shares
@@ -93,14 +94,13 @@ class AveragedGradients(Exchange):
             self._averager = replicas.averager(
                 lambda s: replicas.codec(s, averaging.feedback, "averaging", plain={LOSS}),
                 {piece.name: piece.shape for piece in self._mine},
-                averaging.merge or weighted_sum,
+                Terms(averaging.merge or weighted_sum),
                 silent={LOSS},
             )
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         replicas.open([self._averager], under_way=1 + self._delay)
         self._check = replicas.check(averaging.check_every, self._alike)
-        self.compare = self._check.compare  # type: ignore[method-assign]
-        self.compare(0)
+        self._check.compare(0)
 
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
@@ -123,6 +123,9 @@ class AveragedGradients(Exchange):
             else:
                 buffer.flat[-1] = total
         return summed | {max(buffers): total}
+
+    def compare(self, step: int) -> None:
+        self._check.compare(step)
 
     def after_update(self, step: int, work: Work) -> None:
         if self._check.is_due(step):

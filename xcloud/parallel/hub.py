@@ -21,10 +21,10 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import State, Stateful, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Averager, Contributing, Merged
+from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, Merge, can_merge
-from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.parallel.merging import Contribution, can_merge
+from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.record.reporter import Reporter
 
 HUB = 0
@@ -37,6 +37,7 @@ _HEADS = (
     "step of the hub, newest merge, whether this replica is in it, whether all values follow",
 )
 _VALUES = ("values agreed on last", "velocity of the outer optimizer")
+_MOST = 2.0**53  # steps and weights are below
 _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 
@@ -89,7 +90,6 @@ class _End(Averager):
     links: ReplicaLinks
     codec: TensorCodec
     merged: TensorCodec
-    holds_to: Contributing = field(default_factory=Contributing)
     known: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Member(_End):
 
     def finish(self, step: int) -> Merged:
         if self._residuals is None:
-            return Merged(is_counted=False, step=step, known=self.known)
+            return Merged(is_counted=False, step=step)
         merged = self._answer()
         if not merged.is_counted:
             self.codec.undo(self._residuals)  # it is in the values again
@@ -153,16 +153,16 @@ class Member(_End):
     def _answer(self) -> Merged:
         key = MessageKey(Kind.AVERAGING, self._number, _ANSWERS)
         self._number += 1
-        parts = self.links.recv(HUB, key, None, HUB_WAIT_S)
+        parts = self.links.recv(HUB, key, HUB_WAIT_S)
         (*numbers, has_values), rest = _read(parts, _SPECS[1], "the hub")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
-            return Merged((), bool(is_counted), hub_step, self.known, rest)
+            return Merged((), bool(is_counted), hub_step, rest)
         each = len(self.merged.wire_specs)
         changes = [
             self.merged.decode(rest[first : first + each]) for first in range(0, len(rest), each)
         ]
-        return Merged(changes, bool(is_counted), hub_step, self.known)
+        return Merged(changes, bool(is_counted), hub_step)
 
 
 @dataclass
@@ -186,12 +186,12 @@ class Hub(_End):
     counts as one that has left. leave: whether the others continue then. values: of this replica,
     as OuterParameters.flat, for those that missed too many merges."""
 
-    merge_rule: Merge = field(kw_only=True)
-    late: Literal["wait", "skip"] = field(kw_only=True)
-    leave: Literal["fail", "go_on"] = field(kw_only=True)
-    wait_s: float = field(kw_only=True)
-    values: Callable[[], Parts] = field(kw_only=True)
-    log: MergeLog = field(kw_only=True)
+    terms: Terms
+    late: Literal["wait", "skip"]
+    leave: Literal["fail", "go_on"]
+    wait_s: float
+    values: Callable[[], Parts]
+    log: MergeLog
     _own: Contribution | None = field(default=None, init=False)
     _kept: deque[MergeRecord] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _peers: dict[int, _Peer] = field(init=False)
@@ -220,8 +220,8 @@ class Hub(_End):
                 self._due[replica] = (asked.known, replica in taken)
         changes, parts = [], Parts()
         num_counted = sum(contribution.weight > 0 for contribution in taken.values())
-        if can_merge(self.merge_rule, num_counted) and are_finite(
-            merged := self.merge_rule([taken[replica] for replica in sorted(taken)])
+        if can_merge(self.terms.merge, num_counted) and are_finite(
+            merged := self.terms.merge([taken[replica] for replica in sorted(taken)])
         ):
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
@@ -238,7 +238,7 @@ class Hub(_End):
         self._kept.append(record)
         self.known = step
         self.log.merged(record)
-        return Merged(changes, bool(taken), step, step)
+        return Merged(changes, bool(taken), step)
 
     def end_step(self, step: int, is_last: bool) -> None:
         """Answer those that are in this step's merge, and those that were absent and have come by
@@ -259,7 +259,7 @@ class Hub(_End):
             asked = self._receive(replica, step, deadline_s - time.monotonic())
             if asked is not None:
                 self._answer(replica, asked.known, step, False)
-        return Merged(is_counted=False, step=step, known=self.known)
+        return Merged(is_counted=False, step=step)
 
     def _in(self, *states: str) -> list[int]:
         return [replica for replica, peer in self._peers.items() if peer.state in states]
@@ -276,7 +276,7 @@ class Hub(_End):
         peer = self._peers[replica]
         key = MessageKey(Kind.AVERAGING, peer.number, _ASKS)
         try:
-            parts = self.links.recv(replica, key, None, max(0.0, wait_s))
+            parts = self.links.recv(replica, key, max(0.0, wait_s))
         except LinkTimeout as error:
             if peer.state == "present":
                 why = f"it did not come in {self.wait_s:g} s"
@@ -295,7 +295,7 @@ class Hub(_End):
         (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
         contribution = None
         if rest:
-            contribution = self.holds_to.contribution(
+            contribution = self.terms.contribution(
                 int(asked_at), step - peer.merged_at, replica, weight, self.codec, rest
             )
         else:  # it begins, with the values of here
@@ -332,12 +332,7 @@ class Hub(_End):
 
 def _read(parts: Parts, head: TensorSpec, sender: str) -> tuple[list[float], Parts]:
     """The numbers that a message begins with, and the rest of it."""
-    if not parts or TensorSpec.of(parts[0]) != head:
-        raise FrameError(
-            f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
-            f"{head}; do all clouds run the same experiment file?"
-        )
-    numbers = parts[0].tolist()
-    if not bool(parts[0].isfinite().all()):
-        raise FrameError(f"{sender} sent {numbers} for steps, flags or a weight")
-    return numbers, parts[1:]
+    numbers, rest = first_part(parts, head, sender)
+    if not bool((numbers.abs() < _MOST).all()):  # nor is NaN
+        raise FrameError(f"{sender} sent {numbers.tolist()} for steps, flags or a weight")
+    return numbers.tolist(), rest

@@ -18,12 +18,13 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Seconds, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, stateful, whole_number
-from xcloud.parallel.averaging import Averager, Merged
+from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor, contiguous
+from xcloud.parallel.replica_links import ReplicaCheck
 from xcloud.parallel.replicas import Replicas, Shapes
 from xcloud.parallel.step_budget import StepBudget
 from xcloud.parallel.strategy import Averaging, Traffic
@@ -241,12 +242,12 @@ class LocalRounds(Exchange):
             self._fragment([names[position] for position in run], number)
             for number, run in enumerate(runs)
         ]
-        self._is_set = False
         averagers = [fragment.averager for fragment in self._fragments]
+        self._check: ReplicaCheck | None = None
         if not averaging.is_elastic:
             replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
-            self.compare = replicas.check(0).compare  # type: ignore[method-assign]
-            self.compare(0)
+            self._check = replicas.check(0)
+            self._check.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)
 
@@ -256,11 +257,9 @@ class LocalRounds(Exchange):
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        self._begin()
         return self._inside.before_update(step, buffers, losses)
 
     def after_update(self, step: int, work: Work) -> None:
-        self._begin()
         averaging, is_last = self._settings, step == self._replicas.last_step
         if not self.is_idle(step):
             for fragment in self._fragments:
@@ -281,8 +280,11 @@ class LocalRounds(Exchange):
         if is_last:
             self.compare(step)
 
+    def compare(self, step: int) -> None:
+        if self._check is not None:
+            self._check.compare(step)
+
     def resume(self, step: int) -> int:
-        self._begin()
         (fragment,) = self._fragments
         merged = Merged() if fragment.averager is None else fragment.averager.resume(step)
         return self._apply(fragment, merged, 0.0)
@@ -294,21 +296,20 @@ class LocalRounds(Exchange):
         num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
         shares = by_tensor(shapes, num_shares)
         values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
+        terms = Terms(averaging.merge or weighted_mean, number, self._most_weight)
         averager: Averager | None = None
         if averaging.is_elastic and replicas.group.leads:
-            averager = self._elastic_averager(shapes, values)
+            averager = self._elastic_averager(shapes, values, terms)
         elif replicas.group.lane < num_shares:
             averager = replicas.averager(
                 lambda s: replicas.codec(s, averaging.feedback, "local updates", number),
                 {piece.name: piece.shape for piece in shares[replicas.group.lane]},
-                averaging.merge or weighted_mean,
-                channel=number,
-                num_fragments=averaging.fragments,
-                most_weight=self._most_weight,
+                terms,
+                averaging.fragments,
             )
         return _Fragment(values, averager, averaging.offsets[number])
 
-    def _elastic_averager(self, shapes: Shapes, values: OuterParameters) -> Averager:
+    def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
         replicas, averaging = self._replicas, self._settings
         change, merged = (
             replicas.codec(shapes, averaging.feedback, "local updates", name)
@@ -317,22 +318,14 @@ class LocalRounds(Exchange):
         if replicas.links.replica != HUB:
             return Member(replicas.links, change, merged)
         return Hub(
-            replicas.links, change, merged,
-            replicas.contributing(shapes, 1, (), self._most_weight),
-            merge_rule=averaging.merge or weighted_mean, late=averaging.late,
-            leave=averaging.leave, wait_s=averaging.wait_s, values=values.flat,
-            log=MergeLog(replicas.reporter, replicas.links),
+            replicas.links, change, merged, replicas.guarded(terms, shapes),
+            averaging.late, averaging.leave, averaging.wait_s, values.flat,
+            MergeLog(replicas.reporter, replicas.links),
         )  # fmt: skip
 
     def _most_weight(self, num_steps: int) -> float:
         work = self._settings.work_of(self._replicas.most_work)
         return self._settings.weight_of(work * num_steps)
-
-    def _begin(self) -> None:
-        if not self._is_set:
-            for fragment in self._fragments:
-                fragment.values.set()
-            self._is_set = True
 
     @property
     def _under_way(self) -> list[_Fragment]:
@@ -366,18 +359,18 @@ class LocalRounds(Exchange):
     def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
         """To the parameters, in all ranks of the cloud. Returns the step that the hub has reached,
         where there is one."""
-        step, known, is_counted = merged.step, merged.known, merged.is_counted
+        step, is_counted = merged.step, merged.is_counted
         is_new = bool(merged.changes or merged.values)
         if self._settings.is_elastic:
-            numbers = torch.tensor([step, known, is_counted, is_new])
-            step, known, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
+            numbers = torch.tensor([step, is_counted, is_new])
+            step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
         own = [] if is_counted else fragment.values.gradient()
         if merged.values:
             fragment.values.replace(merged.values)
         for change in merged.changes:
             fragment.values.move(change)
         # After the last merge nothing can count any more: replicas end equal.
-        if is_counted or known >= self._replicas.last_step:
+        if is_counted or step >= self._replicas.last_step:
             fragment.values.take(mix)
         else:
             fragment.work += fragment.sent
@@ -385,15 +378,6 @@ class LocalRounds(Exchange):
                 fragment.values.keep(own)
         self.budget.idle_until(step)
         return step
-
-    def state_dict(self) -> State:
-        self._begin()
-        return super().state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        """What was under way between replicas is sent again, by the averagers."""
-        self._is_set = True
-        super().load_state_dict(state)
 
     def parts(self) -> dict[str, Stateful]:
         numbered = {str(number): fragment for number, fragment in enumerate(self._fragments)}

@@ -67,9 +67,10 @@ class OuterOptimizer:
 
 
 class OuterParameters:
-    """parameters: by name, the same values in every rank of `group`. shares: whole ones of these
-    that each of its first ranks carries across. outer: the values of this rank's share after the
-    last merge, the same bits in all replicas; velocity: of the outer optimizer.
+    """parameters: by name, the same values in every rank of `group` and in all replicas. shares:
+    whole ones of these that each of its first ranks carries across. outer: the values of this
+    rank's share after the last merge, the same bits in all replicas; velocity: of the outer
+    optimizer.
     """
 
     def __init__(
@@ -82,14 +83,10 @@ class OuterParameters:
         self._parameters, self._shares = list(parameters.values()), shares
         self._mine = shares[group.lane] if group.lane < len(shares) else ()
         self._group, self._optimizer = group, optimizer
-        self.outer: list[Tensor] = []
-        self.velocity: list[Tensor] = []
-
-    def set(self) -> None:
-        """Agree on the values of now: replicas start equal."""
         self.outer = [p.detach().clone() for p in self._own]
-        momentum = self._optimizer.momentum
-        self.velocity = [torch.zeros_like(t) if momentum else t.new_empty(0) for t in self.outer]
+        self.velocity = [
+            torch.zeros_like(t) if optimizer.momentum else t.new_empty(0) for t in self.outer
+        ]
 
     @property
     def are_finite(self) -> bool:
@@ -138,7 +135,6 @@ class OuterParameters:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        self.set()
         places = self._places
         if state.keys() != places.keys():
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from xcloud.base.errors import ReplicasDiffer
+from xcloud.base.errors import FrameError, ReplicasDiffer
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.parallel.exchange import digest
@@ -54,15 +54,12 @@ class ReplicaLinks(Protocol):
         left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
         """
 
-    def recv(
-        self, from_replica: int, key: MessageKey, specs: Sequence[TensorSpec] | None,
-        wait_s: float | None = None,
-    ) -> Parts:  # fmt: skip
-        """The next message, which must be `key`. specs: of its parts; None takes any.
+    def recv(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+        """The next message, which must be `key`. Its parts are the receiver's to check.
 
-        Raises FrameError for another message or other specs, LinkTimeout after wait_s seconds
-        (default: what the link's profile allows for a message of the largest size), LinkClosed if
-        that rank is gone. After a LinkTimeout the same message may be asked for again.
+        Raises FrameError for another message, LinkTimeout after wait_s seconds (default: what the
+        link's profile allows for a message of the largest size), LinkClosed if that rank is gone.
+        After a LinkTimeout the same message may be asked for again.
         """
 
     def name_of(self, replica: int) -> str:
@@ -87,29 +84,35 @@ class Mailbox:
         self._links = links
         self.replica, self.num_replicas = links.replica, links.num_replicas
         self.others = [r for r in range(links.num_replicas) if r != links.replica]
-        self._expected: dict[int, deque[tuple[MessageKey, Sequence[TensorSpec]]]] = {
-            replica: deque() for replica in self.others
-        }
+        self._expected = {replica: deque[MessageKey]() for replica in self.others}
         self._kept: dict[tuple[int, MessageKey], Parts] = {}
 
     def send(
         self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
-        raw_bytes: int, answer: Sequence[TensorSpec],
+        raw_bytes: int,
     ) -> None:  # fmt: skip
-        """answer: specs of the message with the same key that comes from there."""
+        """See ReplicaLinks."""
         self._links.send(to_replica, key, parts, carries, raw_bytes)
-        self._expected[to_replica].append((key, answer))
+        self._expected[to_replica].append(key)
 
     def recv(self, from_replica: int, key: MessageKey) -> Parts:
         """The counterpart of what was sent there as `key`. Raises LinkTimeout, LinkClosed or
-        FrameError as the link does; after a LinkTimeout it may be asked for again."""
+        FrameError as the link does."""
         expected = self._expected[from_replica]
         while (from_replica, key) not in self._kept:
-            next_key, specs = expected[0]
-            parts = self._links.recv(from_replica, next_key, specs)
+            self._kept[from_replica, expected[0]] = self._links.recv(from_replica, expected[0])
             expected.popleft()
-            self._kept[from_replica, next_key] = parts
         return self._kept.pop((from_replica, key))
+
+
+def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
+    """What a message begins with, and the rest of it. Raises FrameError for another beginning."""
+    if not parts or TensorSpec.of(parts[0]) != spec:
+        raise FrameError(
+            f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
+            f"{spec}; do all clouds run the same experiment file?"
+        )
+    return parts[0], parts[1:]
 
 
 class ReplicaCheck:
@@ -151,12 +154,13 @@ class ReplicaCheck:
             self._judge(mine, theirs, f"rank {rank} of the same cloud", step)
         if self._mail is None:
             return
-        key, specs = MessageKey(Kind.AVERAGING, step, _CHECK), (TensorSpec.of(mine),)
+        key = MessageKey(Kind.AVERAGING, step, _CHECK)
         for replica in self._mail.others:
-            self._mail.send(replica, key, (mine,), ("digests of parameters",), 0, specs)
+            self._mail.send(replica, key, (mine,), ("digests of parameters",), 0)
         for replica in self._mail.others:
-            (theirs,) = self._mail.recv(replica, key)
-            self._judge(mine, theirs.cpu(), self._name_of(replica), step)
+            parts, name = self._mail.recv(replica, key), self._name_of(replica)
+            theirs, _ = first_part(parts, TensorSpec.of(mine), name)
+            self._judge(mine, theirs.cpu(), name, step)
 
     def _judge(self, mine: Tensor, theirs: Tensor, name: str, step: int) -> None:
         for stage, own, other in zip(sorted(self._stages), mine, theirs, strict=True):

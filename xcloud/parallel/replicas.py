@@ -9,12 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.compressor import seed_from
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.parallel.averaging import Averager, Contributing, PrivateContribution, averager_for
+from xcloud.parallel.averaging import Averager, PrivateContribution, Terms, averager_for
 from xcloud.parallel.exchange import Work, local_part
-from xcloud.parallel.merging import Merge
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_links import Mailbox, ReplicaCheck, ReplicaLinks
 from xcloud.record.reporter import Reporter
@@ -30,7 +28,7 @@ class Replicas:
     links: to this rank's counterparts in the other replicas. group: the ranks of this replica that
         hold the same stages. stages: of this rank. choose: the compressor of each tensor.
     last_step: of training. most_work: of any update of a replica. privacy: of what leaves this
-        cloud. watch: see Contributing.
+        cloud. watch: see Terms.
     """
 
     links: ReplicaLinks
@@ -87,30 +85,25 @@ class Replicas:
         self,
         codec: Callable[[Shapes], TensorCodec],
         shapes: Shapes,
-        merge: Merge,
-        *,
-        channel: int = 0,
+        terms: Terms,
         num_fragments: int = 1,
         silent: Collection[str] = (),
-        most_weight: Callable[[int], float] = float,
     ) -> Averager:
-        """Of the tensors that this rank carries across. num_fragments: averagings of a rank that
-        together are one contribution. silent: names of tensors not to be sent under `privacy`."""
-        return averager_for(
-            self.mail, shapes, codec, merge, channel,
-            self.contributing(shapes, num_fragments, silent, most_weight),
-        )  # fmt: skip
+        """Of the tensors that this rank carries across; see `guarded`."""
+        guarded = self.guarded(terms, shapes, num_fragments, silent)
+        return averager_for(self.mail, shapes, codec, guarded)
 
-    def contributing(
-        self, names: Collection[str], num_fragments: int, silent: Collection[str],
-        most_weight: Callable[[int], float],
-    ) -> Contributing:  # fmt: skip
-        holds_to = Contributing(watch=self.watch, most_weight=most_weight)
+    def guarded(
+        self, terms: Terms, names: Collection[str], num_fragments: int = 1,
+        silent: Collection[str] = (),
+    ) -> Terms:  # fmt: skip
+        """With what watches and protects this cloud. num_fragments: averagings of a rank that
+        together are one contribution. silent: names of tensors not to be sent under `privacy`."""
+        terms = replace(terms, watch=self.watch)
         if self.privacy is None:
-            return holds_to
+            return terms
         num_parts = self.links.num_parts * num_fragments
-        noise = PrivateContribution(names, self.privacy, num_parts, silent)
-        return replace(holds_to, protect=noise)
+        return replace(terms, protect=PrivateContribution(names, self.privacy, num_parts, silent))
 
     def open(
         self, averagers: Sequence[Averager | None], wait_s: float = 0.0, under_way: int = 1

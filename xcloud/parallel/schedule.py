@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from xcloud.base.checks import check_int
+from xcloud.base.settings import Positive, settings
 
 K = TypeVar("K", bound=Hashable)
 
@@ -40,14 +40,11 @@ class Schedule(Hashable, Protocol):
         """Everything this stage computes in one pass over the pipeline, in order."""
 
 
-@dataclass(frozen=True)
+@settings("schedule")
 class GPipe:
     """All forwards, then all backwards (Huang et al., arXiv:1811.06965), micro-batch 0 first."""
 
-    num_micro_batches: int = 4
-
-    def __post_init__(self) -> None:
-        check_int("schedule.num_micro_batches", self.num_micro_batches, 1)
+    num_micro_batches: Positive = 4
 
     @property
     def label(self) -> str:
@@ -66,7 +63,7 @@ def _counts_in_flight(num_stages: int, num_micro_batches: int) -> list[int]:
     return sorted({k for k in (p, p + 1, 2 * p, 4 * p) if k < num_micro_batches})
 
 
-@dataclass(frozen=True)
+@settings("schedule")
 class OneForwardOneBackward:
     """1F1B (PipeDream-flush): after a warm-up, forwards and backwards alternate.
 
@@ -75,13 +72,8 @@ class OneForwardOneBackward:
     or two more keep the stages busy while messages travel.
     """
 
-    num_micro_batches: int = 4
-    num_in_flight: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("schedule.num_micro_batches", self.num_micro_batches, 1)
-        if self.num_in_flight is not None:
-            check_int("schedule.num_in_flight", self.num_in_flight, 1)
+    num_micro_batches: Positive = 4
+    num_in_flight: Positive | None = None
 
     @property
     def label(self) -> str:
@@ -109,7 +101,7 @@ class OneForwardOneBackward:
         return min(1 + math.ceil((at_first - 1) * share), self.num_micro_batches)
 
 
-@dataclass(frozen=True)
+@settings("schedule")
 class ZeroBubble(OneForwardOneBackward):
     """1F1B whose backward is split (Qi et al., arXiv:2401.10241): a stage sends the gradient that
     the stage before waits for, and computes those of its weights later, where it would wait.
@@ -120,12 +112,7 @@ class ZeroBubble(OneForwardOneBackward):
         stage keeps more than stage 0 does (ZB-H1). 1 = every stage keeps what it keeps under 1F1B.
     """
 
-    num_in_memory: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_in_memory is not None:
-            check_int("schedule.num_in_memory", self.num_in_memory, 1)
+    num_in_memory: Positive | None = None
 
     @property
     def label(self) -> str:

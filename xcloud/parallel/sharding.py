@@ -1,6 +1,6 @@
-"""A stage dealt over the ranks of its cloud (FSDP2, arXiv:2304.11277), where it does not fit one:
-each keeps a part of every parameter, its gradient and its moments. Before a block computes its
-parameters are gathered, after that dropped; its gradients are summed and dealt out again.
+"""A stage sharded over the ranks of its cloud (FSDP2, arXiv:2304.11277), where it does not fit
+one: each keeps a part of every parameter, its gradient and its moments. Before a block computes
+its parameters are gathered, after that dropped; its gradients are summed and scattered again.
 
 All ranks of the stage must compute in step, for gathering takes all of them.
 """
@@ -30,7 +30,7 @@ _LARGE_BYTES = 1 << 18
 
 class Sharder:
     """Deals a stage over the ranks of `group`, in place, before gradients and optimizer are made.
-    Every rank makes the same calls. Blocks that are dealt as soon as they are built never lie
+    Every rank makes the same calls. Blocks that are sharded as soon as they are built never lie
     whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
     comes last."""
 
@@ -41,9 +41,9 @@ class Sharder:
         """Gathered by itself when it computes."""
         from torch.distributed.fsdp import fully_shard
 
-        dealt = fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
-        dealt.set_gradient_divide_factor(1.0)  # sums, as losses are divided already
-        dealt.set_force_sum_reduction_for_comms(True)
+        sharded = fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
+        sharded.set_gradient_divide_factor(1.0)  # sums, as losses are divided already
+        sharded.set_force_sum_reduction_for_comms(True)
 
     def rest(self, stage: nn.Module) -> None:
         """Its whole blocks one at a time, then what is left."""
@@ -70,12 +70,12 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a Sharder has dealt it."""
+    """Whether a Sharder has sharded it."""
     return hasattr(module, "set_gradient_divide_factor")
 
 
 def whole_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Entries of the outermost lists that have parameters and are not dealt yet."""
+    """Entries of the outermost lists that have parameters and are not sharded yet."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             held = (b for b in child.children() if next(b.parameters(), None) is not None)

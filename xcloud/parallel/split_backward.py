@@ -45,7 +45,7 @@ class DeferredWeights:
     bit-equal to those of one backward, unless a forward calls a layer more than twice: then their
     sum is rounded in another order.
 
-    Not for parameters that are dealt over ranks: these are gone once their layer's backward ends.
+    Not for parameters that are sharded over ranks: they are gone once their layer's backward ends.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:

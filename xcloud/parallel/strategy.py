@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.parallel.merging import Robust
 
 if TYPE_CHECKING:
     from xcloud.parallel.exchange import Exchange
-    from xcloud.parallel.merging import Robust
     from xcloud.parallel.replicas import Replicas
 
 WHOLE_MODEL = (0, 1)

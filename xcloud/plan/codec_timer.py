@@ -162,7 +162,6 @@ def time_around_averaging(
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
     shares = by_tensor({name: parameter.shape for name, parameter in named.items()}, 1)
     outer = OuterParameters(named, shares, RankGroup.alone(), OuterOptimizer())
-    outer.set()
 
     def changes() -> None:
         """As parallel/local_updates.py."""

@@ -5,13 +5,41 @@ Numbers only; measured.py reads them from recorded steps, pricing.py from a prof
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.link_profile import Wan
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.parallel.schedule import Action
-from xcloud.plan.line import FREE, Line
+
+FREE = LinkProfile(1e18)  # as good as no time
+
+
+def lines_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
+) -> dict[str, LinkProfile]:
+    """Between every two clouds, by "a-b", and inside one, by "a-a", where it is given.
+    given: by pair, or "*" for all between clouds; comes before the layout's own.
+    bandwidth: in place of theirs. Raises ConfigError for a line that nobody describes."""
+    found = {}
+    for here, there in permutations(layout.clouds, 2):
+        pair, turned = f"{here}-{there}", f"{there}-{here}"
+        own = layout.wan_of(here, there)
+        wan = given.get(pair, given.get(turned, given.get("*", own)))
+        if not wan.has_numbers:
+            raise ConfigError(
+                f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
+                "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
+                'names "*" or this pair'
+            )
+        line = wan.profile or FREE
+        if bandwidth is not None:
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+        found[pair] = line
+    inside = {f"{name}-{name}" for name in layout.clouds} & set(given)
+    return found | {pair: given[pair] for pair in inside}
 
 
 class Transfer(NamedTuple):
@@ -37,38 +65,11 @@ class Update:
     optimizer_s: float = 0.0
 
 
-class Costs(Protocol):
-    """Every method is a pure function of its arguments."""
-
-    @property
-    def control_bytes(self) -> int:
-        """Bytes of a message of the agreement on the gradient norm."""
-
-    def action_s(self, rank: int, action: Action) -> float:
-        """Seconds of computing; micro_batch counts within the update. Of a backward all of it; of
-        weights the part of the backward that may be put off."""
-
-    def message_bytes(self, message: Transfer) -> int:
-        """Bytes of the whole frame."""
-
-    def compress_s(self, message: Transfer) -> float:
-        """Seconds of its sender's main thread, framing included."""
-
-    def decompress_s(self, message: Transfer) -> float: ...
-
-    def line(self, here: str, there: str, wan: Wan | None) -> Line:
-        """What carries messages from one cloud to another, or, if they are the same, between two
-        of its ranks. wan: what the layout says about these clouds; None inside one."""
-
-    def update(self, rank: int, stages: Sequence[int]) -> Update:
-        """stages: those that the rank holds."""
-
-
-def line_of_layout(here: str, there: str, wan: Wan | None) -> Line:
+def line_of_layout(here: str, there: str, wan: Wan | None) -> LinkProfile:
     """The line that the layout describes. Raises ConfigError for a real network, which has no
     numbers."""
     if wan is None or wan.has_numbers:
-        return Line(wan.profile) if wan is not None and wan.profile is not None else FREE
+        return FREE if wan is None else wan.profile or FREE
     raise ConfigError(
         f"nobody says what the real network from {here!r} to {there!r} can do; give the costs a "
         f"line named '{here}-{there}', or the layout a link profile"
@@ -90,15 +91,18 @@ class Direction:
 
 
 @dataclass(frozen=True)
-class TableCosts:
-    """Numbers from a table; the same for every micro-batch.
+class Costs:
+    """The same for every micro-batch. A backward is all of it, also what may be put off; bytes are
+    those of whole frames, and compressing includes framing.
 
     forward_s, backward_s: by stage. forward, backward: by boundary (the gradient in `backward`).
     updates: by stage; of a rank with several stages they add up. weights_s: by stage, the part of
     backward_s that may be put off. Missing ones cost nothing.
     slowdown: rank -> how many times longer it computes and updates; 1 for the others.
-    lines: "a-b" -> the line from cloud a to cloud b, or inside a cloud as "a-a". Where none is
-        named, the layout says what joins two clouds, and messages inside a cloud are free.
+    control_bytes: of a message of the agreement on the gradient norm.
+    lines: "a-b" -> the line from cloud a to cloud b, or inside a cloud as "a-a". It carries one
+        message at a time, first come, first served; time 0 is the start of the simulation. Where
+        none is named, the layout says what joins two clouds, and messages inside a cloud are free.
     """
 
     forward_s: Sequence[float]
@@ -107,7 +111,7 @@ class TableCosts:
     backward: Sequence[Direction] = ()
     updates: Sequence[Update] = ()
     slowdown: Mapping[int, float] = field(default_factory=dict)
-    lines: Mapping[str, Line] = field(default_factory=dict)
+    lines: Mapping[str, LinkProfile] = field(default_factory=dict)
     control_bytes: int = 128
     weights_s: Sequence[float] = ()
 
@@ -124,7 +128,7 @@ class TableCosts:
     def decompress_s(self, message: Transfer) -> float:
         return self._direction(message).decompress_s
 
-    def line(self, here: str, there: str, wan: Wan | None) -> Line:
+    def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
         found = self.lines.get(f"{here}-{there}")
         return line_of_layout(here, there, wan) if found is None else found
 

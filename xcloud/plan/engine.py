@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from xcloud.plan.line import Line
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.plan.costs import FREE
 
 
 class Parcel(NamedTuple):
@@ -92,15 +93,16 @@ class _Lines:
     """State of all routes during one simulation."""
 
     def __init__(
-        self, program: Program, num_bytes: Sequence[int], lines: Sequence[Line | None]
+        self, program: Program, num_bytes: Sequence[int], lines: Sequence[LinkProfile | None]
     ) -> None:
-        self.lines = [Line() if line is None else line for line in lines]
+        self.lines = [FREE if line is None else line for line in lines]
         self.latency_s = [line.latency_s for line in self.lines]
         self.free_s = [0.0] * len(lines)
         self._last_s = [0.0] * len(lines)
         self._num_carried = [0] * len(lines)
         self._num_bytes = num_bytes
-        self._odd = [not line.is_steady or line.jitter_s > 0 for line in self.lines]
+        steady = [not (p.trace or p.outages or p.outage_every_s) for p in self.lines]
+        self._odd = [not s or p.jitter_s > 0 for s, p in zip(steady, self.lines, strict=True)]
         known: dict[tuple[int, int], float] = {}
         self._line_s = []
         for parcel, size in zip(program.parcels, num_bytes, strict=True):
@@ -118,11 +120,11 @@ class _Lines:
             self.free_s[route] = until_s
             return Passage(now_s, start_s, until_s, until_s + self.latency_s[route])
         line = self.lines[route]
-        until_s = self.free_s[route] = line.until_s(start_s, self._num_bytes[number])
+        until_s = self.free_s[route] = line.sent_at(start_s, self._num_bytes[number])
         arrived_s = until_s + line.latency_at(until_s)
-        if line.profile is not None and line.jitter_s:
-            # The draws of the emulated link (cluster/line.py).
-            draw = random.Random(f"{line.profile.seed}:{self._num_carried[route]}").random()
+        if line.jitter_s:
+            # The draws of the emulated link (cluster/link.py).
+            draw = random.Random(f"{line.seed}:{self._num_carried[route]}").random()
             arrived_s += draw * line.jitter_s
         self._num_carried[route] += 1
         arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])
@@ -133,7 +135,7 @@ def run(
     program: Program,
     seconds: Sequence[Sequence[float]],
     num_bytes: Sequence[int],
-    lines: Sequence[Line | None],
+    lines: Sequence[LinkProfile | None],
 ) -> Moments:
     """Carry the program out; messages travel while ranks work.
 

@@ -1,4 +1,5 @@
-"""The paper's formulas for equal stages on ranks of their own, flush (GPipe) order.
+"""What is known in closed form: the paper's formulas for equal stages, what it costs that replicas
+in several clouds average, and what a rank keeps in memory.
 
 p stages, m micro-batches; tf, tb: forward and backward time of a micro-batch; tt: one transfer;
 l: latency. Bubble ratio R = idle time / ideal computing time m(tf+tb).
@@ -6,6 +7,20 @@ Source: Pan et al., ZTE Technology Journal 2023(4), section 1.1, (1) and (2); (2
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, permutations
+from typing import NamedTuple
+
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.parallel.schedule import Schedule, most_kept
+from xcloud.parallel.strategy import Averaging
+from xcloud.plan.plans import Arranged, Plan
+from xcloud.plan.profile import AveragingCodec, Profile
 
 
 def bubble_of_a_free_link(p: int, m: int) -> float:
@@ -30,3 +45,156 @@ def step_of_overlapped_transfers(
         return m * (tf + tb)
     steady = max(tf, tt) + max(tb, tt)
     return p * (tf + tb) + 2 * (p - 1) * (tt + latency_s) + (m - 1) * steady
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange, of which there are `per_step` in a step. hides_s: how long it may go on beside
+    other work, in steps: 0 = ranks wait for it. where: its slowest line. num_bytes: by "a-b",
+    that leave cloud a for b."""
+
+    codec_s: float = 0.0
+    wire_s: float = 0.0
+    num_bytes: Mapping[str, float] = field(default_factory=dict)
+    per_step: float = 0.0
+    hides_steps: float = 0.0
+    where: str = ""
+
+    def step_s(self, own_s: float) -> float:
+        """A step whose replicas take own_s by themselves."""
+        waits_s = max(0.0, self.wire_s - self.hides_steps * own_s)
+        return own_s + self.per_step * (self.codec_s + waits_s)
+
+    @property
+    def codec_s_per_step(self) -> float:
+        return self.per_step * self.codec_s
+
+    @property
+    def bytes_per_step(self) -> dict[str, float]:
+        return {pair: self.per_step * size for pair, size in self.num_bytes.items()}
+
+
+def exchange_of(
+    layout: ClusterLayout,
+    averaging: Averaging,
+    costs: AveragingCodec,
+    shares: Sequence[float],
+    lines: Mapping[str, LinkProfile],
+    around_s: float = 0.0,
+) -> Exchange:
+    """Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode.
+    From R = 3 on each merges a part and hands it back (parallel/averaging.py): two rounds of B/R
+    to each other replica, each over the line of these two clouds; a part is back with the last
+    replica once the slowest contribution to it has come and the slowest answer has gone. Where a
+    cloud may be late or gone the first cloud merges for all: two rounds of B. A cloud's ranks
+    share codecs evenly, and their line. Replicas are taken to begin at once.
+
+    shares: of the trained values, by stage; one entry where replicas hold the whole model.
+    lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
+    num_replicas, traffic = layout.num_replicas, averaging.traffic
+    slowest, num_bytes = Exchange(), defaultdict[str, float](float)
+    for clouds, stages in _together(layout, len(shares)).items():
+        lanes = min(
+            len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
+            for replica in range(num_replicas)
+        )
+        share = sum(shares[stage] for stage in stages) / traffic.fragments
+        whole = costs.num_bytes * share
+        encode_s, decode_s = costs.encode_s * share / lanes, costs.decode_s * share / lanes
+        if traffic.has_hub:
+            size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
+        elif num_replicas == 2:
+            size, codec_s, mergers = whole, encode_s + decode_s, clouds[:0]
+        else:
+            # Of its own part a replica hands back the result in place of sending a contribution.
+            size, mergers = whole / num_replicas, clouds
+            codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
+        codec_s += around_s * share / lanes
+        took = {}
+        for a, b in permutations(clouds, 2):
+            if not mergers or a in mergers or b in mergers:
+                line = lines[f"{a}-{b}"]
+                took[f"{a}-{b}"] = line.line_s(round(size)) + line.latency_s
+        where = max(took, key=lambda pair: took[pair])
+        wire_s = took[where]
+        if mergers:
+            wire_s = max(
+                max(took[f"{a}-{m}"] for a in clouds if a != m)
+                + max(took[f"{m}-{b}"] for b in clouds if b != m)
+                for m in mergers
+            )
+        # Each way once, and where all merge once more.
+        for pair in took:
+            num_bytes[pair] += size * (2 if len(mergers) > 1 else 1)
+        if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
+            slowest = Exchange(codec_s, wire_s, {}, traffic.per_step, traffic.hidden_steps, where)
+    return replace(slowest, num_bytes=dict(num_bytes))
+
+
+def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], list[int]]:
+    """Stages whose replicas stand in the same clouds, so that they share lines."""
+    found = defaultdict[tuple[str, ...], list[int]](list)
+    for stage in range(num_shares):
+        clouds = tuple(layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
+        found[clouds].append(stage)
+    return found
+
+
+class Sums(NamedTuple):
+    """Of the pieces in front of each: seconds of forward, backward and the part of it that may be
+    put off; bytes of activations, and of what is kept for that part; what splitting adds."""
+
+    forward: list[float]
+    backward: list[float]
+    weights: list[float]
+    activations: list[float]
+    put_off: list[float]
+    splitting: list[float]
+
+    @staticmethod
+    def of(profile: Profile, b: float) -> Sums:
+        """b: samples of a micro-batch."""
+        pieces = profile.pieces
+        # What was measured of a block may be a difference, and more than its whole.
+        late_s = [min(piece.weights_s.at(b), piece.backward_s.at(b)) for piece in pieces]
+        return Sums(
+            [0.0, *accumulate(piece.forward_s.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.backward_s.at(b) for piece in pieces)],
+            [0.0, *accumulate(late_s)],
+            [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.put_off_bytes.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.splitting_s.at(b) for piece in pieces)],
+        )
+
+
+def memory_of(plan: Plan, arranged: Arranged, profile: Profile, sums: Sums) -> dict[str, int]:
+    """Bytes of the fullest rank, by cloud. sums: at the plan's samples of a micro-batch."""
+    layout, found = arranged.layout, dict[str, int]()
+    averaging = arranged.strategy.averaging
+    copies = 0 if averaging is None else averaging.traffic.num_copies
+    for name, cloud in layout.clouds.items():
+        held = [0] if arranged.is_whole else list(cloud.stages or ())
+        each = [_stage_bytes(plan, layout, profile, stage, sums, copies) for stage in held]
+        found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
+    return found
+
+
+def _stage_bytes(
+    plan: Plan, layout: ClusterLayout, profile: Profile, stage: int, sums: Sums, copies: int
+) -> float:
+    start, end = (0, *plan.ends)[stage], plan.ends[stage]
+    pieces = profile.pieces[start:end]
+    trained = sum(piece.trained_bytes for piece in pieces)
+    lanes = len(layout.ranks_of(stage)) * layout.num_replicas
+    activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
+    held = _most_kept(plan.schedule, stage, len(plan.ends), lanes, activations, put_off)
+    # Gradients and two moments beside the weights.
+    return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
+
+
+@lru_cache(maxsize=65536)
+def _most_kept(
+    schedule: Schedule, stage: int, num_stages: int, lanes: int, activations: float, put_off: float
+) -> float:
+    """Bytes that a rank keeps for backwards to come."""
+    return most_kept(schedule.actions(stage, num_stages), lanes, activations, put_off)

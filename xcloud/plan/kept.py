@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Schedule
-from xcloud.plan.costs import Direction, TableCosts
+from xcloud.plan.costs import Costs
 from xcloud.plan.plans import NO_COMPRESSION, Plan
 from xcloud.plan.pricing import Pricer, Ways
 
@@ -86,17 +86,10 @@ class _LaterEpochs(Pricer):
 
     def _boundaries(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
         ways = super()._boundaries(plan, layout, strategy)
-        return tuple((self._part_of(out, n), back) for n, (out, back) in enumerate(ways))
+        share = self._missing.get
+        return tuple((out.times(share(n, 1.0)), back) for n, (out, back) in enumerate(ways))
 
-    def _part_of(self, way: Direction, stage: int) -> Direction:
-        share = self._missing.get(stage, 1.0)
-        return Direction(
-            round(share * way.num_bytes), share * way.compress_s, share * way.decompress_s
-        )
-
-    def _costs(
-        self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule
-    ) -> TableCosts:
+    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
         costs = super()._costs(plan, layout, ways, schedule)
         forward_s = [self._missing.get(n, 1.0) * s for n, s in enumerate(costs.forward_s)]
         return replace(costs, forward_s=forward_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xcloud.plan.costs import Direction, TableCosts, Update
+from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.profile import BoundaryCodec, Curve, DirectionCurves, Piece
 from xcloud.record.timeline import Lane, Timeline
 
@@ -28,7 +28,7 @@ class _Parts(NamedTuple):
     compress_s: float
 
 
-def measured_costs(timeline: Timeline) -> TableCosts:
+def measured_costs(timeline: Timeline) -> Costs:
     """Means over ranks and micro-batches of a recorded step. What is no recorded span (the
     interpreter between two of them) counts for the span after it. A rank of several stages gives
     each an equal part of its update. Lines are not read: the layout, or whoever asks, has them."""
@@ -84,7 +84,7 @@ def measured_costs(timeline: Timeline) -> TableCosts:
 
     stages = range(len(ranks_of))
     late_s = [mean("weights", stage, "compute_s") for stage in stages]
-    return TableCosts(
+    return Costs(
         [mean("forward", stage, "compute_s") for stage in stages],
         [mean("backward", stage, "compute_s") + late_s[stage] for stage in stages],
         [direction("forward", stage, stage + 1) for stage in stages[:-1]],
@@ -140,9 +140,9 @@ class Leg:
     samples: float
     compression: str
     splits: bool
-    steps: Sequence[TableCosts]
+    steps: Sequence[Costs]
 
-    def at(self, quantity: Callable[[TableCosts], float]) -> float:
+    def at(self, quantity: Callable[[Costs], float]) -> float:
         """The median over its steps."""
         return statistics.median(map(quantity, self.steps))
 
@@ -205,7 +205,7 @@ class Trial:
     def fetch_s(self) -> Curve:
         """Of a micro-batch, by a rank."""
 
-        def of_rank(costs: TableCosts) -> float:
+        def of_rank(costs: Costs) -> float:
             fetched_s = (n * sum(costs.updates[s].fetch_s for s in held) for held, n in self.ranks)
             return _mean(fetched_s)
 
@@ -227,7 +227,7 @@ class Trial:
         return [by_size[samples] for samples in sorted(by_size)]
 
     def _of_stage(self, stage: int) -> _Quantities:
-        def curve(legs: Sequence[Leg], of: Callable[[TableCosts], float]) -> _Points:
+        def curve(legs: Sequence[Leg], of: Callable[[Costs], float]) -> _Points:
             return {leg.samples: leg.at(of) for leg in legs}
 
         whole, split = (self._legs(self.own, splits) for splits in (False, True))

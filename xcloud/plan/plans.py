@@ -68,14 +68,19 @@ class Priced:
 
 @dataclass(frozen=True)
 class Arranged:
-    """A strategy, and the clouds as it arranges them. replicas: each with its own clouds."""
+    """A strategy, and the clouds as it arranges them. replicas: each with its own clouds, in one
+    stage where every rank holds the whole model."""
 
     strategy: Strategy
     layout: ClusterLayout
 
     @property
     def replicas(self) -> list[ClusterLayout]:
-        return _replicas(self.layout)
+        found = replicas_of(self.layout)
+        if not self.is_whole:
+            return found
+        one_stage = [{n: replace(c, stages=(0,)) for n, c in r.clouds.items()} for r in found]
+        return [replace(r, clouds=own) for r, own in zip(found, one_stage, strict=True)]
 
     @property
     def is_whole(self) -> bool:
@@ -89,7 +94,7 @@ class Arranged:
         return 1 if self.is_whole else self.layout.num_stages
 
 
-def _replicas(layout: ClusterLayout) -> list[ClusterLayout]:
+def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
     found = []
     for number in range(layout.num_replicas):
         own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}

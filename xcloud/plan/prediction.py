@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Moments, Passage
-from xcloud.plan.line import Line
 from xcloud.plan.step_program import Op, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 
@@ -51,7 +51,7 @@ class Prediction:
     costs: Costs
     seconds: Sequence[Sequence[float]]
     num_bytes: Sequence[int]
-    lines: Sequence[Line]
+    lines: Sequence[LinkProfile]
     moments: Moments
 
     @cached_property
@@ -108,7 +108,7 @@ class Prediction:
             spent[cause] += max(0.0, until_s - max(from_s, since_s))
             if from_s <= since_s:
                 break
-        return dict(sorted(((k, v) for k, v in spent.items() if v > 0), key=lambda e: -e[1]))
+        return dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1]))
 
     @property
     def bound(self) -> str:

@@ -1,8 +1,8 @@
 """What a plan costs: step time, bubble, bytes, memory, and a quick estimate of its step.
 
-A pipeline is simulated (prediction.py); what replicas average is a formula (averaging_costs.py). A
-replica that lies in one cloud computes one micro-batch after the other. Where the profile names a
-line inside a cloud, ranks of a stage sum their gradients over it in a ring.
+A replica is simulated (prediction.py); one whose ranks hold the whole model is a pipeline of one
+stage. What replicas average is a formula (formulas.py). Where the profile names a line inside a
+cloud, ranks of a stage sum their gradients over it in a ring.
 
 Not modelled: ranks that slow each other down on one machine.
 """
@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, put_off
-from xcloud.plan.averaging_costs import Exchange, exchange_of
-from xcloud.plan.costs import Direction, TableCosts, Update
-from xcloud.plan.line import Line, lines_of
-from xcloud.plan.plan_memory import Sums, memory_of
+from xcloud.plan.costs import Costs, Direction, Update, lines_of
+from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.profile import BoundaryCodec, Profile
@@ -78,14 +77,14 @@ class Pricer:
     def samples(self, plan: Plan) -> float:
         return self.batch_size / (self.passes * plan.micro_batches)
 
-    def line(self, strategy: str, here: str, there: str) -> Line:
+    def line(self, strategy: str, here: str, there: str) -> LinkProfile:
         return self._lines[strategy][f"{here}-{there}"]
 
     # Prices.
 
     def step_s(self, plan: Plan) -> float:
-        own_s = [self._own_s(plan, replica) for replica in self._alike[plan.strategy]]
-        return self._exchange(plan).step_s(max(own_s))
+        own_s = max(self.predict(plan, n).step_s for n in self._alike[plan.strategy])
+        return self._exchange(plan).step_s(own_s)
 
     def price(self, plan: Plan) -> Priced:
         """Everything about a plan; step_s is the same as that of `step_s`."""
@@ -134,8 +133,6 @@ class Pricer:
     def estimate_s(self, plan: Plan) -> float:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
-        if self.arranged[plan.strategy].is_whole:
-            return self.step_s(plan)
         b, longest_s, starts = self.samples(plan), 0.0, (0, *plan.ends[:-1])
         sums = self._sums(b)
         for first, stages in self._stages[plan.strategy].items():
@@ -169,10 +166,8 @@ class Pricer:
         )
 
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
-        """The simulated step of a pipeline; ValueError for a plan without one."""
+        """A replica's simulated step, by itself."""
         arranged = self.arranged[plan.strategy]
-        if arranged.is_whole:
-            raise ValueError(f"in {plan.strategy} every rank holds the whole model")
         layout = self._replicas[plan.strategy][replica]
         ways = self._boundaries(plan, layout, plan.strategy)
         silent = self.silent_boundaries(plan)
@@ -185,9 +180,7 @@ class Pricer:
             )  # fmt: skip
         return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
 
-    def _costs(
-        self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule
-    ) -> TableCosts:
+    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
         b = self.samples(plan)
         sums = self._sums(b)
         starts = (0, *plan.ends[:-1])
@@ -210,7 +203,7 @@ class Pricer:
                 longer = 1 + splitting_s[stage] / backward_s[stage]
                 backward_s[stage] *= longer
                 weights_s[stage] *= longer
-        return TableCosts(
+        return Costs(
             forward_s,
             backward_s,
             [out for out, _ in ways],
@@ -230,20 +223,8 @@ class Pricer:
     def _num_own(self, plan: Plan, replica: int) -> int:
         return plan.micro_batches_of(replica, self.arranged[plan.strategy].layout.num_replicas)
 
-    def _own_s(self, plan: Plan, replica: int) -> float:
-        """A replica's step, by itself."""
-        if self.arranged[plan.strategy].is_whole:
-            return sum(self._whole(plan, replica))
-        return self.predict(plan, replica).step_s
-
     def _part(self, plan: Plan, replica: int) -> _Part:
         layout = self._replicas[plan.strategy][replica]
-        if self.arranged[plan.strategy].is_whole:
-            compute_s, update_s = self._whole(plan, replica)
-            spent = {f"compute of cloud {next(iter(layout.clouds))}": compute_s}
-            spent["update"] = update_s
-            whole_s = compute_s * layout.num_ranks
-            return _Part(compute_s + update_s, layout.num_ranks, spent, whole_s)
         found, names = self.predict(plan, replica), list(layout.clouds)
         return _Part(
             found.step_s,
@@ -256,18 +237,6 @@ class Pricer:
                 for use in found.links
             },
         )
-
-    def _whole(self, plan: Plan, replica: int) -> tuple[float, float]:
-        """Seconds of computing and of the rest, where each rank holds the whole model."""
-        ((name, cloud),) = self._replicas[plan.strategy][replica].clouds.items()
-        b = self.samples(plan)
-        sums = self._sums(b)
-        turns = self.passes * math.ceil(self._num_own(plan, replica) / cloud.num_ranks)
-        update_s = turns * self.profile.fetch_s.at(b)
-        update_s += sum(piece.optimizer_s for piece in self.profile.pieces)
-        compute_s = turns * (sums.forward[-1] + sums.backward[-1])
-        ring_s = self._ring_s(name, cloud.num_ranks, self.profile.trained_bytes)
-        return cloud.slowdown * compute_s, cloud.slowdown * update_s + ring_s
 
     def _ring_s(self, cloud: str, num_ranks: int, num_bytes: int) -> float:
         """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
@@ -293,13 +262,11 @@ class Pricer:
                 f"the profile says nothing of what {plan.compression} costs when replicas "
                 "average; measure it, or leave strategies out of plan.search"
             )
-        shares = [1.0]
-        if not arranged.is_whole and (whole := self.profile.trained_bytes):
-            starts = (0, *plan.ends[:-1])
-            shares = [
-                sum(piece.trained_bytes for piece in self.profile.pieces[a:b]) / whole
-                for a, b in zip(starts, plan.ends, strict=True)
-            ]
+        whole, starts = max(1, self.profile.trained_bytes), (0, *plan.ends[:-1])
+        shares = [
+            sum(piece.trained_bytes for piece in self.profile.pieces[a:b]) / whole
+            for a, b in zip(starts, plan.ends, strict=True)
+        ]
         profile = self.profile
         is_apart = averaging.is_apart
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
@@ -362,11 +329,11 @@ class _Stage(NamedTuple):
 
     slowdown: float
     num_ranks: int
-    up: Line | None
-    down: Line | None
+    up: LinkProfile | None
+    down: LinkProfile | None
 
 
-def _stages(layout: ClusterLayout, lines: Mapping[str, Line]) -> list[_Stage]:
+def _stages(layout: ClusterLayout, lines: Mapping[str, LinkProfile]) -> list[_Stage]:
     clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
     return [
         _Stage(
@@ -379,7 +346,9 @@ def _stages(layout: ClusterLayout, lines: Mapping[str, Line]) -> list[_Stage]:
     ]
 
 
-def alike(replicas: Sequence[ClusterLayout], lines: Mapping[str, Line]) -> dict[int, list[int]]:
+def alike(
+    replicas: Sequence[ClusterLayout], lines: Mapping[str, LinkProfile]
+) -> dict[int, list[int]]:
     """Numbers of replicas, by the first of those like them: as many ranks and stages, computing as
     fast, over the same lines."""
     firsts, found = dict[object, int](), dict[int, list[int]]()

@@ -5,21 +5,21 @@ average. Numbers only.
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Seconds, settings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Direction
-from xcloud.plan.tables import from_table
 
 Number = Annotated[float, Field(ge=0.0)]
 Point = tuple[Annotated[float, Field(gt=0.0)], Number]
@@ -195,3 +195,34 @@ def read_profile(path: Path) -> Profile:
 def profile_from(table: Any) -> Profile:
     """From plain containers. Raises ConfigError."""
     return from_table("profile", Profile, table)
+
+
+T = TypeVar("T")
+
+
+def from_table(name: str, kind: type[T], table: object) -> T:
+    """table: plain containers; checked against the annotations of `kind`, a settings class."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "points"]
+    key = ".".join(filter(None, [name, *where]))
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):  # of __post_init__
+        raise raised
+    if "missing" in first["type"]:
+        raise ConfigError(f"{key} is missing")
+    if first["type"] == "unexpected_keyword_argument":
+        *inside, last = filter(None, [name, *where])
+        allowed = [entry.name for entry in fields(kind)] if len(where) == 1 else []  # type: ignore[arg-type]
+        raise ConfigError(unknown_key(".".join(inside) or "the file", last, allowed))
+    what = first["msg"].removeprefix("Input should be ").replace("valid array", "list")
+    raise ConfigError(f"{key} must be {what}, got {first['input']!r}")
+
+
+def unknown_key(where: str, key: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    some = ", ".join([*allowed[:9], *(["…"] if len(allowed) > 9 else [])])
+    return f"{where} has no key {key!r}{hint}" + (f"; allowed are {some}" if some else "")

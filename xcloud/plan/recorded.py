@@ -1,4 +1,4 @@
-"""The recorded step of a run that has ended, read back from its files."""
+"""Read back from a run's files: its recorded step, and what its plan predicted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, timeline_of
 
+PLAN_FILE = "plan.json"
 PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
 
 
@@ -79,3 +80,16 @@ def _from_trace(path: Path) -> Timeline:
 
 def _number(entry: Mapping[str, Any]) -> int:
     return int(entry["name"][1:]) if entry["cat"] in ("activation", "gradient") else -1
+
+
+def predicted_of(run_dir: Path) -> dict[str, Any]:
+    """For the summary of a run: what its plan predicted; empty for a run without one."""
+    try:
+        found = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+        step_s = float(found["predicted_step_time_s"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    told: dict[str, Any] = {"predicted_step_time_s": round(step_s, 6)}
+    if epochs := found["chosen"].get("over_epochs"):
+        told["predicted_over_epochs"] = {name: round(epochs[name], 6) for name in epochs}
+    return told

@@ -12,9 +12,8 @@ from typing import Any
 from xcloud.plan.kept import OverEpochs
 from xcloud.plan.plans import Plan, Priced
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.recorded import PLAN_FILE
 from xcloud.plan.search import AtCount, Crossing, Ranked, touches_quality
-
-PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -113,16 +112,3 @@ def write_plan(folder: Path, report: Report, chosen: Priced | None) -> Path:
     path = folder / PLAN_FILE
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return path
-
-
-def predicted_of(run_dir: Path) -> dict[str, Any]:
-    """For the summary of a run: what its plan predicted; empty for a run without one."""
-    try:
-        found = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
-        step_s = float(found["predicted_step_time_s"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-    told: dict[str, Any] = {"predicted_step_time_s": round(step_s, 6)}
-    if epochs := found["chosen"].get("over_epochs"):
-        told["predicted_over_epochs"] = {name: round(epochs[name], 6) for name in epochs}
-    return told

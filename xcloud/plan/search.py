@@ -311,15 +311,15 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
         step = pricer.predict(at_m)
         layout = step.step.layout
         p, own_m = len(plan.ends), step.step.schedule.num_micro_batches
-        tf, tb = (sum(part) / p for part in (step.costs.forward_s, step.costs.backward_s))  # type: ignore[attr-defined]
+        tf, tb = (sum(part) / p for part in (step.costs.forward_s, step.costs.backward_s))
         sent_s, latency_s = [0.0], 0.0
         for boundary in range(p - 1):
             here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
             if here == there:
                 continue
             for a, b, way in (
-                (here, there, step.costs.forward[boundary]),  # type: ignore[attr-defined]
-                (there, here, step.costs.backward[boundary]),  # type: ignore[attr-defined]
+                (here, there, step.costs.forward[boundary]),
+                (there, here, step.costs.backward[boundary]),
             ):
                 line = pricer.line(plan.strategy, a, b)
                 sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)

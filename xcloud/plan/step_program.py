@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Container
 from typing import NamedTuple
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, check
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Moments, Program, run
-from xcloud.plan.line import Line
 
 
 class Op(NamedTuple):
@@ -38,7 +38,7 @@ class Course(NamedTuple):
 
     seconds: list[list[float]]
     num_bytes: list[int]
-    lines: list[Line]
+    lines: list[LinkProfile]
     moments: Moments
 
     @property
@@ -80,13 +80,13 @@ class StepProgram:
         without_gradient: Container[int] = (),
         without_rows: Container[int] = (),
     ) -> None:
-        check_int("simulator.num_passes", num_passes, 1)
+        check("simulator.num_passes", num_passes, Positive)
         if layout.num_replicas > 1:
             raise ConfigError(
                 f"the simulator knows one pipeline, and this layout has {layout.num_replicas} "
                 "replicas of it: what they average is not modelled; simulate one of them"
             )
-        check_int("simulator.num_steps", num_steps, 1)
+        check("simulator.num_steps", num_steps, Positive)
         self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
         self.num_passes, self.num_steps = num_passes, num_steps
         self._without = {"forward": without_rows, "backward": without_gradient}

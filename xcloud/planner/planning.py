@@ -17,10 +17,9 @@ from xcloud.comm.compression import Compression, Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, Schedule, with_micro_batches
-from xcloud.parallel.strategy import Strategy
+from xcloud.plan.costs import lines_of
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
-from xcloud.plan.line import lines_of
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced, replicas_of
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile
 from xcloud.plan.recorded import PREDICTED_FILE
@@ -116,7 +115,7 @@ class Planner:
     def trial(self, config: Any) -> TrialRun:
         cluster = self.cluster
         if cluster.num_replicas > 1:
-            cluster = Arranged(Strategy(), cluster).replicas[0]
+            cluster = replicas_of(cluster)[0]
         return TrialRun(
             config, self.job, cluster, self.own_compression, self.candidates, self.counts,
             self.plan.trial_steps,

@@ -251,7 +251,7 @@ class TrialRun:
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
             "autopilot": {
-                "_target_": "xcloud.plan.autopilot.Tour",
+                "_target_": "xcloud.plan.settings.Tour",
                 "choices": choices,
                 "schedules_tried": [table_of(shape) for shape in self.shapes],
                 "legs": legs,

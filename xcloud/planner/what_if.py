@@ -36,7 +36,7 @@ from xcloud.job.config import compressions, read_plain
 from xcloud.plan.profile import Profile, read_profile
 from xcloud.plan.what_if import plan_what_if
 from xcloud.plan.what_if_file import WhatIf, what_if_from, with_lines
-from xcloud.report.what_if_table import ORDERS, as_table, print_planned, ranked
+from xcloud.report.plan_table import ORDERS, as_table, print_planned, ranked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,9 +31,10 @@ from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE
 from xcloud.parallel.part import Part
 from xcloud.parallel.schedule import Schedule
-from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule
+from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
+from xcloud.plan.settings import Autopilot
 from xcloud.record.reporter import Reporter
 from xcloud.wire.wiring import Wiring
 

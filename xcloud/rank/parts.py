@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from xcloud.cluster.transport import PairTransport
 from xcloud.comm.state import Stateful, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts, parameters_fact
+from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
@@ -44,7 +46,9 @@ class Features:
         self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
         self.placement = self.job.cluster.placement(self.rank)
         transport = context.transport
-        self.control = wiring.control if transport is None else StoreFacts(transport)
+        self.control: Control | StoreFacts | None = wiring.control
+        if isinstance(transport, PairTransport):
+            self.control = StoreFacts(transport)
         """By which this rank compares with others what it has loaded."""
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
@@ -170,7 +174,7 @@ class Features:
         """Of a run in which ranks may begin at any time: tell the launcher that this rank is
         there, and take over the values of the first cloud in a run that goes on, or give them."""
         transport, verdict = self.context.transport, self.context.verdict
-        if transport is None:
+        if not isinstance(transport, PairTransport):
             return
         if self.rank not in self.job.essential_ranks:
             ready_file(self.context.run_dir, self.rank).touch()

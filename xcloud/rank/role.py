@@ -1,4 +1,4 @@
-"""A rank has a role. What the shell (worker.py) gives to every role, and asks of it."""
+"""A rank has a role. What launch/rank_process.py gives to every role, and asks of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.link import LinkRecord
-from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.memory_transport import MemoryTransport
-from xcloud.cluster.pair_transport import PairTransport
+from xcloud.cluster.liveness import Heartbeat, PeerLife
+from xcloud.cluster.transport import Transport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
+from xcloud.parallel.control import Control
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Changes
@@ -38,9 +38,9 @@ class RankContext(Generic[JobT]):
     on_report: rank 0 writes other ranks' reports with it, as they come.
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
-    an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
-    begin again; None where all have joined one process group. turns: waits between steps, in a
-    sweep that times its points together. memory: joins all ranks of a job in one process.
+    an earlier attempt, which may have left no checkpoint. transport: joins
+    this rank to the others; None where all are in one process group. turns: waits between steps,
+    in a sweep that times its points together.
     """
 
     job: JobT
@@ -53,9 +53,8 @@ class RankContext(Generic[JobT]):
     holder: RankCheckpoints
     asked: StopSignal
     is_resumed: bool = False
-    transport: PairTransport | None = None
+    transport: Transport | None = None
     turns: Part = field(default_factory=Part)
-    memory: MemoryTransport | None = None
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
@@ -71,12 +70,13 @@ class Role(ABC, Generic[JobT]):
     links). Then the shell calls `run`, and `close` if it came to its end.
 
     records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it. lives: signs of life of the other ranks, by rank. is_stopped: the
-    run has ended early, as it was asked to.
+    may be lost with it. control: None where there is one rank. lives: signs of life of the other
+    ranks, by rank. is_stopped: the run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
     received: Mapping[int, LinkRecord] = {}
+    control: Control | None = None
     lives: Mapping[int, PeerLife] = {}
     is_stopped = False
 
@@ -86,12 +86,8 @@ class Role(ABC, Generic[JobT]):
 
     def report(self, lines: bytes) -> None:
         """Carry lines of the reporter to rank 0. Never called in rank 0."""
-        raise AssertionError("this role has no other ranks")
-
-    def checkpoints(
-        self, parts: Mapping[str, Stateful], post: Post | None, facts: Mapping[str, str]
-    ) -> Checkpointer:
-        return restored(self.context, parts, post, facts)
+        assert self.control is not None, "this role has no other ranks"
+        self.control.report(lines)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Whether this rank cannot go on without any of these, which have ended or are silent."""
@@ -102,8 +98,10 @@ class Role(ABC, Generic[JobT]):
         """From a rank that is joined to the others to the export and evaluation of its part."""
 
     def alive(self) -> AbstractContextManager[object]:
-        """Signs of life during `run` and `close`, for a role that sends them all the time."""
-        return nullcontext()
+        """While the block lasts the other ranks are sent signs of life."""
+        if self.control is None:
+            return nullcontext()
+        return Heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye."""

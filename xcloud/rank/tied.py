@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.compressor import seed_from
-from xcloud.comm.precision import Nothing
+from xcloud.comm.compressor import Nothing, seed_from
 from xcloud.comm.state import Stateful, stateful
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.contracts.model import Stage

@@ -16,7 +16,7 @@ from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.split_backward import can_wait
-from xcloud.plan.autopilot import Tour
+from xcloud.plan.settings import Tour
 from xcloud.rank.autopilot import RunPilot, Switching
 from xcloud.rank.typical_step import timeline_events
 from xcloud.record.reporter import Reporter

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.line import MessageLog
+from xcloud.cluster.link import MessageLog
 from xcloud.cluster.transport import machine_id
 from xcloud.comm.step_clock import RecordedStep, StepClock
 from xcloud.parallel.part import Part

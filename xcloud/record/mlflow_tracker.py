@@ -52,7 +52,7 @@ from xcloud.record.tracking import (
 )
 
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-MAX_PER_BATCH = 100  # params or tags
+MAX_PER_BATCH = 100  # params
 MAX_METRICS_PER_BATCH = 1000
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
 RETRY_AFTER_S = 5.0
@@ -91,7 +91,6 @@ class MlflowTracker:
         return Store(project_root() / self.root, self.experiment, self.uri)
 
     def start(self, run: TrackedRun) -> Sender:
-        prepare_environment()
         sender = Sender(self, run)
         sender.put("tags", sender.log_tags, run.tags)
         sender.start()
@@ -168,6 +167,7 @@ class Sender(threading.Thread):
         return "; ".join(parts)
 
     def run(self) -> None:
+        prepare_environment()
         retry_at_s = 0.0
         while not self._closing.wait(self._tracker.flush_s):
             if time.monotonic() >= retry_at_s and not self._deliver():
@@ -293,15 +293,15 @@ class Sender(threading.Thread):
     def log_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        for some in _cut([Param(*pair) for pair in params.items()]):
-            self._client.log_batch(self.run_id, params=some)
+        entries = [Param(*pair) for pair in params.items()]
+        for i in range(0, len(entries), MAX_PER_BATCH):
+            self._client.log_batch(self.run_id, params=entries[i : i + MAX_PER_BATCH])
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
         from mlflow.entities import RunTag
 
-        pairs = [(legal_name(key), str(tags[key])[:MAX_VALUE_CHARACTERS]) for key in tags]
-        for some in _cut([RunTag(*pair) for pair in pairs]):
-            self._client.log_batch(self.run_id, tags=some)
+        values = {legal_name(key): str(tags[key])[:MAX_VALUE_CHARACTERS] for key in tags}
+        self._client.log_batch(self.run_id, tags=[RunTag(*pair) for pair in values.items()])
 
     def log_artifact(self, path: Path) -> None:
         if path.is_dir():
@@ -335,10 +335,5 @@ def _user() -> str:
 def _is_refusal(error: Exception) -> bool:
     """Whether a retry is pointless; otherwise the store may be down, and sending is retried."""
     # An artifact that is gone or unreadable; no server error has these types.
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return True
-    return getattr(error, "error_code", None) in REFUSALS
-
-
-def _cut(entries: list[Any]) -> list[list[Any]]:
-    return [entries[i : i + MAX_PER_BATCH] for i in range(0, len(entries), MAX_PER_BATCH)]
+    is_lost = isinstance(error, FileNotFoundError | PermissionError)
+    return is_lost or getattr(error, "error_code", None) in REFUSALS

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.cluster.liveness import PeerLife
+from xcloud.record.segments import replace_text
 
 WRITE_EVERY_S = 1.0
 LAUNCHER_FILE = "launcher.state.json"
@@ -29,7 +30,7 @@ def ready_file(run_dir: Path, rank: int) -> Path:
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
-    """Written by worker.py in a rank that fails."""
+    """Written by launch/rank_process.py in a rank that fails."""
     return run_dir / f"rank{rank}.error.json"
 
 
@@ -48,21 +49,16 @@ def state_file(run_dir: Path, rank: int) -> Path:
 def note_attempt(run_dir: Path, restarts_left: int) -> None:
     """By the launcher, which begins to start all ranks."""
     with contextlib.suppress(OSError):  # a full disk must not end a run
-        _write_json(run_dir / LAUNCHER_FILE, {
+        facts = {
             "pid": os.getpid(), "host": socket.gethostname(), "started": time.time(),
             "restarts_left": restarts_left,
-        })  # fmt: skip
+        }  # fmt: skip
+        replace_text(run_dir / LAUNCHER_FILE, json.dumps(facts))
 
 
 def forget_launcher(run_dir: Path) -> None:
     with contextlib.suppress(OSError):
         (run_dir / LAUNCHER_FILE).unlink(missing_ok=True)
-
-
-def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(facts), encoding="utf-8")
-    draft.replace(path)
 
 
 class RankState:
@@ -118,9 +114,10 @@ class RankState:
             for key, seconds in [awaited]
         ]
         heard = {peer: round(life.silent_s, 1) for peer, life in list(self.lives.items())}
-        _write_json(self._path, {
+        facts = {
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,
             "may_leave": self.may_leave, "waits_for": waits,
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
-        })  # fmt: skip
+        }  # fmt: skip
+        replace_text(self._path, json.dumps(facts))

@@ -131,6 +131,13 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
     return digest.hexdigest(), num_bytes
 
 
+def replace_text(path: Path, text: str) -> None:
+    """A reader sees the old file or the complete new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
 def sync_names(folder: Path) -> None:
     """Bring to the disk which files and folders are in it."""
     opened = os.open(folder, os.O_RDONLY)

@@ -39,7 +39,6 @@ How the figures are made:
 import contextlib
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,48 +64,24 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
+from xcloud.record.segments import replace_text
 
 Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
 OF_STEPS = {
-    "quality": ("split", "step", "values"), "skipped_update": ("cloud", "step"),
-    "merge": ("step",), "partial_merge": ("step",), "absence": ("what", "step"),
-    "autopilot": ("step", "choice", "before"), "producer": ("producer", "state", "step"),
-}  # fmt: skip
-"""Events that no longer count once the run has resumed from an earlier step, and what they must
-have."""
-OF_AN_ATTEMPT = {"timeline": ("rank",), "finish": ("cloud",)}  # of its end
-OF_A_RUN = {
-    "privacy": (), "cut": ("field", "num"), "lost_file": ("name",), "lost_checkpoint": ("step",),
-    "refused_reports": ("sender", "num"), "memory": ("rank",),
-}  # fmt: skip
+    *("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot", "producer"),
+}
+"""Events that no longer count once the run has resumed from an earlier step."""
+OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
+KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
+        "refused_reports", "memory"}  # fmt: skip
 PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
            "num_updates")  # fmt: skip
 MERGES = ("merge", "partial_merge", "absence")
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
           "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
-KEPT: dict[str, tuple[str, ...]] = {**OF_STEPS, **OF_AN_ATTEMPT, **OF_A_RUN}
-
-
-FIELDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("step", "num", "rank"), int),
-    **dict.fromkeys(("split", "cloud", "what", "choice", "before", "producer", "state"), str),
-    **dict.fromkeys(("field", "name"), str),
-    "values": dict, "sender": (int, str),
-}  # fmt: skip
-
-
-def _check(event: Event) -> None:
-    """Raise one of MALFORMED for what no rank would report: it was damaged on its way."""
-    for name in KEPT[event["event"]]:
-        if not isinstance(event[name], FIELDS[name]):
-            raise TypeError(f"{event['event']} with {name} = {event[name]!r:.60}")
-    if event["event"] == "quality":
-        dict(event.get("signature") or {})
-        for value in event["values"].values():
-            _rounded(value, 0)
 
 
 class RunStatistics:
@@ -148,7 +123,10 @@ class RunStatistics:
         if kind == "resume":
             self._go_back(int(event["step"]))
         elif kind in KEPT:
-            _check(event)
+            if kind == "quality":
+                event = {**event, "values": _scores(event["values"])}
+            if kind in OF_STEPS and not isinstance(event["step"], int):
+                raise TypeError(f"{kind} of step {event['step']!r:.60}")
             self._events.append(event)
         totals = self.collector.feed(event)
         if totals is not None:
@@ -309,10 +287,7 @@ class RunStatistics:
         """The latest scores of each split, and how those of the test set were made."""
         latest = {event["split"] if event["step"] else "before": event
                   for event in self.events("quality")}  # fmt: skip
-        scores = {
-            split: {name: _rounded(value, score_digits(name)) for name, value in values.items()}
-            for split, values in ((split, event["values"]) for split, event in latest.items())
-        }
+        scores = {split: event["values"] for split, event in latest.items()}
         test = latest.get("test", {"step": self.num_steps})
         at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
         return {
@@ -324,15 +299,11 @@ class RunStatistics:
         }
 
 
-def read_run(path: Path, run: RunStatistics | None = None) -> RunStatistics:
-    """Of a run's event log; of a missing one what a run has before its first event.
-
-    run: a fresh one of the run's job. Default: of all ranks that report steps, which producers of
-    one-way jobs do not.
-    """
-    if run is None:
-        steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
-        run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
+def read_run(path: Path) -> RunStatistics:
+    """Of the event log of a run that has ended, for the ranks that report steps, which producers
+    of one-way jobs do not; of a missing log what a run has before its first event."""
+    steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
+    run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
     for event in EventReader(path, warn=False):
         with contextlib.suppress(*MALFORMED):
             run.feed(event)
@@ -345,13 +316,9 @@ def num_warmup_steps(num_steps: int) -> int:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
-    """Write summary.json atomically: a reader sees the old file or the complete new one."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    # JSON has no NaN: a diverged run's loss becomes null.
+    """JSON has no NaN: a diverged run's loss becomes null."""
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    replace_text(Path(path), text + "\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -366,6 +333,10 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     """above / below; None if either was not measured."""
     return round(above / below, digits) if above is not None and below else None
+
+
+def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: _rounded(value, score_digits(name)) for name, value in values.items()}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

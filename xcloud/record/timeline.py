@@ -193,17 +193,13 @@ def _flight(
     _, sender, receiver, _ = key
     kind, number, num_bytes, queued, start, end = message
     start_us = begin[sender] + start
-    arrived_us = None if received_us is None else begin[receiver] + received_us
-    until_us = arrived_us if end is None else begin[sender] + end
-    if until_us is None:
-        until_us = start_us  # its arrival was not reported
+    came_us = start_us if received_us is None else begin[receiver] + received_us
     # An error in the joined clocks can make a message arrive before it was sent.
-    until_us = max(until_us, start_us)
-    arrived_us = until_us if arrived_us is None else max(arrived_us, until_us)
+    until_us = max(start_us, came_us if end is None else begin[sender] + end)
+    queued_us, arrived_us = begin[sender] + queued, max(until_us, came_us)
     return Flight(
-        sender, receiver, kind, number, num_bytes, begin[sender] + queued, start_us, until_us,
-        arrived_us,
-    )  # fmt: skip
+        sender, receiver, kind, number, num_bytes, queued_us, start_us, until_us, arrived_us
+    )
 
 
 def _describe(offsets: Offsets) -> str:

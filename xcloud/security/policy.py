@@ -1,5 +1,9 @@
-"""policy.yaml of one cloud: bounds that an experiment file from elsewhere cannot widen, checked
-before anything that it names is imported. Never sent. What it stops: docs/security.md.
+"""Which cloud may hold what. `security` of an experiment (Visibility) restricts batch fields and
+parts of the model to named clouds; policy.yaml of one cloud (Policy) sets bounds that a file from
+elsewhere cannot widen, checked before what it names is imported (docs/security.md).
+
+A rank loads exactly the fields that its stages read, so text that a stage does not need never
+enters its cloud; a layout with a stage that reads or holds a restricted one elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +18,121 @@ from typing import Any
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
-from xcloud.security.constructors import CONSTRUCTORS
+from xcloud.security.defences import Defences
+from xcloud.security.observer import LeakMeter
+from xcloud.security.privacy import Privacy
+
+CONSTRUCTORS = frozenset(
+    f"xcloud.{name}"
+    for name in """
+cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
+cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
+comm.compression.Compression comm.compression.PerBoundary comm.compression.PerTensor
+comm.compression.Phase comm.compression.Phased comm.compressor.Chain comm.low_rank.PowerSgd
+comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback comm.precision.BlockInt
+comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK comm.sparsify.TopK
+comm.sparsify.TopRows electra.model.MultilingualElectra electra.parts.DiscriminatorSettings
+electra.parts.Generator job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment
+job.one_way.OneWayTraining models.abnet.AbNet models.backbone.OwnBackbone
+models.backbone.PretrainedBackbone models.backbone.PublicBackbone models.backbone.SeededBackbone
+models.causal.CausalLM models.causal_base.NextTokenPretraining models.causal_base.OwnCausal
+models.decoding.Beam models.decoding.Greedy models.lora.Lora models.low_rank_split.LowRankSplit
+models.pretraining.MaskedLanguageModelling models.split_point.Split models.transformer.Transformer
+parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
+parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
+parallel.one_way.feed.Feed parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe
+parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble parallel.strategy.Strategy
+plan.settings.Autopilot plan.settings.Planning plan.settings.no_autopilot plan.settings.no_plan
+record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
+security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
+security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
+security.policy.Visibility security.privacy.CloudPrivacy security.privacy.SamplePrivacy
+security.privacy.no_privacy tasks.classification.DemoClassification
+tasks.classification.DemoCrossLingual tasks.classification.FolderClassification
+tasks.classification.FolderCrossLingual tasks.classification.HubClassification
+tasks.classification.HubCrossLingual tasks.corpus.multilingual.DemoText
+tasks.corpus.multilingual.FolderText tasks.corpus.multilingual.HubText
+tasks.language_modelling.DemoLanguageModelling tasks.language_modelling.FolderLanguageModelling
+tasks.language_modelling.HubLanguageModelling tasks.multilingual_text.MultilingualText
+tasks.public_text.PublicText tasks.question_answering.DemoQuestionAnswering
+tasks.question_answering.FolderQuestionAnswering tasks.question_answering.HubQuestionAnswering
+tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
+tasks.translation.DemoTranslation tasks.translation.FolderTranslation
+tasks.translation.HubTranslation tasks.translation.Wit3Translation training.settings.Checkpoints
+training.settings.Optimizer training.settings.Training
+""".split()
+)
+
+
+@settings("security")
+class Visibility:
+    """The settings of `security`.
+
+    holders: field name -> clouds that may hold it. Unnamed fields may be held wherever a stage
+        reads them.
+    weights: the same for parts of the model, such as embeddings, layers, head.
+    may_keep_rows: whether a cloud may keep what crossed from another for later epochs
+        (training.activation_cache_mb).
+    defences: noise on what crosses a boundary. meter: measure after training what others could
+        recover. privacy: clip and noise gradients or weight changes, and account for it.
+    """
+
+    holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    may_keep_rows: bool = True
+    defences: Defences = field(default_factory=Defences)
+    meter: LeakMeter | None = None
+    privacy: Privacy | None = None
+
+    def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
+              stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
+        """Raise ConfigError if a stage reads a field in a cloud that may not hold it.
+
+        needs: stage -> fields that it reads. stage_cloud: stage -> its cloud.
+        """
+        _check(
+            "holders", "reads", "no stage reads that field; the fields are",
+            self.holders, clouds, needs, stage_cloud,
+        )  # fmt: skip
+
+    def check_weights(self, clouds: Sequence[str], parts: Mapping[int, frozenset[str]],
+                      stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
+        """The same for parts of the model. parts: stage -> names of the parts that it holds."""
+        _check(
+            "weights", "holds the weights of", "the model has no such part; its parts are",
+            self.weights, clouds, parts, stage_cloud,
+        )  # fmt: skip
+
+
+def _check(
+    setting: str,
+    verb: str,
+    unknown: str,
+    rule: Mapping[str, Sequence[str]],
+    clouds: Sequence[str],
+    needs: Mapping[int, frozenset[str]],
+    stage_cloud: Mapping[int, str],
+) -> None:
+    known = frozenset[str]().union(*needs.values())
+    for name, holders in rule.items():
+        if name not in known:
+            raise ConfigError(f"security.{setting}.{name}: {unknown} {', '.join(sorted(known))}")
+        for holder in holders:
+            if holder not in clouds:
+                raise ConfigError(
+                    f"security.{setting}.{name} names cloud {holder!r}; the clouds are "
+                    f"{', '.join(clouds)}"
+                )
+    for stage, names in needs.items():
+        for name in sorted(names & rule.keys()):
+            if stage_cloud[stage] not in rule[name]:
+                raise ConfigError(
+                    f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
+                    f"security.{setting} allows {name!r} only in "
+                    f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
+                    "(cluster.clouds) or the rule."
+                )
+
 
 POLICY_FILE = "policy.yaml"
 

@@ -59,15 +59,12 @@ class Children:
             start_new_session=True,  # Ctrl+C reaches the sweep alone
         )
         self._processes.append(process)
-        last = ""
+        last, is_whole = "", True
         assert process.stdout is not None
-        mode, is_whole = "w", True
-        with process.stdout:
+        with process.stdout, open(run_dir / OUTPUT_FILE, "wb", buffering=0) as log:
             for line in process.stdout:
                 try:
-                    with open(run_dir / OUTPUT_FILE, mode, encoding="utf-8") as log:
-                        log.write(line)
-                    mode = "a"
+                    log.write(line.encode())
                 except OSError as error:  # a full disk ends no point
                     if is_whole:
                         self._say(f"[{point.name}] {OUTPUT_FILE} lacks lines: {error}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,19 +112,18 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     {"compression": "none"} for rates of compression times seeds gives one "none" for each seed;
     {"model.split.layer": None}, or the same nested, gives the unsplit model.
     """
-    points = list(asked)
     words = dict(_words(also))
-    if words:
-        # Other settings of the split do not apply to the unsplit model.
-        covered = [
-            SPLIT if words[key] == "null" and key == CUT_LAYER else key.replace("/", ".")
-            for key in words
-        ]
-        added = tuple(f"{key}={value}" for key, value in words.items())
-        for overrides in asked:
-            kept = (o for o in overrides if not _below(_key(o).replace("/", "."), covered))
-            points.append((*kept, *added))
-    return list(dict.fromkeys(points))
+    # Other settings of the split do not apply to the unsplit model.
+    covered = [
+        SPLIT if (key, word) == (CUT_LAYER, "null") else _dotted(key)
+        for key, word in words.items()
+    ]
+    added = tuple(f"{key}={word}" for key, word in words.items())
+    again = [
+        (*(o for o in overrides if not _below(_dotted(_key(o)), covered)), *added)
+        for overrides in asked
+    ]
+    return list(dict.fromkeys([*asked, *again]))
 
 
 def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> None:
@@ -154,55 +152,50 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
 
 
 def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two points have the same overrides, in any order."""
-    return _without_name(one) == _without_name(other)
+    """Whether two points have the same overrides but for the sweep's name, in any order."""
+    return {**_by_key(one), "sweep": ""} == {**_by_key(other), "sweep": ""}
 
 
 def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
-    given = _by_key(point.overrides)
+    given, settings = _by_key(point.overrides), point.settings
     parts: list[str] = []
     for key in keys:
-        dotted = key.replace("/", ".")
+        dotted = _dotted(key)
+        is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
         if _below(dotted, ["compression"]):
             parts.append(point.experiment.compression_in_force)
-        elif _below(dotted, [SPLIT]) and is_unsplit(point.settings):
+        elif _below(dotted, [SPLIT]) and is_unsplit(settings):
             parts.append("unsplit")
-        elif key not in given:
-            continue
-        elif key == "exp" or (dotted not in point.settings or _is_group(dotted, point.settings)):
-            parts.append(given[key])
-        else:
-            parts.append(f"{shorts[key]}={given[key]}")
+        elif key in given:
+            parts.append(
+                f"{shorts[key]}={given[key]}" if is_value and key != "exp" else given[key]
+            )
     return " ".join(dict.fromkeys(parts)) or point.experiment.compression_in_force
-
-
-def _is_group(dotted: str, settings: Settings) -> bool:
-    return any(key.startswith(f"{dotted}.") for key in settings)
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
     """The last part of each key, or as many as make it unique."""
-    short = {}
-    for key in keys:
-        parts = re.split(r"[./]", key)
-        for length in range(1, len(parts) + 1):
-            short[key] = ".".join(parts[-length:])
-            ends = Counter(".".join(re.split(r"[./]", other)[-length:]) for other in keys)
-            if ends[short[key]] == 1:
-                break
-    return short
+    parts = {key: re.split(r"[./]", key) for key in keys}
+
+    def short(key: str) -> str:
+        for length in range(1, len(parts[key])):
+            if [other[-length:] for other in parts.values()].count(parts[key][-length:]) == 1:
+                return ".".join(parts[key][-length:])
+        return _dotted(key)
+
+    return {key: short(key) for key in keys}
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     return {_key(override): override.partition("=")[2] for override in overrides}
 
 
-def _without_name(overrides: Sequence[str]) -> dict[str, str]:
-    return {key: value for key, value in _by_key(overrides).items() if key != "sweep"}
-
-
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _dotted(key: str) -> str:
+    return key.replace("/", ".")
 
 
 def _words(also: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -210,10 +203,9 @@ def _words(also: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
     for key, value in also.items():
         if isinstance(value, Mapping):
             yield from _words(value, f"{prefix}{key}.")
-        elif value is None or isinstance(value, bool):
-            yield f"{prefix}{key}", "null" if value is None else str(value).lower()
         else:
-            yield f"{prefix}{key}", str(value)
+            is_word = value is None or isinstance(value, bool)
+            yield f"{prefix}{key}", json.dumps(value) if is_word else str(value)
 
 
 def deciding(settings: Settings) -> Settings:
@@ -222,13 +214,11 @@ def deciding(settings: Settings) -> Settings:
     return {
         key: value
         for key, value in settings.items()
-        if _decides(key) and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
+        if not _below(key, BESIDE)
+        and not key.endswith("cache_dir")
+        and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
     }
 
 
 def _below(key: str, heads: Sequence[str]) -> bool:
     return any(key == head or key.startswith(f"{head}.") for head in heads)
-
-
-def _decides(key: str) -> bool:
-    return not _below(key, BESIDE) and not key.endswith("cache_dir")

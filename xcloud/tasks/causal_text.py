@@ -7,7 +7,7 @@ Shapes: B samples, S positions, T all tokens of all samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
 from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.tables import TokenTable
 from xcloud.tasks.tokenizer import SPECIAL_TOKENS, PretrainedTokenizer, TokenizerChoice
 
 Chat = Sequence[Mapping[str, str]]
@@ -191,44 +192,33 @@ class PackedTable:
     """Samples as flat tensors; only what the `fields` (text, types, label) need is kept."""
 
     def __init__(self, samples: Sequence[Sequence[Document]], fields: frozenset[str]) -> None:
-        lengths = torch.tensor([sum(len(d.ids) for d in documents) for documents in samples])
-        self._offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-        whole = [(n, d) for documents in samples for n, d in enumerate(documents)]
-        made = {
-            "text": lambda: [token for _, d in whole for token in d.ids],
-            "types": lambda: [n for n, d in whole for _ in d.ids],
-            "label": lambda: [label for _, d in whole for label in _labels(d)],
-        }
-        self._flat_T = {
-            name: torch.tensor(made[name](), dtype=torch.int32) for name in sorted(fields)
+        lengths = [sum(len(document.ids) for document in sample) for sample in samples]
+        self._lengths = torch.tensor(lengths, dtype=torch.int64)
+        self._tables = {
+            name: TokenTable(
+                [COLUMNS[name](sample) for sample in samples], max(lengths, default=0)
+            )
+            for name in sorted(fields)
         }
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._lengths)
 
     @property
     def num_tokens(self) -> int:
-        return int(self._offsets[-1])
+        return int(self._lengths.sum())
 
     def padded(self, ids: Tensor) -> dict[str, Tensor]:
         """int64 [B, S] of each kept field."""
-        if not len(ids):
-            return {name: torch.zeros((0, 1), dtype=torch.int64) for name in self._flat_T}
-        lengths_B = self._offsets[ids + 1] - self._offsets[ids]
-        positions_S = torch.arange(int(lengths_B.max()))
-        inside_BS = positions_S < lengths_B[:, None]
-        index_BS = (self._offsets[ids][:, None] + positions_S) * inside_BS
-        beyond = {"text": NO_TOKEN, "types": 0, "label": NO_LABEL}
+        positions_S = torch.arange(int(self._lengths[ids].max()) if len(ids) else 1)
         return {
-            name: torch.where(inside_BS, flat[index_BS].long(), beyond[name])
-            for name, flat in self._flat_T.items()
+            name: table.gather(ids, positions_S, OUTSIDE[name])
+            for name, table in self._tables.items()
         }
 
     def of(self, name: str, sample: int) -> list[int]:
         """A field of one sample."""
-        start, end = self._offsets[sample : sample + 2].tolist()
-        values: list[int] = self._flat_T[name][start:end].tolist()
-        return values
+        return self._tables[name][sample]
 
     def num_guessed(self, ids: Tensor) -> int:
         return int((self.padded(ids)["label"] != NO_LABEL).sum())
@@ -239,3 +229,11 @@ def _labels(document: Document) -> Iterator[int]:
     for token, learned in zip(document.ids[1:], document.learned[1:], strict=True):
         yield token if learned else NO_LABEL
     yield NO_LABEL
+
+
+COLUMNS: Mapping[str, Callable[[Sequence[Document]], list[int]]] = {
+    "text": lambda sample: [token for document in sample for token in document.ids],
+    "types": lambda sample: [n for n, document in enumerate(sample) for _ in document.ids],
+    "label": lambda sample: [label for document in sample for label in _labels(document)],
+}
+OUTSIDE = {"text": NO_TOKEN, "types": 0, "label": NO_LABEL}

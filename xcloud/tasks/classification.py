@@ -30,16 +30,16 @@ from xcloud.tasks.labels import (
     MEANINGS,
     Benchmark,
     Classes,
-    Columns,
     Kind,
     Labels,
-    Score,
     Value,
-    scores_of,
+    chosen_columns,
+    metrics_of,
+    score,
 )
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions
+from xcloud.tasks.text_task import TextData, TextTask, check_predictions, pair_table
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 
@@ -49,7 +49,7 @@ class Classification(TextTask):
 
     name: "classification" for texts of your own, or a benchmark, which has classes and scores.
     classes: names in label order; None: taken from the training labels.
-    metrics: names of scores, main one first; None: the defaults of the kind (scores_of).
+    metrics: names of scores, main one first; None: the defaults of the kind (metrics_of).
     text_columns, label_column: None: by usual names.
     Longer samples than max_length are truncated, the longer text first.
     """
@@ -60,7 +60,7 @@ class Classification(TextTask):
     kind: Kind = "classes"
     classes: Annotated[Sequence[str], Field(min_length=2)] | None = None
     metrics: Annotated[Sequence[str], Field(min_length=1)] | None = None
-    text_columns: Annotated[Sequence[Text], Field(min_length=1, max_length=2)] | Text | None = None
+    text_columns: Annotated[Sequence[Text], Field(min_length=1, max_length=2)] | None = None
     label_column: Text | None = None
     tokenizer: TokenizerChoice = PretrainedTokenizer("minilm")
     # The least: special ids of a pair and a few tokens of both texts.
@@ -68,26 +68,27 @@ class Classification(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = self.classes
-        if self.name in self.benchmarks:
-            if (self.kind, names, self.metrics) != ("classes", None, None):
-                raise ConfigError(
-                    f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
-                )
-        elif self.name != "classification":
+        own = (self.kind, self.classes, self.metrics)
+        if self.name not in ("classification", *self.benchmarks):
             raise ConfigError(
                 f"task.name must be one of {', '.join(self.benchmarks)}, got {self.name!r}"
             )
+        if self.name in self.benchmarks and own != ("classes", None, None):
+            raise ConfigError(
+                f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
+            )
+        names = self.classes
         if names is not None and (self.kind == "value" or len(set(names)) != len(names)):
             raise ConfigError(
                 "task.classes must be at least two different names, and null with "
                 f"task.kind=value; got {list(names)}"
             )
         _ = self.scores
-        if self._text_columns and len(self._text_columns) not in self._num_texts:
+        given, allowed = self.text_columns, self.known.num_texts
+        if given is not None and len(given) not in allowed:
             raise ConfigError(
-                f"task.text_columns must name {' or '.join(map(str, self._num_texts))} columns "
-                f"here, got {list(self._text_columns)}"
+                f"task.text_columns must name {' or '.join(map(str, allowed))} columns here, got "
+                f"{list(given)}"
             )
 
     @property
@@ -96,47 +97,28 @@ class Classification(TextTask):
         return GLUE
 
     @property
-    def benchmark(self) -> Benchmark | None:
-        return self.benchmarks.get(self.name)
+    def known(self) -> Benchmark:
+        own = Benchmark(self.classes, self.metrics, (1, 2), kind=self.kind)
+        return self.benchmarks.get(self.name, own)
 
     @property
-    def label_kind(self) -> Kind:
-        return self.benchmark.kind if self.benchmark else self.kind
-
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """In label order; None if there are none, or only the training labels show them."""
-        return self.benchmark.classes if self.benchmark else self.classes
-
-    @property
-    def scores(self) -> Mapping[str, Score]:
-        metrics = self.benchmark.metrics if self.benchmark else self.metrics
-        return scores_of(self.label_kind, metrics)
-
-    @property
-    def _num_texts(self) -> tuple[int, ...]:
-        return (self.benchmark.num_texts,) if self.benchmark else (1, 2)
-
-    @property
-    def _text_columns(self) -> tuple[str, ...]:
-        given = self.text_columns or ()
-        return (given,) if isinstance(given, str) else tuple(given)
+    def scores(self) -> Sequence[str]:
+        """Names, main one first."""
+        return metrics_of(self.known.kind, self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
         self._usable(tables)
 
-    def _usable(self, tables: SplitTables) -> tuple[SplitTables, Columns]:
+    def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Without an unlabelled test set, unless it was asked for, and the columns of train."""
         splits = dict(tables.tables)
-        columns = Columns.chosen(
-            splits["train"][""][0], self._text_columns, self.label_column, self._num_texts,
-            self.label_kind,
-        )  # fmt: skip
+        train = splits["train"][""][0]
+        columns = chosen_columns(train, self.text_columns or (), self.label_column, self.known)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
-        if hidden := [table for table in test if columns.label not in table.columns()]:
+        if hidden := [table for table in test if columns["label"] not in table.columns()]:
             if tables.test_key is not None:
                 raise DataError(
-                    f"{hidden[0].where}: no column {columns.label}, so it cannot be scored; "
+                    f"{hidden[0].where}: no column {columns['label']}, so it cannot be scored; "
                     f"choose another {tables.test_key}"
                 )
             del splits["test"]  # its labels are not public, as in GLUE
@@ -147,10 +129,14 @@ class Classification(TextTask):
     def read(self, visible: frozenset[str]) -> Corpus:
         """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
         tables, columns = self._usable(self.find(self.form))
-        wanted = columns.visible(visible)
+        hidden = {"first", "second"} if "text" not in visible else set[str]()
+        hidden |= {"label"} - visible
+        wanted = {name: column for name, column in columns.items() if name not in hidden}
+        *texts, label = columns.values()
+        described = f"{' + '.join(texts)} → {label}"
         corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
-        chosen = self.facts(columns=str(columns))
-        remarks = [f"columns {columns}"] if chosen else []
+        chosen = self.facts(columns=described)
+        remarks = [f"columns {described}"] if chosen else []
         return replace(
             corpus, remarks=[*remarks, *corpus.remarks], agreed={**corpus.agreed, **chosen}
         )
@@ -163,21 +149,21 @@ class Classification(TextTask):
             corpus = Corpus.unseen(self.sizes)
         else:
             corpus = self.read(visible)
-            self.check_sizes(corpus.counts)
+            self.check_rows(corpus.counts)
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir) if "text" in visible else None
         labels = self._labels(corpus.splits["train"]) if "label" in visible else None
         return ClassificationData(self, corpus, fields, tokenizer, labels)
 
     def agreed_settings(self) -> dict[str, object]:
-        classes = None if self.class_names is None else list(self.class_names)
-        more = {"kind": self.label_kind, "classes": classes, "metrics": list(self.scores)}
+        classes = None if self.known.classes is None else list(self.known.classes)
+        more = {"kind": self.known.kind, "classes": classes, "metrics": list(self.scores)}
         return {**super().agreed_settings(), **more}
 
     def _labels(self, train: Rows) -> Labels:
-        if self.label_kind == "value":
+        if self.known.kind == "value":
             return Value()
-        if self.class_names is not None:
-            return Classes(tuple(self.class_names))
+        if self.known.classes is not None:
+            return Classes(tuple(self.known.classes))
         return Classes.of_cells(train.texts["label"], f"{self.describe()}, train")
 
 
@@ -194,28 +180,28 @@ class ClassificationData(TextData[Classification]):
     ) -> None:
         self._label = label
         self.head = None if label is None else label.head
-        text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         tables: dict[Split, PairTable] = {}
         labels: dict[Split, Tensor] = {}
         self._parts: dict[Split, Sequence[str]] = {}
         for split in SPLITS:
             columns = corpus.splits[split].texts
-            if text is not None:
-                tables[split] = text.table(columns["first"], columns.get("second"))
+            if tokenizer is not None:
+                texts = (columns["first"], columns.get("second"))
+                tables[split] = pair_table(tokenizer, task.max_length, *texts)
             if label is not None:
                 labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
             if "part" in columns:
                 self._parts[split] = columns["part"]
-        super().__init__(task, corpus, fields, corpus.counts, text, tables, labels)
+        super().__init__(task, corpus, fields, corpus.counts, tokenizer, tables, labels)
 
     def describe(self) -> str:
-        names = self._task.class_names
+        names = self._task.known.classes
         named = f", labels are those of {self._task.name}: {', '.join(names)}" if names else ""
         return super().describe() + named
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
-        self._texts(field)
+        self._text(field)
         table = self._tables["train"]
         texts = [table.first(i) for i in range(len(table))]
         if table.seconds is not None:
@@ -230,37 +216,36 @@ class ClassificationData(TextData[Classification]):
         """
         labels, label = self._known_labels(split)
         check_predictions(predictions, split, len(labels), "sample")
-        scores = self._task.scores
         pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
+        names = self._task.scores
         if split not in self._parts:
-            return _scored(scores, list(pairs.values()))
+            return _scored(names, list(pairs.values()))
         by_part: dict[str, list[tuple[float, float]]] = {}
         for ident, pair in pairs.items():
             by_part.setdefault(self._parts[split][ident], []).append(pair)
-        values = {part: _scored(scores, found) for part, found in by_part.items()}
-        main = next(iter(scores))
-        mean = sum(found[main] for found in values.values()) / len(values)
-        return {main: round(mean, 4)} | {
-            f"{name}_{part}": found[name] for name in scores for part, found in values.items()
+        values = {part: _scored(names, held) for part, held in by_part.items()}
+        mean = sum(scores[names[0]] for scores in values.values()) / len(values)
+        return {names[0]: round(mean, 4)} | {
+            f"{name}_{part}": scores[name] for name in names for part, scores in values.items()
         }
 
     def signature(self) -> dict[str, str]:
-        names = list(self._task.scores)
-        said = {name: MEANINGS[name] for name in names}
+        names, there = self._task.scores, MEANINGS[self._task.known.kind]
+        meanings = {name: there[name] for name in names}
         if self._parts:
             parts = dict.fromkeys(self._parts["test"])
-            said |= {f"{name}_{part}": MEANINGS[name] for name in names for part in parts}
-            said[names[0]] = f"mean over {', '.join(parts)} of: {MEANINGS[names[0]]}"
-        return said
+            meanings |= {f"{name}_{part}": there[name] for name in names for part in parts}
+            meanings[names[0]] = f"mean over {', '.join(parts)} of: {there[names[0]]}"
+        return meanings
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
         labels, label = self._known_labels(split)
         lines = []
         for ident in sorted(predictions)[:count]:
-            if self.text is None or "text" not in self._fields:
+            if self._tokenizer is None or "text" not in self._fields:
                 lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
             else:
-                table, decode = self._tables[split], self.text.tokenizer.decode
+                table, decode = self._tables[split], self._tokenizer.decode
                 lines.append(f"text    {decode(table.first(ident))}")
                 if table.seconds is not None:
                     lines.append(f"        {decode(table.second(ident))}")
@@ -273,7 +258,7 @@ class ClassificationData(TextData[Classification]):
         super().save_tokenizers(folder)
         if self._label is not None:
             names = self._label.names if isinstance(self._label, Classes) else None
-            content = {"kind": self._task.label_kind, "classes": names}
+            content = {"kind": self._task.known.kind, "classes": names}
             path = folder / "labels.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -284,9 +269,9 @@ class ClassificationData(TextData[Classification]):
         return self._labels[split], self._label
 
 
-def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    right, predicted = [a for a, _ in pairs], [b for _, b in pairs]
-    return {name: round(score(right, predicted), 4) for name, score in scores.items()}
+def _scored(names: Sequence[str], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    right, predicted = zip(*pairs, strict=True)
+    return {name: round(score(name, right, predicted), 4) for name in names}
 
 
 @settings("task", kw_only=True)
@@ -295,7 +280,7 @@ class FolderClassification(Folder, Classification):
 
     @property
     def own_names(self) -> OwnNames:
-        return self.benchmark.files if self.benchmark else {}
+        return self.known.files
 
 
 @settings("task", kw_only=True)
@@ -305,15 +290,15 @@ class HubClassification(Hub, Classification):
 
     @property
     def data_set(self) -> str | None:
-        return self.name if self.config is None and self.benchmark else self.config
+        return self.name if self.config is None and self.hides_test else self.config
 
     @property
     def own_names(self) -> OwnNames:
-        return self.benchmark.hub_splits if self.benchmark else {}
+        return self.known.hub_splits
 
     @property
     def hides_test(self) -> bool:
-        return self.benchmark is not None
+        return self.name in self.benchmarks
 
 
 @settings("task", kw_only=True)
@@ -330,10 +315,6 @@ class DemoClassification(DemoLabelled, Classification):
             raise ConfigError(
                 f"task.name={self.name}: the demo has sst2 and qnli only; for {self.name} use "
                 "profile=files with task.path=DIR, or profile=paper"
-            )
-        if self.kind != "classes":
-            raise ConfigError(
-                f"task.kind={self.kind}: the demo has only classes; set profile=files for values"
             )
 
 
@@ -363,11 +344,11 @@ class HubCrossLingual(HubByLanguage, CrossLingual):
 
     @property
     def where(self) -> str:  # type: ignore[override]
-        return self.path or CROSS_LINGUAL[self.name].hub
+        return self.path or self.known.hub
 
     @property
     def tested(self) -> Sequence[str]:
-        return self.languages or CROSS_LINGUAL[self.name].languages
+        return self.languages or self.known.languages
 
 
 @settings("task", kw_only=True)

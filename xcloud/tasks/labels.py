@@ -12,7 +12,7 @@ class, constant values) are 0, as in the GLUE scorers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,72 +24,43 @@ from xcloud.contracts.model import Head
 from xcloud.tasks.corpus.rows import OwnNames, Table
 
 Kind = Literal["classes", "value"]
-Score = Callable[[Sequence[float], Sequence[float]], float]
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MOST_CLASSES = 1000
 
 
-def accuracy(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Share of correct predictions."""
+MEANINGS: Mapping[Kind, Mapping[str, str]] = {
+    "classes": {
+        "accuracy": "share of correct classes, percent",
+        "f1": "F1 of class 1, percent",
+        "macro_f1": "mean F1 over classes, percent",
+        "matthews": "Matthews correlation, times 100",
+    },
+    "value": {
+        "pearson": "Pearson correlation, times 100",
+        "spearman": "Spearman rank correlation, times 100",
+    },
+}
+
+
+def score(name: str, right: Sequence[float], predicted: Sequence[float]) -> float:
+    """One of MEANINGS. macro_f1 is over every class among labels or predictions; matthews with
+    more than two classes is that of Gorodkin 2004; in spearman ties share their mean rank."""
+    from scipy import stats
     from sklearn import metrics
 
-    return 100.0 * float(metrics.accuracy_score(right, predicted))
-
-
-def f1(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Harmonic mean of precision and recall of class 1."""
-    return _f1(right, predicted, [1])
-
-
-def macro_f1(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Mean F1 over every class among labels or predictions."""
-    return _f1(right, predicted, None)
-
-
-def _f1(right: Sequence[float], predicted: Sequence[float], classes: list[int] | None) -> float:
-    from sklearn import metrics
-
+    if name in ("pearson", "spearman"):
+        if len(set(right)) == 1 or len(set(predicted)) == 1:
+            return 0.0
+        correlation = stats.pearsonr if name == "pearson" else stats.spearmanr
+        return 100.0 * float(correlation(right, predicted).statistic)
+    if name == "accuracy":
+        return 100.0 * float(metrics.accuracy_score(right, predicted))
+    if name == "matthews":
+        is_defined = len({*right, *predicted}) > 1
+        return 100.0 * float(metrics.matthews_corrcoef(right, predicted)) if is_defined else 0.0
+    classes = [1] if name == "f1" else None
     how = {"labels": classes, "average": "macro", "zero_division": 0.0}
     return 100.0 * float(metrics.f1_score(right, predicted, **how))
-
-
-def matthews(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Matthews correlation (Matthews 1975; multi-class: Gorodkin 2004), -100..100."""
-    from sklearn import metrics
-
-    if len({*right, *predicted}) == 1:
-        return 0.0
-    return 100.0 * float(metrics.matthews_corrcoef(right, predicted))
-
-
-def pearson(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Linear correlation, -100..100."""
-    from scipy import stats
-
-    if len(set(right)) == 1 or len(set(predicted)) == 1:
-        return 0.0
-    return 100.0 * float(stats.pearsonr(right, predicted).statistic)
-
-
-def spearman(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Pearson correlation of ranks; ties share their mean rank."""
-    from scipy import stats
-
-    return pearson(stats.rankdata(right).tolist(), stats.rankdata(predicted).tolist())
-
-
-SCORES: Mapping[Kind, Mapping[str, Score]] = {
-    "classes": {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews},
-    "value": {"pearson": pearson, "spearman": spearman},
-}
-MEANINGS = {
-    "accuracy": "share of correct classes, percent",
-    "f1": "F1 of class 1, percent",
-    "macro_f1": "mean F1 over classes, percent",
-    "matthews": "Matthews correlation, times 100",
-    "pearson": "Pearson correlation, times 100",
-    "spearman": "Spearman rank correlation, times 100",
-}
 
 
 @dataclass(frozen=True)
@@ -171,20 +142,18 @@ Labels = Classes | Value
 """How a task's labels are encoded, once its training labels are known."""
 
 
-def scores_of(kind: Kind, names: Sequence[str] | None) -> Mapping[str, Score]:
-    """The named scores, in this order. None: accuracy for classes, both correlations for values.
+def metrics_of(kind: Kind, names: Sequence[str] | None) -> Sequence[str]:
+    """The names, or those of the kind: accuracy for classes, both correlations for values.
 
     Raises ConfigError for a score that does not fit the kind.
     """
-    there = SCORES[kind]
-    if names is None:
-        names = ("accuracy",) if kind == "classes" else tuple(there)
-    if unknown := [name for name in names if name not in there]:
+    there = MEANINGS[kind]
+    if unknown := [name for name in names or () if name not in there]:
         raise ConfigError(
             f"task.metrics: {unknown[0]!r} is not a score for {kind}; choose from "
             f"{', '.join(there)}"
         )
-    return {name: there[name] for name in names}
+    return names or (("accuracy",) if kind == "classes" else tuple(there))
 
 
 def _some(cells: set[str]) -> str:
@@ -193,51 +162,50 @@ def _some(cells: set[str]) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """classes: None for regression. num_texts: of a sample. files, hub_splits: the sets that make
-    up a split, with their part names. hub, languages: of one tested in several languages.
+    """What is known of labelled texts. classes: in label order; None for values, and where only
+    the training labels show them. metrics: None: the defaults of the kind (metrics_of).
+    num_texts: that a sample may have. files, hub_splits: the sets that make up a split, with their
+    part names. hub, languages: of one tested in several languages.
     """
 
-    classes: tuple[str, ...] | None
-    metrics: tuple[str, ...]
-    num_texts: int
+    classes: Sequence[str] | None
+    metrics: Sequence[str] | None
+    num_texts: tuple[int, ...]
     files: OwnNames = field(default_factory=dict)
     hub_splits: OwnNames = field(default_factory=dict)
     hub: str = "nyu-mll/glue"
     languages: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> Kind:
-        return "value" if self.classes is None else "classes"
+    kind: Kind = "classes"
 
 
 ENTAILMENT = ("entailment", "not_entailment")
 RELATIONS = ("entailment", "neutral", "contradiction")
 GLUE: Mapping[str, Benchmark] = {
-    "sst2": Benchmark(("negative", "positive"), ("accuracy",), 1),
+    "sst2": Benchmark(("negative", "positive"), ("accuracy",), (1,)),
     "cola": Benchmark(
-        ("unacceptable", "acceptable"), ("matthews", "accuracy"), 1,
+        ("unacceptable", "acceptable"), ("matthews", "accuracy"), (1,),
         {"train": {"in_domain_train": ""}, "dev": {"in_domain_dev": "", "out_of_domain_dev": ""}},
     ),
-    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), 2),
-    "qnli": Benchmark(ENTAILMENT, ("accuracy",), 2),
-    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), 2),
-    "stsb": Benchmark(None, ("pearson", "spearman"), 2),
+    "mrpc": Benchmark(("not_equivalent", "equivalent"), ("f1", "accuracy"), (2,)),
+    "qnli": Benchmark(ENTAILMENT, ("accuracy",), (2,)),
+    "qqp": Benchmark(("not_duplicate", "duplicate"), ("f1", "accuracy"), (2,)),
+    "stsb": Benchmark(None, ("pearson", "spearman"), (2,), kind="value"),
     "mnli": Benchmark(
-        RELATIONS, ("accuracy",), 2,
+        RELATIONS, ("accuracy",), (2,),
         {"dev": {"dev_matched": "matched", "dev_mismatched": "mismatched"}},
         {"dev": {"validation_matched": "matched", "validation_mismatched": "mismatched"}},
     ),
-    "rte": Benchmark(ENTAILMENT, ("accuracy",), 2),
-    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), 2),
+    "rte": Benchmark(ENTAILMENT, ("accuracy",), (2,)),
+    "wnli": Benchmark(("not_entailment", "entailment"), ("accuracy",), (2,)),
 }  # fmt: skip
 CROSS_LINGUAL: Mapping[str, Benchmark] = {
     "xnli": Benchmark(
-        RELATIONS, ("accuracy",), 2, hub="facebook/xnli",
+        RELATIONS, ("accuracy",), (2,), hub="facebook/xnli",
         languages=("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur",
                    "vi", "zh"),
     ),
     "pawsx": Benchmark(
-        ("different", "paraphrase"), ("accuracy",), 2, hub="google-research-datasets/paws-x",
+        ("different", "paraphrase"), ("accuracy",), (2,), hub="google-research-datasets/paws-x",
         languages=("en", "de", "es", "fr", "ja", "ko", "zh"),
     ),
 }  # fmt: skip
@@ -255,48 +223,25 @@ LABELS: Mapping[Kind, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a sample's one or two texts, and of its label."""
-
-    texts: tuple[str, ...]
-    label: str
-
-    @staticmethod
-    def chosen(
-        table: Table,
-        texts: Sequence[str],
-        label: str | None,
-        num_texts: Sequence[int],
-        kind: Kind,
-    ) -> Columns:
-        """Among the columns of a training set, those given or with usual names. num_texts:
-        allowed for a sample. Raises DataError."""
-        there = table.columns()
-        described = f"{table.where} has the columns {', '.join(there) or 'none'}"
-        if not texts:
-            usual = [*PAIRS, *((name,) for name in SINGLES)]
-            fitting = [t for t in usual if set(t) <= set(there) and len(t) in num_texts]
-            if not fitting:
-                what = "one or two texts" if len(num_texts) > 1 else f"{num_texts[0]} text(s)"
-                raise DataError(
-                    f"{described}; none has a usual name for {what}. Set task.text_columns=[NAME]"
-                )
-            texts = fitting[0]
-        label = label or next((name for name in LABELS[kind] if name in there), None)
-        if label is None:
-            raise DataError(
-                f"{described}; none has a usual label name. Set task.label_column=NAME"
-            )
-        if missing := [name for name in (*texts, label) if name not in there]:
-            raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
-        return Columns(tuple(texts), label)
-
-    def visible(self, visible: frozenset[str]) -> dict[str, str]:
-        """first, second, label -> column name, visible ones only."""
-        wanted = dict(zip(("first", "second"), self.texts, strict=False))
-        shown = wanted if "text" in visible else {}
-        return shown | ({"label": self.label} if "label" in visible else {})
-
-    def __str__(self) -> str:
-        return f"{' + '.join(self.texts)} → {self.label}"
+def chosen_columns(
+    table: Table, texts: Sequence[str], label: str | None, known: Benchmark
+) -> dict[str, str]:
+    """first, perhaps second, and label -> column of a training set, those given or with usual
+    names. Raises DataError."""
+    there = table.columns()
+    described = f"{table.where} has the columns {', '.join(there) or 'none'}"
+    usual = (*PAIRS, *((name,) for name in SINGLES))
+    if not texts:
+        fitting = (t for t in usual if set(t) <= set(there) and len(t) in known.num_texts)
+        texts = next(fitting, ())
+    if not texts:
+        what = " or ".join(map(str, known.num_texts))
+        raise DataError(
+            f"{described}; none has a usual name for {what} text(s). Set task.text_columns=[NAME]"
+        )
+    label = label or next((name for name in LABELS[known.kind] if name in there), None)
+    if label is None:
+        raise DataError(f"{described}; none has a usual label name. Set task.label_column=NAME")
+    if missing := [name for name in (*texts, label) if name not in there]:
+        raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
+    return {**dict(zip(("first", "second"), texts, strict=False)), "label": label}

@@ -51,17 +51,14 @@ class LanguageModelling(TextTask):
         "train.txt (plain text) or train.jsonl (text or messages)",
         {"txt": "text", "jsonl": "json"},
     )
+    column = TEXT
     tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=8)] = 128
 
     def rows_of(self, table: Table) -> Rows:
         """A row is a document; empty ones are left out."""
-        rows = read(table, {TEXT: self.text_column}, "task.column")
+        rows = read(table, {TEXT: self.column}, "task.column")
         return rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
-
-    @property
-    def text_column(self) -> str:
-        return TEXT
 
     def read(self) -> Corpus:
         """All splits, each with the column text or messages. Raises DataError."""
@@ -80,7 +77,7 @@ class LanguageModelling(TextTask):
         tables = {
             split: self._table(corpus.splits[split], split, tokenizer, fields) for split in SPLITS
         }
-        self.check_sizes({split: len(table) for split, table in tables.items()})
+        self.check_rows({split: len(table) for split, table in tables.items()})
         return LanguageData(self, corpus, tables, fields, tokenizer)
 
     def _table(
@@ -147,8 +144,9 @@ class LanguageData(View[LanguageModelling]):
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """Perplexity, and the mean loss in nats, of the guessed tokens of these samples."""
         check_predictions(predictions, split, self._rows[split], "sample")
-        nats, tokens = _summed(predictions)
-        loss = nats / tokens
+        # Of each sample millionths of a nat, and tokens.
+        nats, tokens = (sum(of_all) for of_all in zip(*predictions.values(), strict=True))
+        loss = nats / 1e6 / tokens
         perplexity = math.exp(min(loss, LARGEST_LOSS))
         return {"perplexity": round(perplexity, 4), "loss": round(loss, 6)}
 
@@ -186,12 +184,6 @@ class LanguageData(View[LanguageModelling]):
         return self._tokenizer
 
 
-def _summed(predictions: Mapping[int, list[int]]) -> tuple[float, int]:
-    """Nats and guessed tokens of [millionths of a nat, tokens] of each sample."""
-    pairs = predictions.values()
-    return sum(nats for nats, _ in pairs) / 1e6, sum(tokens for _, tokens in pairs)
-
-
 @settings("task", kw_only=True)
 class DemoLanguageModelling(DemoStories, LanguageModelling):
     """The embedded stories: no files, no network."""
@@ -203,10 +195,6 @@ class HubLanguageModelling(Hub, LanguageModelling):
     column: where they are."""
 
     column: Text = TEXT
-
-    @property
-    def text_column(self) -> str:
-        return self.column
 
 
 @settings("task", kw_only=True)
@@ -275,13 +263,9 @@ def _text(lines: list[str]) -> list[str]:
 
 
 def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(m, dict)
-            and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str)
-            for m in messages
+    def is_message(one: Any) -> bool:
+        return isinstance(one, dict) and all(
+            isinstance(one.get(key), str) for key in ("role", "content")
         )
-    )
+
+    return isinstance(messages, list) and bool(messages) and all(map(is_message, messages))

@@ -38,7 +38,7 @@ from xcloud.tasks.paragraphs import (
 )
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.tables import num_special
-from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions, counted
+from xcloud.tasks.text_task import TextData, TextTask, check_predictions, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
@@ -111,7 +111,7 @@ class QuestionAnswering(TextTask):
             for split, rows in corpus.splits.items()
         }
         sizes = {split: len(windows[split].table) for split in SPLITS}
-        self.check_sizes(sizes)
+        self.check_rows(sizes)
         if not fields:  # this rank keeps only the counts
             return QuestionAnsweringData(self, fields, corpus, sizes)
         return QuestionAnsweringData(self, fields, corpus, sizes, tokenizer, windows)
@@ -143,9 +143,8 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
                     for window, question in enumerate(made.question_of)
                 ]
                 labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
-        text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         tables = {split: made.table for split, made in self._windows.items()}
-        super().__init__(task, corpus, fields, sizes, text, tables, labels)
+        super().__init__(task, corpus, fields, sizes, tokenizer, tables, labels)
 
     def describe(self) -> str:
         asked = {split: num_questions(held) for split, held in self._paragraphs.items()}
@@ -155,7 +154,7 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""
-        self._texts(field)
+        self._text(field)
         windows = self._windows["train"]
         questions = [list(tokens) for tokens in windows.table.firsts]
         return questions + [windows.table.second(i) for i in range(len(windows.table))]

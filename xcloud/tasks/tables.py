@@ -86,25 +86,21 @@ class TokenTable(Sequence[Sequence[int]]):
         """int64 [B], special ids not counted."""
         return self._offsets[ids + 1] - self._offsets[ids]
 
-    def gather(self, index_B: Tensor, position_BS: Tensor) -> Tensor:
-        """int64 [B, S]: tokens at these positions of these sentences; 0 outside a sentence."""
+    def gather(self, index_B: Tensor, position_BS: Tensor, outside: int = 0) -> Tensor:
+        """int64 [B, S]: tokens at these positions of these sentences."""
         inside_BS = (position_BS >= 0) & (position_BS < self.lengths(index_B)[:, None])
         if not len(self._flat_T):
-            return torch.zeros(inside_BS.shape, dtype=torch.int64)
+            return torch.full(inside_BS.shape, outside, dtype=torch.int64)
         flat_BS = (self._offsets[index_B][:, None] + position_BS) * inside_BS
-        return self._flat_T[flat_BS].long() * inside_BS
+        return torch.where(inside_BS, self._flat_T[flat_BS].long(), outside)
 
     def padded(self, ids: Tensor, special: TokenIds) -> Tensor:
         """int64 [B, S]: bos, sentence, eos, padded to the longest sample."""
-        lengths_B = self.lengths(ids)
         if not len(ids):
             return torch.zeros((0, 2), dtype=torch.int64)
-        positions_S = torch.arange(int(lengths_B.max()) + 2)
-        inside_BS = (positions_S > 0) & (positions_S <= lengths_B[:, None])
-        index_BS = (self._offsets[ids][:, None] + positions_S - 1) * inside_BS
-        tokens_BS = torch.full(inside_BS.shape, special.pad, dtype=torch.int64)
-        if len(self._flat_T):
-            tokens_BS = torch.where(inside_BS, self._flat_T[index_BS].long(), special.pad)
+        lengths_B = self.lengths(ids)
+        positions_S = torch.arange(int(lengths_B.max()) + 2) - 1
+        tokens_BS = self.gather(ids, positions_S, special.pad)
         tokens_BS[:, 0] = special.bos
         tokens_BS.scatter_(1, lengths_B[:, None] + 1, special.eos)
         return tokens_BS

@@ -1,4 +1,4 @@
-"""What tasks on single texts or text pairs share: settings, tokenising, and most of a rank's view.
+"""What tasks share: settings, checks, a rank's view; for single texts and pairs also tokenising.
 
 A rank that sees no field opens no file: if task.sizes are not set, rank 0 sends them
 (xcloud/rank/loading.py). In a single process they are counted.
@@ -10,9 +10,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
@@ -23,32 +22,18 @@ from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
 from xcloud.tasks.tables import PairTable
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
-FIELDS = frozenset({"text", "types", "label"})
-
 
 @settings("task", kw_only=True)
-class TextTask(Source):
-    """Settings of a task with the fields text, types and label.
+class SourceTask(Source):
+    """What the settings of all tasks share.
 
-    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
-        because a vocabulary reveals its training text.
-    max_length: in tokens, special ids included.
-    sizes: samples of train, dev and test, for ranks that read none. null: rank 0 sends them.
-    cache_dir: for trained tokenizers; relative to the checkout.
+    max_length: in tokens, special ids included. cache_dir: for trained tokenizers; relative to the
+    checkout.
     """
 
-    tokenizer: TokenizerChoice
+    fields: ClassVar[tuple[str, ...]]
     max_length: Positive
-    sizes: Mapping[Split, Positive] | None = None
     cache_dir: str = ".cache"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sizes is not None and set(self.sizes) != set(SPLITS):
-            raise ConfigError(
-                "task.sizes must be null or name all three: {train: 5000, dev: 100, test: 500}; "
-                f"got {self.sizes!r}"
-            )
 
     @property
     def name(self) -> str:
@@ -66,83 +51,88 @@ class TextTask(Source):
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         if (tables := self.check_source(self.form)) is not None:
             self.check_tables(tables)
-        if isinstance(self.tokenizer, PretrainedTokenizer):
-            self.tokenizer.check()
-
-    def agreed_settings(self) -> dict[str, object]:
-        """Part of the fingerprint. A rank without files knows no file names, so the corpus does
-        not count where sizes are set."""
-        tokenizer: dict[str, object] = {"tokenizer": repr(self.tokenizer)}
-        return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
 
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if they cannot be used. Reads no text."""
 
     def check_fields(self, fields: frozenset[str]) -> None:
         """Raise ConfigError if a model reads fields that the task lacks."""
-        if unknown := fields - FIELDS:
+        if unknown := fields - {*self.fields}:
             raise ConfigError(
-                f"the task {self.name} has the fields text, types and label, but the model reads "
-                f"{', '.join(sorted(unknown))}; choose a model for understanding (model=…)"
+                f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
+                f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
             )
 
-    def check_sizes(self, rows: Mapping[Split, int]) -> None:
-        """Raise DataError if a split is empty or task.sizes differ from the data."""
+    def check_rows(self, rows: Mapping[Split, int]) -> None:
+        """Raise DataError if a split is empty."""
         for split, count in rows.items():
             if not count:
                 raise DataError(f"{self.describe()}: the {split} split has no rows")
+
+    def agreed_settings(self) -> dict[str, object]:
+        """Part of the fingerprint, beside name, max_length, row counts and corpus."""
+        return {}
+
+
+@settings("task", kw_only=True)
+class TextTask(SourceTask):
+    """Settings of a task with the fields text, types and label.
+
+    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
+        because a vocabulary reveals its training text.
+    sizes: samples of train, dev and test, for ranks that read none. null: rank 0 sends them.
+    """
+
+    fields = ("text", "types", "label")
+    tokenizer: TokenizerChoice
+    sizes: Mapping[Split, Positive] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sizes is not None and set(self.sizes) != set(SPLITS):
+            raise ConfigError(
+                "task.sizes must be null or name all three: {train: 5000, dev: 100, test: 500}; "
+                f"got {self.sizes!r}"
+            )
+
+    def check(self) -> None:
+        super().check()
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            self.tokenizer.check()
+
+    def check_rows(self, rows: Mapping[Split, int]) -> None:
+        """Raise DataError if a split is empty or task.sizes differ from the data."""
+        super().check_rows(rows)
         if self.sizes is not None and dict(self.sizes) != dict(rows):
             there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
             raise DataError(
                 f"{self.describe()}: task.sizes differ from the data, which has {{{there}}}"
             )
 
+    def agreed_settings(self) -> dict[str, object]:
+        """A rank without files knows no file names, so the corpus does not count where sizes are
+        set."""
+        tokenizer: dict[str, object] = {"tokenizer": repr(self.tokenizer)}
+        return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
 
-class TextPairs:
-    """An understanding task's tokenizer and maximum sample length."""
 
-    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
-        self.tokenizer, self._max_length = tokenizer, max_length
+def pair_table(
+    tokenizer: Tokenizer, max_length: int, firsts: Sequence[str], seconds: Sequence[str] | None
+) -> PairTable:
+    """Tokenise texts or pairs. Repeated texts, such as premises, are tokenised once."""
 
-    @staticmethod
-    def load(folder: Path, max_length: int) -> TextPairs:
-        """Load what `save` wrote. Raises DataError if it is missing."""
-        return TextPairs(Tokenizer.load(folder / "text_tokenizer.json"), max_length)
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save(folder / "text_tokenizer.json")
-
-    def table(self, firsts: Sequence[str], seconds: Sequence[str] | None) -> PairTable:
-        return PairTable.of_samples(
-            self._encode(firsts), None if seconds is None else self._encode(seconds),
-            self._max_length, self.tokenizer.token_ids, self.tokenizer.num_separators,
-        )  # fmt: skip
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Repeated texts, such as premises, are tokenised once."""
+    def encoded(texts: Sequence[str]) -> list[list[int]]:
         distinct = list(dict.fromkeys(texts))
-        ids = dict(zip(distinct, self.tokenizer.encode(distinct), strict=True))
+        ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
         return [ids[text] for text in texts]
 
-    def batch(self, firsts: Sequence[str], seconds: Sequence[str] | None = None) -> Batch:
-        """ids, text and types of texts outside the corpus."""
-        ids = torch.arange(len(firsts))
-        text, types = self.table(firsts, seconds).padded(ids)
-        return {"ids": ids, "text": text, "types": types}
+    return PairTable.of_samples(
+        encoded(firsts), None if seconds is None else encoded(seconds), max_length,
+        tokenizer.token_ids, tokenizer.num_separators,
+    )  # fmt: skip
 
 
-class Configured(Protocol):
-    """What views need of their task."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_length(self) -> int: ...
-    def describe(self) -> str: ...
-    def agreed_settings(self) -> dict[str, object]: ...
-
-
-T = TypeVar("T", bound=Configured)
+T = TypeVar("T", bound=SourceTask)
 U = TypeVar("U", bound=TextTask)
 
 
@@ -174,7 +164,7 @@ class View(Generic[T]):
 
 class TextData(View[U]):
     """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
-    text is None and tables is empty if text is not visible; labels likewise."""
+    tokenizer is None and tables is empty if text is not visible; labels likewise."""
 
     def __init__(
         self,
@@ -182,12 +172,12 @@ class TextData(View[U]):
         corpus: Corpus,
         fields: frozenset[str],
         rows: Mapping[Split, int],
-        text: TextPairs | None,
+        tokenizer: Tokenizer | None,
         tables: Mapping[Split, PairTable],
         labels: Mapping[Split, Tensor],
     ) -> None:
         super().__init__(task, corpus, rows)
-        self._fields, self.text = fields, text
+        self._fields, self._tokenizer = fields, tokenizer
         self._tables, self._labels = tables, labels
 
     @property
@@ -199,7 +189,7 @@ class TextData(View[U]):
         return {name: sum(t.num_cut for t in self._tables.values()) for name in self.text_fields}
 
     def vocabulary(self, field: str) -> TokenIds:
-        return self._texts(field).tokenizer.token_ids
+        return self._text(field).token_ids
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
@@ -216,14 +206,14 @@ class TextData(View[U]):
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write text_tokenizer.json if text is visible."""
-        if self.text is not None:
-            self.text.save(folder)
+        if self._tokenizer is not None:
+            self._tokenizer.save(folder / "text_tokenizer.json")
 
-    def _texts(self, field: str) -> TextPairs:
-        if self.text is None or field not in self.text_fields:
+    def _text(self, field: str) -> Tokenizer:
+        if self._tokenizer is None or field not in self.text_fields:
             visible = ", ".join(sorted(self._fields)) or "none"
             raise DataError(f"{field!r} is not a text field visible here; visible: {visible}")
-        return self.text
+        return self._tokenizer
 
 
 def counted(counts: Mapping[Split, int]) -> str:

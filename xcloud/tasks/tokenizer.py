@@ -50,26 +50,21 @@ class Tokenizer:
         rejoin: bool,
         num_separators: int = 1,
     ) -> None:
-        self._backend = backend
+        self.backend = backend  # the tokenizer of `tokenizers`
         self.token_ids = token_ids
         self._special = frozenset(special)
         self._rejoin = rejoin
         self.num_separators = num_separators
 
-    @property
-    def backend(self) -> Any:
-        """The tokenizer of `tokenizers`."""
-        return self._backend
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids, and for each its half-open character span in the text."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -79,64 +74,52 @@ class Tokenizer:
                 break
             if token not in self._special:
                 kept.append(int(token))
-        text: str = self._backend.decode(kept)
+        text: str = self.backend.decode(kept)
         return rejoin_marks(text) if self._rejoin else text
 
     @cached_property
     def digest(self) -> int:
         """32-bit digest of vocabulary and rules, equal if two clouds hold the same tokenizer."""
-        described = f"{self.token_ids!r} {sorted(self._special)} {self._backend.to_str()}"
+        described = f"{self.token_ids!r} {sorted(self._special)} {self.backend.to_str()}"
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
 
     def word_starts(self) -> list[bool]:
         """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
         scripts written without spaces (word_starts.py).
         """
-        model, decoder = self._backend.model, str(self._backend.decoder)
+        model, decoder = self.backend.model, str(self.backend.decoder)
         continuation = None
         if type(model).__name__ == "WordPiece":
             continuation = model.continuing_subword_prefix
-        pieces = [self._backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
+        pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
             i in self._special or begins_word(piece, continuation, "ByteLevel" in decoder)
             for i, piece in enumerate(pieces)
         ]
 
     def save_pretrained(self, folder: Path, max_length: int) -> None:
-        """Write tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer: `bos a
-        eos`, pairs in the tokenizer's own format or `bos a eos b eos`.
+        """Write a folder for transformers' AutoTokenizer: `bos a eos`, pairs in the tokenizer's
+        own format or `bos a eos b eos`.
         """
         from tokenizers.processors import TemplateProcessing
+        from transformers import PreTrainedTokenizerFast
 
-        named = {
-            name: self._backend.id_to_token(getattr(self.token_ids, name))
-            for name in ("pad", "bos", "eos", "mask")
-        }
-        backend = type(self._backend).from_str(self._backend.to_str())
+        piece, ids = self.backend.id_to_token, self.token_ids
+        bos, eos = piece(ids.bos), piece(ids.eos)
+        backend = type(self.backend).from_str(self.backend.to_str())
         if backend.post_processor is None:
-            bos, eos = named["bos"], named["eos"]
             backend.post_processor = TemplateProcessing(
                 single=f"{bos} $A {eos}",
                 pair=f"{bos} $A {eos} $B {eos}",
-                special_tokens=[(bos, self.token_ids.bos), (eos, self.token_ids.eos)],
+                special_tokens=[(bos, ids.bos), (eos, ids.eos)],
             )
-        about = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "cls_token": named["bos"],
-            "sep_token": named["eos"],
-            "pad_token": named["pad"],
-            "mask_token": named["mask"],
-            "model_max_length": max_length,
-            "model_input_names": ["input_ids", "attention_mask"],
-            "clean_up_tokenization_spaces": False,
-        }
-        unknown = [i for i in self._special if self._backend.id_to_token(i) in UNKNOWN_TOKENS]
-        if unknown:
-            about["unk_token"] = self._backend.id_to_token(unknown[0])
-        folder.mkdir(parents=True, exist_ok=True)
-        backend.save(str(folder / "tokenizer.json"))
-        content = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
-        (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
+        unknown = next((p for i in self._special if (p := piece(i)) in UNKNOWN_TOKENS), None)
+        made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=backend, cls_token=bos, sep_token=eos, pad_token=piece(ids.pad),
+            mask_token=piece(ids.mask), unk_token=unknown, model_max_length=max_length,
+            model_input_names=["input_ids", "attention_mask"], clean_up_tokenization_spaces=False,
+        )  # fmt: skip
+        made.save_pretrained(str(folder))
 
     def save(self, path: Path) -> None:
         content = {
@@ -145,7 +128,7 @@ class Tokenizer:
             "special": sorted(self._special),
             "rejoin": self._rejoin,
             "num_separators": self.num_separators,
-            "tokenizer": json.loads(self._backend.to_str()),
+            "tokenizer": json.loads(self.backend.to_str()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         # Atomic: another rank may be waiting for the file.
@@ -163,8 +146,8 @@ class Tokenizer:
                 raise ValueError(f"format {content['format']!r}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
             token_ids = TokenIds(**content["token_ids"])
-            separators = content.get("num_separators", 1)  # missing in older files
-            return Tokenizer(backend, token_ids, content["special"], content["rejoin"], separators)
+            how = (content["special"], content["rejoin"], content["num_separators"])
+            return Tokenizer(backend, token_ids, *how)
         except OSError as error:
             raise DataError(f"{path}: cannot read tokenizer file ({error.strerror})") from error
         except Exception as error:  # tokenizers raises plain Exception
@@ -217,7 +200,8 @@ class TrainedTokenizer:
         return digest.hexdigest()[:32]
 
     def _train(self, texts: Sequence[str]) -> Tokenizer:
-        backend = self._train_bpe(texts) if self.kind == "bpe" else self._train_wordpiece(texts)
+        backend, trainer = self._bpe() if self.kind == "bpe" else self._wordpiece(texts)
+        backend.train_from_iterator(texts, trainer)
         content = json.loads(backend.to_str())
         # So that a literal "[EOS]" in a text stays text and does not become the special id.
         content["added_tokens"] = []
@@ -227,7 +211,8 @@ class TrainedTokenizer:
         token_ids = TokenIds(backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
         return Tokenizer(backend, token_ids, ids, rejoin=self.kind == "wordpiece")
 
-    def _train_bpe(self, texts: Sequence[str]) -> Any:
+    def _bpe(self) -> tuple[Any, Any]:
+        """Untrained, with its trainer."""
         from tokenizers import Tokenizer as Backend
         from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -236,17 +221,14 @@ class TrainedTokenizer:
             backend.normalizer = normalizers.Lowercase()
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=self.vocab_size,
-            min_frequency=2,
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        backend.train_from_iterator(texts, trainer)
-        return backend
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        special = list(SPECIAL_TOKENS)
+        return backend, trainers.BpeTrainer(
+            vocab_size=self.vocab_size, min_frequency=2, special_tokens=special,
+            initial_alphabet=alphabet, show_progress=False,
+        )  # fmt: skip
 
-    def _train_wordpiece(self, texts: Sequence[str]) -> Any:
+    def _wordpiece(self, texts: Sequence[str]) -> tuple[Any, Any]:
         from tokenizers import Tokenizer as Backend
         from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -255,24 +237,21 @@ class TrainedTokenizer:
             lowercase=self.lowercase, strip_accents=False
         )
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece(cleanup=False)
         # The trainer numbers pieces such as ##a in hash-table order, which differs between
         # processes and changes the merges. Fixing the numbers first makes it deterministic.
         characters = sorted({c for text in texts for c in backend.normalizer.normalize_str(text)})
         pieces = [piece for c in characters if not c.isspace() for piece in (c, f"##{c}")]
-        if len(SPECIAL_TOKENS) + len(pieces) > self.vocab_size:
+        special = [*SPECIAL_TOKENS, *pieces]
+        if len(special) > self.vocab_size:
             raise ConfigError(
                 f"tokenizer vocab_size {self.vocab_size} is too small: the text has "
-                f"{len(pieces) // 2} characters; set at least {len(SPECIAL_TOKENS) + len(pieces)}"
+                f"{len(pieces) // 2} characters; set at least {len(special)}"
             )
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=self.vocab_size,
-            min_frequency=2,
-            special_tokens=[*SPECIAL_TOKENS, *pieces],
+        return backend, trainers.WordPieceTrainer(
+            vocab_size=self.vocab_size, min_frequency=2, special_tokens=special,
             show_progress=False,
-        )
-        backend.train_from_iterator(texts, trainer)
-        backend.decoder = decoders.WordPiece(cleanup=False)
-        return backend
+        )  # fmt: skip
 
 
 @settings("tokenizer")

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import DataError, XcloudError
+from xcloud.base.settings import Fraction, Positive, check
 from xcloud.tasks.corpus.multilingual import FolderText
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
@@ -38,8 +38,8 @@ def train(
     """Train on at most max_texts texts, mixed by n ** power. Raises DataError if a language is
     missing.
     """
-    check_int("--max-texts", max_texts, 1)
-    check_number("--power", power, 0, 1)
+    check("--max-texts", max_texts, Positive)
+    check("--power", power, Fraction)
     source = FolderText(folder)
     source.check(languages)
     draw = random.Random(0)

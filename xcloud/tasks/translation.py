@@ -25,10 +25,10 @@ from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, Source, Text, check_columns, read
+from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.tables import TokenTable
-from xcloud.tasks.text_task import View, check_predictions, counted
+from xcloud.tasks.text_task import SourceTask, View, check_predictions, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -42,7 +42,7 @@ SPECIAL_PER_SAMPLE = 2  # bos and eos
 
 
 @settings("task", kw_only=True)
-class Translation(Source):
+class Translation(SourceTask):
     """Sentence pairs, from language `source` to language `target`.
 
     source_column, target_column: if not named like the languages.
@@ -51,9 +51,9 @@ class Translation(Source):
         that sees this side reads its file. Lines that are also in dev or test are left out.
     max_length: tokens per side, bos and eos included. Longer sides are truncated independently and
         empty ones are kept, so that every cloud knows which samples exist.
-    cache_dir: for trained tokenizers; relative to the checkout.
     """
 
+    fields = ("source", "target")
     source: Text = "es"
     target: Text = "en"
     source_column: Text | None = None
@@ -63,7 +63,6 @@ class Translation(Source):
     source_tokenizer: TokenizerChoice = TrainedTokenizer()
     target_tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
-    cache_dir: str = ".cache"
     name: ClassVar[str] = "translation"
     used_as: ClassVar[UsedAs] = "translation task"
 
@@ -76,13 +75,13 @@ class Translation(Source):
         return f"{self.source_name()} {self.source}→{self.target}"
 
     def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        tables = self.check_source(self.form)
-        for parts in () if tables is None else tables.tables.values():
-            for table in parts[""]:
-                if not set(table.columns()) <= {self.source, self.target}:  # no line pair
-                    check_columns(table, [*self._columns.values()], KEYS)
+        super().check()
         _metrics(self.language)
+
+    def check_tables(self, tables: SplitTables) -> None:
+        for table in (table for parts in tables.tables.values() for table in parts[""]):
+            if not set(table.columns()) <= {self.source, self.target}:  # no line pair
+                check_columns(table, [*self._columns.values()], KEYS)
 
     def agreed_settings(self) -> dict[str, object]:
         """Without tokenizers, which are private to the side that sees the text."""
@@ -143,12 +142,9 @@ class Translation(Source):
 
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        if unknown := fields - set(FIELDS):
-            raise ConfigError(f"translation has the fields source and target, not {unknown}")
+        self.check_fields(fields)
         corpus = self.read(fields)
-        for split, count in corpus.counts.items():
-            if not count:
-                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        self.check_rows(corpus.counts)
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
         tokenizers = {
             key: choices[key].prepare(learnable(corpus, key), in_project(self.cache_dir))
@@ -172,14 +168,14 @@ class TranslationText:
 
     @staticmethod
     def load(folder: Path, max_length: int) -> TranslationText:
-        """Load what `save` wrote. Raises DataError if neither side is found."""
+        """Load what `save_tokenizers` wrote. Raises DataError if neither side is found."""
         paths = {key: folder / f"{key}_tokenizer.json" for key in FIELDS}
         found = {key: Tokenizer.load(path) for key, path in paths.items() if path.exists()}
         if not found:
             raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
         return TranslationText(found, max_length)
 
-    def save(self, folder: Path) -> None:
+    def save_tokenizers(self, folder: Path) -> None:
         for key, tokenizer in self._tokenizers.items():
             tokenizer.save(folder / f"{key}_tokenizer.json")
 
@@ -206,20 +202,20 @@ class TranslationText:
         return self.tokenizer("target").decode(ids)
 
 
-class TranslationData(View[Translation]):
+class TranslationData(View[Translation], TranslationText):
     """One rank's view (TaskData); texts of an invisible side are not kept."""
 
     def __init__(
         self, task: Translation, corpus: Corpus, tokenizers: Mapping[str, Tokenizer]
     ) -> None:
-        super().__init__(task, corpus, corpus.counts)
-        self.text = TranslationText(tokenizers, task.max_length)
+        View.__init__(self, task, corpus, corpus.counts)
+        TranslationText.__init__(self, tokenizers, task.max_length)
         self._tables = {
-            (split, key): self.text.table(key, corpus.splits[split].texts[key])
+            (split, key): self.table(key, corpus.splits[split].texts[key])
             for split in SPLITS
             for key in tokenizers
         }
-        self._learnable = {key: self.text.table(key, learnable(corpus, key)) for key in tokenizers}
+        self._learnable = {key: self.table(key, learnable(corpus, key)) for key in tokenizers}
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references: dict[Split, Sequence[str]] = {}
         if "target" in tokenizers:
@@ -232,7 +228,7 @@ class TranslationData(View[Translation]):
 
     @property
     def text_fields(self) -> frozenset[str]:
-        return frozenset(self.text.vocabularies)
+        return frozenset(self.vocabularies)
 
     @property
     def num_cut(self) -> dict[str, int]:
@@ -242,15 +238,15 @@ class TranslationData(View[Translation]):
         }
 
     def vocabulary(self, field: str) -> TokenIds:
-        return self.text.tokenizer(field).token_ids
+        return self.tokenizer(field).token_ids
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        self.text.tokenizer(field)  # refuses an invisible side
+        self.tokenizer(field)  # refuses an invisible side
         return self._learnable[field]
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
-        for key, special in self.text.vocabularies.items():
+        for key, special in self.vocabularies.items():
             batch[key] = self._tables[split, key].padded(ids, special)
         return batch
 
@@ -263,7 +259,7 @@ class TranslationData(View[Translation]):
         references = self._reference_texts(split)
         check_predictions(predictions, split, len(references), "sample")
         order = sorted(predictions)
-        outputs = [self.text.decode(predictions[i]) for i in order]
+        outputs = [self.decode(predictions[i]) for i in order]
         wanted = [[references[i] for i in order]]
         return {
             name: round(metric.corpus_score(outputs, wanted).score, 4)
@@ -279,20 +275,17 @@ class TranslationData(View[Translation]):
         for ident in sorted(predictions)[:count]:
             if (split, "source") in self._tables:
                 source = self._tables[split, "source"][ident]
-                lines.append(f"source     {self.text.tokenizer('source').decode(source)}")
+                lines.append(f"source     {self.tokenizer('source').decode(source)}")
             lines.append(f"reference  {references[ident]}")
-            lines.append(f"output     {self.text.decode(predictions[ident])}\n")
+            lines.append(f"output     {self.decode(predictions[ident])}\n")
         return "\n".join(lines)
 
-    def save_tokenizers(self, folder: Path) -> None:
-        self.text.save(folder)
-
     def _table(self, split: Split, key: str) -> TokenTable:
-        self.text.tokenizer(key)  # refuses an invisible side
+        self.tokenizer(key)  # refuses an invisible side
         return self._tables[split, key]
 
     def _reference_texts(self, split: Split) -> Sequence[str]:
-        self.text.tokenizer("target")
+        self.tokenizer("target")
         if split not in self._references:
             raise ValueError(f"only dev and test are scored, not {split}")
         return self._references[split]

@@ -11,8 +11,7 @@ from typing import Any
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.job.job import Job
-from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
-from xcloud.plan.report import PLAN_FILE, predicted_of
+from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_timeline
 from xcloud.record.rank_state import SAMPLES_FILE
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace

@@ -14,8 +14,15 @@ from typing import Any
 from xcloud.base.errors import ConfigError, FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
-from xcloud.cluster.line import CONTROL, LineMeter, LinkClock, LinkLog, LinkName, MessageLog
-from xcloud.cluster.link import LinkRecord
+from xcloud.cluster.link import (
+    CONTROL,
+    LineMeter,
+    LinkClock,
+    LinkLog,
+    LinkName,
+    LinkRecord,
+    MessageLog,
+)
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife

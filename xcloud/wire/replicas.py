@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from xcloud.base.errors import FrameError, LinkClosed
-from xcloud.cluster.frame import MessageKey, TensorSpec
+from xcloud.base.errors import LinkClosed
+from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, OutLink, Parts
 from xcloud.parallel.hub import HUB
@@ -83,18 +83,9 @@ class PeerLinks:
             self.raw_bytes += raw_bytes
         self._out[to_replica].send(key, parts, carries)
 
-    def recv(
-        self, from_replica: int, key: MessageKey, specs: Sequence[TensorSpec] | None,
-        wait_s: float | None = None,
-    ) -> Parts:  # fmt: skip
+    def recv(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
         patience_s = self._overdue_s[from_replica] if wait_s is None else wait_s
         parts = self._in[from_replica].recv(key, patience_s)
-        came = tuple(TensorSpec.of(part) for part in parts)
-        if specs is not None and came != tuple(specs):
-            raise FrameError(
-                f"{key} of {self.name_of(from_replica)} came as {came}, expected {tuple(specs)}; "
-                "do all clouds run the same experiment file?"
-            )
         return tuple(part.to(self.device) for part in parts)
 
 
@@ -109,16 +100,13 @@ class HubLinks(PeerLinks):
     _ended: set[int] = field(default_factory=set, init=False)
     _back: set[int] = field(default_factory=set, init=False)  # ended, and their clouds are back
 
-    def recv(
-        self, from_replica: int, key: MessageKey, specs: Sequence[TensorSpec] | None,
-        wait_s: float | None = None,
-    ) -> Parts:  # fmt: skip
+    def recv(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
         """Of a replica that has begun again: first LinkClosed for what it was, then its new
         messages."""
         if self.replica == HUB:
             self._look_for(from_replica)
         try:
-            return super().recv(from_replica, key, specs, wait_s)
+            return super().recv(from_replica, key, wait_s)
         except LinkClosed:
             self._end(from_replica)
             raise

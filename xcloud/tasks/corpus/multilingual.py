@@ -7,10 +7,10 @@ A *part* of a source is a language ("es") or a language pair ("es-en", parallel 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.tasks.corpus.files import TextFile
 from xcloud.tasks.corpus.folder import list_files
-from xcloud.tasks.corpus.hub import load_hub, not_loaded
+from xcloud.tasks.corpus.hub import HubTable, load_hub, not_loaded
 from xcloud.tasks.corpus.rows import DEV_NAMES, Form, Text
 
 HELD_OUT = (*DEV_NAMES, "test")
@@ -38,28 +38,32 @@ def stamp(paths: Iterable[Path]) -> str:
     return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
 
 
-@runtime_checkable
-class TextSource(Protocol):
+class TextSource:
     """A source of texts. Frozen, validated on construction, reads only in `read`."""
 
     def describe(self) -> str:
         """A short name, without reading anything."""
+        raise NotImplementedError
 
     def check(self, parts: Sequence[str]) -> None:
         """Quick check: raise DataError or ConfigError if a part is missing."""
+        raise NotImplementedError
 
     def identity(self, part: str) -> str:
         """Cache key: changes when the texts change."""
+        raise NotImplementedError
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         """(text,) for a language, (text, translation) for a pair."""
+        raise NotImplementedError
 
     def public_texts(self) -> Sequence[str] | None:
         """Public text for training the shared tokenizer; None if the source is private."""
+        return None
 
 
 @settings("text.source")
-class DemoText:
+class DemoText(TextSource):
     """The Spanish-English demo grammar: parts es, en and es-en. Public, so every cloud can train
     the shared tokenizer on it. See DemoPairs.
     """
@@ -96,7 +100,7 @@ class DemoText:
 
 
 @settings("text.source")
-class FolderText:
+class FolderText(TextSource):
     """Files recognised by name; each may end in .gz. Held-out files (dev, val, valid, validation,
     test) are ignored.
 
@@ -129,9 +133,6 @@ class FolderText:
                     yield row
                 elif row[0] == language:
                     yield row[1:]
-
-    def public_texts(self) -> None:
-        return None
 
     def _files(self, part: str) -> list[tuple[TextFile, tuple[str, ...], str | None]]:
         """The files of this part, the columns to read, and which `lang` the rows must have.
@@ -186,7 +187,7 @@ def _of_pair(a: str, b: str, file: TextFile) -> tuple[tuple[str, ...], str | Non
 
 
 @settings("text.source")
-class HubText:
+class HubText(TextSource):
     """Texts streamed from the Hugging Face hub, or from a local folder that `datasets` can read.
 
     name, config: such as "wikimedia/wikipedia" and "20231101.{language}"; column: of the text.
@@ -223,27 +224,18 @@ class HubText:
         return f"hub {self!r} {part} {stamp(files)}"
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
-        languages = languages_of(part)
-        if len(languages) == 1:
-            config = self.config and self.config.format(language=part)
-            for row in self._stream(self.name, config):
-                yield (_text(row, self.column, self.name),)
-            return
-        assert self.pairs_name is not None
-        config = self.pairs_config and self.pairs_config.format(pair=part)
-        for row in self._stream(self.pairs_name, config):
-            sides = row.get("translation", row)
-            yield tuple(_text(sides, language, self.pairs_name) for language in languages)
-
-    def public_texts(self) -> None:
-        return None
-
-    def _stream(self, name: str, config: str | None) -> Iterator[Mapping[str, Any]]:
+        columns, keys = languages_of(part), {"language": part, "pair": part}
+        name, config = self.pairs_name or "", self.pairs_config
+        if len(columns) == 1:
+            columns, name, config = (self.column,), self.name, self.config
         try:
-            yield from load_hub(name, config, self.revision, self.split, streaming=True)
+            config = config and config.format(**keys)
+            loaded = load_hub(name, config, self.revision, self.split, streaming=True)
+            for row in HubTable(loaded, name).rows(columns, "text.source.column"):
+                yield tuple(cell or "" for cell in row)
+        except DataError:
+            raise
         except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, DataError):
-                raise
             raise not_loaded(name, True, error) from error
 
 
@@ -251,9 +243,3 @@ def _local(name: str) -> Path | None:
     """The folder of this name; None for a hub name."""
     folder = Path(name).expanduser()
     return folder if name and folder.exists() else None
-
-
-def _text(row: Mapping[str, Any], column: str, name: str) -> str:
-    if not isinstance(row.get(column), str):
-        raise DataError(f"{name}: no text under {column!r}; there are: {', '.join(row)}")
-    return str(row[column])

@@ -1,24 +1,79 @@
-"""Where the ranks that torchrun starts find each other. Its store may outlive them: with
---max-restarts it still has the addresses of ranks that have died, and new ones would try to reach
-those.
+"""How the ranks of a job come together: all at once in a process group, or, where clouds may be
+late or lost, each as it begins. Either way they compare what they run before anything else.
+
+The store of torchrun may outlive the ranks: with --max-restarts it still has the addresses of
+ranks that have died, and new ones would try to reach those. So each attempt has a part of it.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from xcloud.base.errors import LinkTimeout
+from xcloud.cluster.transport import Transport
+from xcloud.job.job import Job
+from xcloud.join import elastic
+from xcloud.join.agreement import Agreed, agree
+from xcloud.join.failure_detector import FailureDetector
 
+_SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 _NAME = "xcloud.attempt"
 _SETTING = "cluster.liveness.join_within_s"
 _LOOK_EVERY_S = 0.05
 _CONNECT_EVERY_S = 0.2
+
+
+def join(
+    job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str],
+    failure_detector: FailureDetector | None = None,
+) -> tuple[Transport | None, Agreed]:  # fmt: skip
+    """settings: the resolved experiment file. held: this rank's checkpoints. failure_detector: of
+    ranks under torchrun; on one machine the launcher looks after the ranks. Returns what joins
+    this rank to the others, None for torch's default process group. Raises ConfigError in a rank
+    that cannot go on."""
+    if job.is_elastic:
+        return elastic.join(job, settings, rank, run_dir, held, failure_detector)
+    form_group(job, rank, run_dir, failure_detector)
+    return None, agree(job, settings, rank, held)
+
+
+def form_group(
+    job: Job, rank: int, run_dir: Path, failure_detector: FailureDetector | None
+) -> None:
+    """Form the process group. On one machine a file in the run folder is the meeting point, and
+    the launcher looks after the ranks. failure_detector: of ranks under torchrun."""
+    num_ranks = job.cluster.num_processes
+    if failure_detector is not None:
+        join_within_s = job.cluster.liveness.join_within_s
+        size = int(os.environ["WORLD_SIZE"])
+
+        def connect(timeout_s: float) -> Store:
+            store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+            failure_detector.ask(store)
+            return store
+
+        store = attempt_of(connect, rank, size, failure_detector.watch, join_within_s)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
+        )
+    elif num_ranks > 1:
+        # Not by its URL, which would end at a '#' or '?' in the path.
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), num_ranks)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
+        )
 
 
 def attempt_of(

@@ -1,0 +1,321 @@
+"""One rank as a process, whatever starts it and whatever its role: it joins the others, compares
+with them what is to run, lives, and leaves its last words, a record of what it sent, and why it
+failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.transport import Transport
+from xcloud.job import config as configs
+from xcloud.job.job import Job
+from xcloud.join.agreement import Agreed, agree_alone
+from xcloud.join.joining import join
+from xcloud.launch.processes import EXIT_START_AGAIN
+from xcloud.rank.interleaved import join_turns
+from xcloud.rank.role import RankContext, Role
+from xcloud.rank.roles import role_of
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.intake import Intake
+from xcloud.record.rank_state import RankState, error_file
+from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.segments import has_events
+from xcloud.security.wire_audit import audit_file, write_rank_audit
+from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
+from xcloud.wire.ends import OnReport
+
+EXIT_FAILED = 1
+EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
+DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
+LAST_WORDS_S = 0.3
+
+
+class Watch(Protocol):
+    """Notices whether other ranks are lost: join/failure_detector.py, of ranks under torchrun."""
+
+    def met(
+        self,
+        needs: Callable[[frozenset[int]], bool],
+        lives: Mapping[int, PeerLife],
+        last_words: Callable[[], None],
+    ) -> None:
+        """This rank has all its links."""
+
+    def leave(self) -> None:
+        """It has done its part."""
+
+    def stand_aside(self) -> None:
+        """It ends with a reason of its own."""
+
+
+class NoWatch:
+    """The launcher of this machine looks after the ranks."""
+
+    def met(self, *of: object) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def stand_aside(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a rank's process has beside the rank. asked: whether it is to end early. state: what it
+    does at the moment, for python -m xcloud status; None: nobody asks."""
+
+    asked: StopSignal
+    state: RankState | None = None
+    watch: Watch = field(default_factory=NoWatch)
+
+    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
+        self.watch.met(role.needs, role.lives, last_words)
+        if self.state is not None:
+            self.state.lives = role.lives
+
+
+def live(
+    job: Job,
+    rank: int,
+    run_dir: Path,
+    agreed: Agreed,
+    holder: RankCheckpoints,
+    process: Process,
+    transport: Transport | None = None,
+) -> bool:
+    """One rank's life, whatever its role, once the ranks have compared what they run. transport:
+    joins it to the others; None: torch's default process group does (a lone rank needs none).
+    Returns whether the run has ended early, as asked."""
+    layout = job.cluster
+    events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
+    intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
+    # The role is there before anything is reported.
+    reporter = Reporter(
+        rank, layout.cloud_of(rank),
+        events.append if events else lambda lines: role.report(lines), process.state,
+    )  # fmt: skip
+    take = intake.take if intake else lambda peer, frame: None
+    context = _context(job, run_dir, reporter, take, agreed, holder, process, transport)
+    role: Role[Any] = role_of(job, rank)(context)
+
+    def write_audit() -> None:
+        sent, kinds = [*agreed.records, *role.records], reporter.contents
+        write_rank_audit(run_dir, rank, layout, sent, kinds, role.received, job.is_elastic)
+
+    def last_words() -> None:  # if rank 0 still listens
+        with contextlib.suppress(LinkError):
+            reporter.flush()
+            time.sleep(LAST_WORDS_S)
+        write_audit()
+
+    process.enter(role, last_words)
+    try:
+        _play(role, agreed, reporter)
+        process.watch.leave()
+        return role.is_stopped
+    except BaseException:
+        process.watch.stand_aside()
+        last_words()  # the threads end with this process
+        raise
+    finally:
+        context.turns.close(is_finished=False)
+        if intake is not None and events is not None:
+            intake.close()
+            events.close()
+        write_audit()
+
+
+def _play(role: Role[Any], agreed: Agreed, reporter: Reporter) -> None:
+    verdict = agreed.verdict
+    if verdict.kind == "refused":
+        raise ConfigError(verdict.text)
+    if role.rank == 0 and verdict.text and not verdict.refused:
+        reporter.note(verdict.text)
+    with role.alive():
+        role.run()
+        reporter.flush()
+        role.close()
+
+
+def _context(
+    job: Job, run_dir: Path, reporter: Reporter, on_report: OnReport, agreed: Agreed,
+    holder: RankCheckpoints, process: Process, transport: Transport | None,
+) -> RankContext[Any]:  # fmt: skip
+    layout, rank, is_resumed = job.cluster, holder.rank, has_events(run_dir)
+    turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
+    device = _device(layout.clouds[layout.cloud_of(rank)].device)
+    return RankContext(
+        job, rank, run_dir, device, reporter, on_report, agreed.verdict, holder, process.asked,
+        is_resumed, transport, turns,
+    )  # fmt: skip
+
+
+def live_in_threads(
+    job: Job, settings: Mapping[str, Any], run_dir: Path, asked: StopSignal, state: RankState
+) -> bool:
+    """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
+    rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
+    world, ended = MemoryWorld(), queue.SimpleQueue[bool | BaseException]()
+    ranks = range(job.cluster.num_ranks)
+    holders = [RankCheckpoints.of(job, rank, run_dir, settings) for rank in ranks]
+    agreed = agree_alone(job, settings, [holder.table() for holder in holders])
+
+    def work(rank: int) -> None:
+        own = RankState(run_dir, rank) if rank else state
+        try:
+            transport, holder = world.transport(rank), holders[rank]
+            process = Process(asked, own)
+            is_stopped = live(job, rank, run_dir, agreed, holder, process, transport)
+            if rank:
+                own.close(STOPPED if is_stopped else DONE)
+            ended.put(is_stopped)
+        except BaseException as error:
+            ended.put(error)
+
+    for rank in ranks:
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True).start()
+    is_stopped = False
+    for _ in ranks:
+        found = ended.get()
+        if isinstance(found, BaseException):
+            raise found
+        is_stopped = found
+    return is_stopped
+
+
+def _device(wanted: str) -> torch.device:
+    """The device of this rank; "auto" takes a GPU if there is one."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("a cloud asks for device 'cuda', but torch finds no GPU on this machine")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class RankProcess:
+    """Started by the launcher of this machine, which has checked what it gives its ranks, and
+    looks after them. says: whether it prints what it does."""
+
+    stop_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
+
+    def __init__(self, file: Path, run_dir: Path, rank: int, says: bool = False) -> None:
+        self.file, self.run_dir, self.rank = file, run_dir, rank
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
+            stale.unlink(missing_ok=True)  # of an earlier run in this folder
+        self.state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
+        self.process = Process(StopSignal(), self.state)
+        self.process.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
+
+    def main(self) -> NoReturn:
+        """Ends the process itself."""
+        code, ending = 0, DONE
+        try:
+            if self.run():
+                code, ending = EXIT_START_AGAIN, STOPPED
+        except BaseException as error:
+            code, ending, self.state.says = EXIT_FAILED, failed(error), False
+            code = self.fail(error)
+        finally:
+            self.state.close(ending)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            # Background threads of a failed rank may sit in a receive for ever: do not wait.
+            os._exit(code)
+
+    def run(self) -> bool:
+        """Returns whether the run has ended early, as asked."""
+        _set_threads()
+        config = configs.read_config(self.file)
+        job, settings = self.read(config), configs.plain_settings(config)
+        self.state.may_leave = self.rank not in job.essential_ranks
+        holder = RankCheckpoints.of(job, self.rank, self.run_dir, settings)
+        held = holder.table()  # reads whole files: before the others wait for this rank
+        transport, agreed = self.join(job, settings, held)
+        self.begin(job, config)
+        if job.cluster.num_processes < job.cluster.num_ranks:
+            asked = self.process.asked
+            is_stopped = live_in_threads(job, settings, self.run_dir, asked, self.state)
+        else:
+            is_stopped = live(
+                job, self.rank, self.run_dir, agreed, holder, self.process, transport
+            )
+        self.end(is_stopped)
+        return is_stopped
+
+    def read(self, config: Any) -> Job:
+        return configs.job_from_config(config)
+
+    def join(
+        self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
+    ) -> tuple[Transport | None, Agreed]:
+        return join(job, settings, self.rank, self.run_dir, held)
+
+    def begin(self, job: Job, config: Any) -> None:
+        """All ranks have agreed to run it."""
+
+    def end(self, is_stopped: bool) -> None:
+        """This rank has done its part."""
+
+    def fail(self, error: BaseException) -> int:
+        """Returns the exit code."""
+        return write_failure(self.run_dir, self.rank, error)
+
+
+def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
+    """Say in a file what went wrong here; returns the exit code."""
+    text = str(error)
+    # Who refuses a frame has lost nobody: the refusal is the cause.
+    is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
+    # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
+    peer_lost = is_lost or (
+        isinstance(error, RuntimeError)
+        and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
+    )
+    expected = isinstance(error, XcloudError)
+    message = (text if expected else f"{type(error).__name__}: {text}").strip()
+    lines = traceback.format_exception(error)
+    failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
+    if error_file(run_dir, rank).exists():  # another thread has named the first cause
+        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+    # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
+    with contextlib.suppress(OSError):
+        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
+    with contextlib.suppress(OSError):
+        said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
+        print(said, end="", file=sys.stderr, flush=True)
+    return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+
+
+def failed(error: BaseException) -> str:
+    return f"has failed: {str(error)[:300]}"
+
+
+def _set_threads() -> None:
+    """Each rank takes its share of this machine's cores; OMP_NUM_THREADS overrides."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )

@@ -1,0 +1,160 @@
+"""A rank that torchrun has started, on one of several machines: it watches the others itself, and
+rank 0 starts the monitor, for no launcher does (docs/several-machines.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.base.project import MODEL_DIR
+from xcloud.cluster.transport import Transport
+from xcloud.job import config as configs
+from xcloud.job.job import Job
+from xcloud.join.agreement import Agreed, rank_name
+from xcloud.join.failure_detector import FailureDetector
+from xcloud.join.joining import join
+from xcloud.launch.rank_process import Process, RankProcess, failed, write_failure
+from xcloud.rank.role import is_needed
+from xcloud.record.summary import read_summary
+
+MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
+TABLE_WITHIN_S = 30.0  # of a run that has failed
+
+
+class TorchrunProcess(RankProcess):
+    """is_first_here: of the ranks of its machine. The monitor reports rank 0; in every other cloud
+    the first rank says what it does."""
+
+    stop_signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, file: Path, run_dir: Path, rank: int, cloud: str | None) -> None:
+        self.is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
+        self._cloud = cloud
+        self._monitor: subprocess.Popen[bytes] | None = None
+        self._failure_detector: FailureDetector | None = None
+
+    def read(self, config: Any) -> Job:
+        job = configs.shared_job(config, self.run_dir)  # the file comes from elsewhere
+        _check_cloud(job, self.rank, self._cloud)
+        return job
+
+    def join(
+        self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
+    ) -> tuple[Transport | None, Agreed]:
+        detector = self._failure_detector = FailureDetector(
+            self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
+            self._end_alone, partial(is_needed, job, self.rank) if job.is_elastic else bool,
+        )  # fmt: skip
+        self.process = Process(self.process.asked, self.process.state, detector)
+        joined = join(job, settings, self.rank, self.run_dir, held, detector)
+        _check_started(job)
+        _check_unfinished(job, self.run_dir)
+        return joined
+
+    def begin(self, job: Job, config: Any) -> None:
+        if self.is_first_here:
+            keep_experiment(self.file, config, self.run_dir)
+            print(job.headline, flush=True)
+        if self.rank == 0:
+            self._monitor = _start_monitor(self.run_dir, self.file)
+
+    def end(self, is_stopped: bool) -> None:
+        if self.is_first_here and self.rank and not is_stopped and self.model.is_dir():
+            print(f"this cloud's part of the model: {self.model.resolve()}", flush=True)
+        if self._monitor is not None:
+            self.state.enter("waiting for the monitor")
+            if await_monitor(self._monitor) < 0:
+                print(
+                    "the monitor was killed; to write the run's record: python -m xcloud monitor "
+                    f"{self.run_dir} --experiment {self.file} --parent $$ --again", flush=True,
+                )  # fmt: skip
+
+    def fail(self, error: BaseException) -> int:
+        if self._failure_detector is not None:
+            self._failure_detector.close()
+        code = super().fail(error)
+        self._await_table()
+        return code
+
+    @property
+    def model(self) -> Path:
+        return self.run_dir / MODEL_DIR
+
+    def _end_alone(self, error: LinkError) -> None:
+        """From another thread: the main one may wait for a rank that is gone, inside torch."""
+        code = write_failure(self.run_dir, self.rank, error)
+        self.state.close(failed(error))
+        self._await_table()
+        os._exit(code)
+
+    def _await_table(self) -> None:
+        """Of a run that has failed, before the command that started the ranks ends."""
+        if self._monitor is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._monitor.wait(TABLE_WITHIN_S)
+
+
+def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
+    """For `export` and the tracker, once all ranks have agreed to run it."""
+    kept = run_dir / configs.EXPERIMENT_FILE
+    with contextlib.suppress(OSError):  # a full disk: the monitor says what it cannot write
+        if file.resolve() != kept:
+            configs.write(config, kept)
+
+
+def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
+    """On several machines no launcher watches the run: rank 0's machine follows its events."""
+    command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
+    return subprocess.Popen([*command, "--parent", str(os.getpid())])
+
+
+def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
+    """However long it measures, draws and stores: the run itself has ended well. Returns its exit
+    code, below 0 for a signal."""
+    while True:
+        try:
+            return monitor.wait(note_s)
+        except subprocess.TimeoutExpired:
+            print(f"the run is done; process {monitor.pid} still writes its record", flush=True)
+
+
+def _check_started(job: Job) -> None:
+    """After the ranks have agreed on the file: its number of ranks is then the same in all."""
+    started, num_ranks = int(os.environ["WORLD_SIZE"]), job.cluster.num_processes
+    if started != num_ranks:
+        raise ConfigError(
+            f"torchrun started {started} ranks in all, but the clouds of this experiment have "
+            f"{num_ranks}; set --nproc-per-node of each cloud to its num_ranks"
+        )
+
+
+def _check_unfinished(job: Job, run_dir: Path) -> None:
+    """torchrun starts a run that was interrupted again with the same command, so it goes on; one
+    that has come to its end must not."""
+    summary = read_summary(run_dir)
+    if summary.get("status") == "finished" and summary.get("num_steps", 0) >= job.max_steps:
+        raise ConfigError(
+            f"{run_dir} holds a finished run; give another --run-dir, or raise "
+            "training.max_steps in every cloud's experiment file to train it longer"
+        )
+
+
+def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
+    if cloud is None or rank >= job.cluster.num_ranks:
+        return  # too many ranks are refused when all have joined, whatever file they read
+    found = job.cluster.placement(rank).cloud
+    if cloud != found:
+        raise ConfigError(
+            f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
+            f"clouds with --node-rank in this order: {', '.join(job.cluster.clouds)}"
+        )
