@@ -60,8 +60,7 @@ from xcloud.parallel.control import (
 )
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import OrderBook
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.record.checkpoints import CheckpointFolder
 

@@ -27,9 +27,8 @@ from xcloud.parallel.control import (
 )
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import NOBODY, OrderBook
-from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way.plan import NOBODY, Order, Source
 from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter

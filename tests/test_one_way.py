@@ -21,6 +21,7 @@ from tests.runs import losses, no_workers, read, wait_for
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
+from xcloud.launch.processes import RunStopped
 from xcloud.rank.one_way.wiring import OneWayRank
 from xcloud.security.wire_audit import compact
 from xcloud.watch.monitor import Monitor
@@ -318,6 +319,28 @@ def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
     assert summary["waiting_s"]["disc"] < 0.1
     assert summary["step_time_s"]["median"] < 0.15
     assert 0 < summary["link_utilisation"]["forward"] < 0.1
+
+
+def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Also where a producer has two ranks, of which one may have been ordered more."""
+    saves = {"_target_": "xcloud.training.settings.Checkpoints", "every_steps": 20}
+    groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.03}}
+    start(tmp_path / "whole", WIDE, **groups)
+
+    def ask() -> None:
+        wait_for(lambda: read(tmp_path / "cut/events.jsonl").count('"step"') > 40)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    asking = Thread(target=ask)
+    asking.start()
+    with pytest.raises(RunStopped, match="go on from step"):
+        start(tmp_path / "cut", WIDE, **groups)
+    asking.join()
+    config = OmegaConf.create(feed_config(WIDE, **groups))
+    summary = run(config, tmp_path / "cut", resumes=True)
+
+    assert summary["num_resumes"] == 1 and summary["num_steps"] == 60
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
 def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:

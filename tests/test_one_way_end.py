@@ -21,9 +21,8 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import Round, Source
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook, Ordered
+from xcloud.parallel.one_way.plan import NOBODY, Round, Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.producer import ProducerRank, ProducerRun, feed

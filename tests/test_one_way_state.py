@@ -22,9 +22,8 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook, Ordered
+from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Order, Round, Source
 from xcloud.training.settings import Checkpoints
 
 

@@ -24,7 +24,7 @@ from xcloud.job.job import Job
 from xcloud.join import joining
 from xcloud.join.agreement import Agreed, Verdict
 from xcloud.launch import rank_process, several_machines, torchrun, worker
-from xcloud.rank.role import Role
+from xcloud.rank.role import Role, restored
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
@@ -124,7 +124,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
         called = []  # noqa: RUF012
 
         def run(self) -> None:
-            self.checkpoints({}, None, {}).close()
+            restored(self.context, {}, None, {}).close()
 
     monkeypatch.setattr(rank_process, "role_of", lambda job, rank: Going)
     job = job_from_config(CONFIG)

@@ -12,11 +12,12 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.link import LinkRecord
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.liveness import Heartbeat, PeerLife
 from xcloud.cluster.transport import Transport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
+from xcloud.parallel.control import Control
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Changes
@@ -69,12 +70,13 @@ class Role(ABC, Generic[JobT]):
     links). Then the shell calls `run`, and `close` if it came to its end.
 
     records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it. lives: signs of life of the other ranks, by rank. is_stopped: the
-    run has ended early, as it was asked to.
+    may be lost with it. control: None where there is one rank. lives: signs of life of the other
+    ranks, by rank. is_stopped: the run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
     received: Mapping[int, LinkRecord] = {}
+    control: Control | None = None
     lives: Mapping[int, PeerLife] = {}
     is_stopped = False
 
@@ -84,12 +86,8 @@ class Role(ABC, Generic[JobT]):
 
     def report(self, lines: bytes) -> None:
         """Carry lines of the reporter to rank 0. Never called in rank 0."""
-        raise AssertionError("this role has no other ranks")
-
-    def checkpoints(
-        self, parts: Mapping[str, Stateful], post: Post | None, facts: Mapping[str, str]
-    ) -> Checkpointer:
-        return restored(self.context, parts, post, facts)
+        assert self.control is not None, "this role has no other ranks"
+        self.control.report(lines)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Whether this rank cannot go on without any of these, which have ended or are silent."""
@@ -100,8 +98,10 @@ class Role(ABC, Generic[JobT]):
         """From a rank that is joined to the others to the export and evaluation of its part."""
 
     def alive(self) -> AbstractContextManager[object]:
-        """Signs of life during `run` and `close`, for a role that sends them all the time."""
-        return nullcontext()
+        """While the block lasts the other ranks are sent signs of life."""
+        if self.control is None:
+            return nullcontext()
+        return Heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye."""

@@ -4,7 +4,6 @@ ranks, export, evaluate. `train` is the loop over updates; features are in parts
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from xcloud.cluster.transport import GlooTransport
@@ -54,13 +53,7 @@ class StageRank(Role[Experiment]):
         self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
         self.features = Features(context, self.wiring, self.clock)
         self.records, self.lives = ends.records, ends.lives
-
-    def report(self, lines: bytes) -> None:
-        assert self.wiring.control is not None
-        self.wiring.control.report(lines)
-
-    def alive(self) -> AbstractContextManager[object]:
-        return self.wiring.alive()
+        self.control = self.wiring.control
 
     def close(self) -> None:
         self.wiring.close()

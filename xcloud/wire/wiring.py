@@ -5,7 +5,6 @@ small messages around rank 0, replicas, stage boundaries (boundaries.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,6 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link import LinkStats
-from xcloud.cluster.liveness import Heartbeat
 from xcloud.comm.state import MEMORY, State, join_states, load_states, split_state, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
@@ -56,12 +54,6 @@ class Wiring:
         """The state of the same rank in the same experiment; ValueError otherwise."""
         own = split_state(state, (MEMORY,), "a rank's channels")[MEMORY]
         load_states(self.boundaries.channels, own, "a rank's channels")
-
-    def alive(self) -> AbstractContextManager[object]:
-        """While the block lasts the other ranks are told that this one lives."""
-        if self.control is None:
-            return nullcontext()
-        return Heartbeat(self.ends.layout.liveness.interval_s, self.control.say_alive)
 
     def expect_signs_of_life(self) -> None:
         """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where

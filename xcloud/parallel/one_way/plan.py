@@ -22,7 +22,10 @@ from torch import Tensor
 from xcloud.comm.state import State as Saved
 from xcloud.comm.state import whole_number, whole_numbers
 from xcloud.parallel.one_way.feed import Feed, Shares
-from xcloud.parallel.one_way.orders import NOBODY
+
+NOBODY = -1
+"""In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
+stand at the same number; it is kept until a rank of the consumer wants it."""
 
 
 class State(Enum):

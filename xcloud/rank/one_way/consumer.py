@@ -25,7 +25,7 @@ from xcloud.rank.export import exporting
 from xcloud.rank.one_way.events import ConsumerEvents
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.wiring import OneWayRank, consumer_links, other_bytes
-from xcloud.rank.role import RankContext
+from xcloud.rank.role import RankContext, restored
 from xcloud.record.rank_state import failure_of
 from xcloud.survive.checkpointing import Checkpointer
 
@@ -266,7 +266,7 @@ class ConsumerRank(OneWayRank):
         with self.computing:
             part = job.model.consumer(place.group_rank, place.group_size, building)
         run = ConsumerRun(self, part)
-        checkpoints = self.checkpoints({"consumer": run}, self.control, {})
+        checkpoints = restored(self.context, {"consumer": run}, self.control, {})
         self.group.barrier()
         self._phase("training")
         self.context.asked.is_armed = job.checkpoint.are_made

@@ -26,10 +26,11 @@ from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.orders import NOBODY, Ordered, SaveNow
+from xcloud.parallel.one_way.inbox import Ordered, SaveNow
+from xcloud.parallel.one_way.plan import NOBODY
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.wiring import OneWayRank, ProducerLinks, producer_links
-from xcloud.rank.role import RankContext
+from xcloud.rank.role import RankContext, restored
 from xcloud.record.events import TIMES
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
@@ -213,7 +214,7 @@ class ProducerRank(OneWayRank):
                 place.producer, place.cloud, place.group_rank, place.group_size, building
             )
         run = ProducerRun(self, part, place.cloud)
-        checkpoints = self.checkpoints({"producer": run}, self.control, {})
+        checkpoints = restored(self.context, {"producer": run}, self.control, {})
         self.links.orders.begin_after(run.number, run.kept)
         ready_file(run_dir, self.rank).touch()
         self.links.say_ready()

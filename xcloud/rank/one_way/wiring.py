@@ -9,7 +9,7 @@ one cloud, and each point-to-point link ends alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import SendingEnd
-from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.control import CHECKPOINT_CARRIES, REPORT_CARRIES
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.orders import OrderBook
+from xcloud.parallel.control import CHECKPOINT_CARRIES, REPORT_CARRIES, Control
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.rank.role import RankContext, Role
 from xcloud.survive.checkpointing import Checkpointer, News
@@ -69,16 +67,10 @@ class OneWayRank(Role[OneWayExperiment]):
         (self.group,) = (group for group in groups if group is not None)
         for line in ("batches", "orders"):
             self.ends.line(line, range(layout.num_ranks))
-        self.control = join_control(self.ends, context.on_report)
+        self.control: Control = join_control(self.ends, context.on_report)
         self.lives, self.records = self.ends.lives, self.ends.records
         self.received = self.ends.received
         self.memory = MemoryMeter(context.device)
-
-    def report(self, lines: bytes) -> None:
-        self.control.report(lines)
-
-    def alive(self) -> AbstractContextManager[object]:
-        return Heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
 
     def divergence_guard(self) -> DivergenceGuard:
         training = self.job.training
