@@ -4,7 +4,7 @@ attacks.py on the observations of observer.py, after training (docs/privacy.md, 
 Labels, for every cloud that may not see them, from each kind of message it received or computed:
     norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. Several classes: mean of one
     against the rest. A numeric label: above its median or not. A cloud that holds the text is
-    judged by gradients only: activations tell it nothing that its text does not.
+    judged by gradients only: activations show it nothing that its text does not.
 Text, for every cloud that may not see it, from activations it received:
     linear and network inverter guess each row's token -> fraction correct, without special
     tokens; the baseline is always the most frequent one.
