@@ -87,6 +87,7 @@ def test_rank_and_cloud_are_those_of_the_link_and_not_those_of_the_line(desk: De
         b"1" * 5000,
         DEEP,
         b'{"event":' + DEEP,
+        *(b'{"event":"note","text":' + b"[" * n + b"]" * n + b"}" for n in (20, 600, 900, 960)),
     ],
     ids=lambda line: repr(line)[:60],
 )  # fmt: skip

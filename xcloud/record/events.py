@@ -45,9 +45,8 @@ MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activatio
 
 NO_LOSS = math.inf  # in Columns, of a step that reports none
 MAX_TIME_S = 1e11  # of a clock: beyond it there is no date
-MAX_DEPTH = 8  # of the lists and objects in a line
 
-MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What feeding an event may raise that is from another cloud, or partly lost."""
 
 log = logging.getLogger(__name__)
@@ -104,20 +103,11 @@ class EventReader:
             event = json.loads(line)
         except (ValueError, RecursionError):
             event = None
-        deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(event)
-        if not isinstance(event, dict) or "event" not in event or deep:
+        if not isinstance(event, dict) or "event" not in event:
             if self._warn:
                 log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
             return None
         return event
-
-
-def is_too_deep(value: object, left: int = MAX_DEPTH) -> bool:
-    """Whether lists and objects lie in each other more than MAX_DEPTH deep."""
-    if not isinstance(value, dict | list):
-        return False
-    inside = value.values() if isinstance(value, dict) else value
-    return not left or any(is_too_deep(one, left - 1) for one in inside)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from pydantic import (
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
-from xcloud.record.events import MEMORY, TIMES, Event, is_too_deep
+from xcloud.record.events import MEMORY, TIMES, Event
 from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values", "counts")
@@ -189,11 +189,12 @@ class Intake:
         """The line as it is written down, or why it is refused."""
         try:
             event = json.loads(line)
-        except (ValueError, RecursionError):
+            if not isinstance(event, dict) or "event" not in event:
+                return "no event"
+            why = misfit(event, self._max_steps) or self._not_theirs(peer, event)
+        except (ValueError, RecursionError):  # of what it quotes, too
             return "no JSON"
-        if not isinstance(event, dict) or "event" not in event or is_too_deep(event):
-            return "no event"
-        if why := misfit(event, self._max_steps) or self._not_theirs(peer, event):
+        if why:
             return why
         now_s, at_s = round(time.time(), 3), event.get("t")
         is_near = isinstance(at_s, float) and abs(at_s - now_s) < CLOCKS_DIFFER_S

@@ -70,8 +70,9 @@ Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
-OF_STEPS = {*("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot"),
-            "producer"}  # fmt: skip
+OF_STEPS = {
+    *("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot", "producer"),
+}
 """Events that no longer count once the run has resumed from an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
