@@ -102,7 +102,7 @@ def test_the_best_span_over_the_windows_of_a_question_counts() -> None:
     tokenizer = small_tokenizer()
     context = " ".join(f"{word} the" for word in "abcdefghijklmnopqrst")
     place = context.index("p the")
-    paragraph = Paragraph(context, (Question("0", "where?", (("p the", place),)),))
+    paragraph = Paragraph(context, (Question("where?", (("p the", place),)),))
     windows = Windows.of([paragraph], tokenizer, max_length=24, max_question=8, stride=6)
     assert len(windows.table) > 2
     labels = [windows.label(w, ("p the", place)) for w in range(len(windows.table))]
@@ -176,7 +176,7 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
         (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
         ({"context": "a", "qas": [{}]}, 'expected {"context", "qas"'),
-        ({"text": "a"}, "no text under 'id'; its keys: text"),
+        ({"text": "a"}, "no text under 'context'; its keys: text"),
     ],
 )
 def test_malformed_paragraphs_are_named(
@@ -220,7 +220,8 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", rows)
     reading = HubQuestionAnswering(path=str(tmp_path)).read()
     assert [reading.splits[s].num_rows for s in ("train", "dev", "test")] == [29, 1, 2]
-    assert reading.splits["test"].texts["paragraph"][1].questions[1].ident == "validation3"
+    last = reading.splits["test"].texts["paragraph"][1]
+    assert last.context == "c 1 here" and len(last.questions) == 2
     unanswerable = {"text": [], "answer_start": []}
     write(tmp_path / "train.jsonl", [{"id": "1", "context": "c", "question": "why?",
                                       "answers": unanswerable}] * 9)  # fmt: skip

@@ -2,9 +2,9 @@
 ones are cut into, each with its question; spans within them.
 
 Rows of a source are one of
-    context, qas            a paragraph: [{"id", "question", "answers"}], an answer being its text,
-                            or {"text": …, "start": character offset}
-    id, context, question, answers    as on the hub: {"text": […], "answer_start": […]}
+    context, qas                  a paragraph: [{"question", "answers"}], an answer being its text,
+                                  or {"text": …, "start": character offset}
+    context, question, answers    as on the hub: {"text": […], "answer_start": […]}
 An answer without a start is placed at its first whole-word occurrence.
 
 Maps between paragraph characters, paragraph tokens and positions in a window's batch row.
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -31,9 +32,8 @@ KEYS = "task.path: a data set in the format of SQuAD"
 
 
 class Question(NamedTuple):
-    """answers: (text, character offset in the context); empty if not visible."""
+    """answers: (text, character offset in the context)."""
 
-    ident: str
     text: str
     answers: tuple[tuple[str, int], ...]
 
@@ -45,8 +45,7 @@ class Paragraph(NamedTuple):
 
 def rows_of(table: Table) -> Rows:
     """Rows with the one column "paragraph"."""
-    read = _paragraphs if "qas" in table.columns() else _grouped
-    paragraphs = list(read(table))
+    paragraphs = list(_paragraphs(table))
     return Rows(len(paragraphs), {"paragraph": paragraphs})
 
 
@@ -71,35 +70,49 @@ def sample(rows: Rows, most: int, seed: int) -> Rows:
     return Rows(len(kept), {"paragraph": kept})
 
 
-def _paragraphs(table: Table) -> Iterable[Paragraph]:
-    for number, (context, qas) in enumerate(table.rows(("context", "qas"), KEYS), start=1):
-        where = f"{table.where}, paragraph {number}"
-        try:
-            questions = []
-            for ident, qa in enumerate(qas):
-                places = [_place(context, answer) for answer in qa["answers"]]
-                _check_answered(places, qa["question"], where)
-                if None in places:
-                    missing = qa["answers"][places.index(None)]
-                    raise DataError(
-                        f"{where}: the answer {missing!r} is not at that place in its context"
-                    )
-                known = tuple(place for place in places if place is not None)
-                questions.append(Question(str(qa.get("id", ident)), qa["question"], known))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f'{where}: expected {{"context", "qas": [{{"id", "question", "answers"}}]}}, but '
-                f"{error!r}"
-            ) from error
-        yield Paragraph(context, tuple(questions))
-
-
-def _check_answered(answers: Sequence[object], question: str, where: str) -> None:
-    if not answers:
+def _paragraphs(table: Table) -> Iterator[Paragraph]:
+    try:
+        for number, (context, qas) in enumerate(_records(table), start=1):
+            where = f"{table.where}, paragraph {number}"
+            yield Paragraph(context, tuple(_question(context, qa, where) for qa in qas))
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{where}: the question {question!r} has no answer; SQuAD 2.0's unanswerable "
+            f'{table.where}: expected {{"context", "qas": [{{"question", "answers"}}]}}, or '
+            f"the columns context, question, answers, but {error!r}"
+        ) from error
+
+
+def _records(table: Table) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """context, qas; rows of one question each are grouped by consecutive equal contexts."""
+    if "qas" in table.columns():
+        yield from table.rows(("context", "qas"), KEYS)
+        return
+    rows = table.rows(("context", "question", "answers"), KEYS)
+    for context, asked in groupby(rows, key=itemgetter(0)):
+        yield context, [
+            {"question": question, "answers": [
+                {"text": text, "start": start}
+                for text, start in zip(answers["text"], answers["answer_start"], strict=True)
+            ]}
+            for _, question, answers in asked
+        ]  # fmt: skip
+
+
+def _question(context: str, qa: Mapping[str, Any], where: str) -> Question:
+    places = []
+    for answer in qa["answers"]:
+        place = _place(context, answer)
+        if place is None:
+            raise DataError(f"{where}: the answer {answer!r} is not at that place in its context")
+        places.append(place)
+    if not places:
+        raise DataError(
+            f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's unanswerable "
             "questions are not supported"
         )
+    return Question(qa["question"], tuple(places))
 
 
 def _place(context: str, answer: Any) -> tuple[str, int] | None:
@@ -113,28 +126,6 @@ def _place(context: str, answer: Any) -> tuple[str, int] | None:
     whole = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", context)
     at = whole.start() if whole else context.find(text)
     return (text, at) if text and at >= 0 else None
-
-
-def _grouped(table: Table) -> list[Paragraph]:
-    """Group rows (one question each) by consecutive equal contexts."""
-    groups: list[tuple[str, list[Question]]] = []
-    try:
-        for ident, context, asked, answers in table.rows(
-            ("id", "context", "question", "answers"), KEYS
-        ):
-            pairs = zip(answers["text"], answers["answer_start"], strict=True)
-            if not groups or groups[-1][0] != context:
-                groups.append((context, []))
-            groups[-1][1].append(Question(ident, asked, tuple(pairs)))
-            _check_answered(groups[-1][1][-1].answers, asked, table.where)
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{table.where}: expected the columns id, context, question and answers (text, "
-            f"answer_start), but {error!r}"
-        ) from error
-    return [Paragraph(context, tuple(questions)) for context, questions in groups]
 
 
 @dataclass(frozen=True)

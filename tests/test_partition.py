@@ -1,4 +1,4 @@
-"""Tensors dealt out in parts of about equal size."""
+"""Tensors cut into parts of about equal size."""
 
 import torch
 from hypothesis import given, settings
