@@ -95,7 +95,9 @@ def test_a_rank_that_falls_silent_is_named_and_one_that_has_not_come_is_waited_f
     ranks.come(0)
     line = ranks.come_by_hand(1)
     wait_for(lambda: bool(ranks.lost), 20)
-    assert isinstance(ranks.lost[0], LinkTimeout) and "rank 1 sent no heartbeat" in str(ranks.lost[0])
+    assert isinstance(ranks.lost[0], LinkTimeout) and "rank 1 sent no heartbeat" in str(
+        ranks.lost[0]
+    )
     assert line is not None
 
     patient = Ranks(lost_after_s=0.2)
