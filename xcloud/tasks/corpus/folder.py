@@ -28,7 +28,7 @@ class InFolder(Sampled):
     path: Text
 
     @property
-    def where(self) -> str:  # type: ignore[override]
+    def where(self) -> str:
         return str(Path(self.path).expanduser())
 
     def source_name(self) -> str:
