@@ -16,10 +16,17 @@ from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.compression import Compression, Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.schedule import GPipe, Schedule, with_micro_batches
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import lines_of
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced, replicas_of
+from xcloud.plan.plans import (
+    NO_COMPRESSION,
+    Arranged,
+    Plan,
+    Priced,
+    replicas_of,
+    with_micro_batches,
+)
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile
 from xcloud.plan.recorded import PREDICTED_FILE

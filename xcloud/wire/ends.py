@@ -95,12 +95,8 @@ class Ends:
         capacity_bytes: int,
         window: LinkWindow,
         boundary: int = CONTROL,
-        overdue_s: float | None = None,
     ) -> SendingEnd:
-        """boundary: stage before it, for logs and records of messages between stages. overdue_s:
-        by default as long as a message of capacity_bytes may take."""
-        if overdue_s is None:
-            overdue_s = self.layout.overdue_s(self.rank, peer, capacity_bytes)
+        """boundary: stage before it, for logs and records of messages between stages."""
         record = None
         if self.leaves_cloud(peer):
             there = self.layout.placement(peer).cloud
@@ -109,12 +105,12 @@ class Ends:
         settings = OutSettings(
             self._name(peer), capacity_bytes, self._clocks.to(peer), window,
             self._log(LinkName(boundary, self.rank, peer), peer), record, self.lives[peer],
-            overdue_s,
+            self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
         end = self._transport.out(line, peer, settings)
         self.outs.append(end)
         self._by_peer.setdefault(peer, []).append(end)
-        if self.leaves_cloud(peer):
+        if record is not None:
             self.wan_outs.append(end)
         return end
 
@@ -127,11 +123,7 @@ class Ends:
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
         boundary: int = CONTROL,
         on_end: Callable[[LinkError], None] | None = None,
-        advice: str | None = None,
     ) -> ReceivingEnd:
-        """advice: what makes this rank wait longer; by default the layout's."""
-        if advice is None:
-            advice = self.layout.overdue_advice(self.rank, peer)
         if self._carries is not None and self.leaves_cloud(peer):
             here = self.layout.placement(self.rank).cloud
             record = self.received.setdefault(peer, LinkRecord(here, self.rank, None))
@@ -144,8 +136,8 @@ class Ends:
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
-            self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer], advice,
-            meter, wan is not None and wan.emulated,
+            self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer],
+            self.layout.overdue_advice(self.rank, peer), meter, wan is not None and wan.emulated,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)
