@@ -33,8 +33,7 @@ GO_ON_FILE = "go_on"
 
 
 class ConsumerRun:
-    """`train()` does all steps. part: what learns. lost: called with a producer that the plan
-    counts on no more."""
+    """`train()` does all steps. part: what learns."""
 
     def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
         job, layout = rank.job, rank.job.cluster

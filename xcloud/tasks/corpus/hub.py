@@ -70,7 +70,7 @@ class OnHub(Sampled):
     revision: str | None = None
 
     @property
-    def where(self) -> str:  # type: ignore[override]
+    def where(self) -> str:
         return self.path
 
     def source_name(self) -> str:

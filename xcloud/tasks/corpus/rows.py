@@ -161,7 +161,6 @@ class Source:
     A generated corpus has all splits in the sizes asked for: these are the settings of Sampled.
     """
 
-    where: str
     dev_share: int | float = 0
     test_share: int | float = 0
     max_train_samples: int | None = None
@@ -170,6 +169,11 @@ class Source:
 
     def __post_init__(self) -> None:
         """Check what relates several settings; each base calls the next."""
+
+    @property
+    def where(self) -> str:
+        """Location, for messages."""
+        raise NotImplementedError
 
     def source_name(self) -> str:
         """A short name, without reading anything."""
