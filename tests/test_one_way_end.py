@@ -115,12 +115,12 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path
     clouds = {"d": OneWayCloud(), "a": OneWayCloud(share=1.0), "b": OneWayCloud(share=1.0)}
     ends = Ends(MemoryWorld().transport(0), OneWayLayout(clouds, "free"), tmp_path)
     closed: list[str] = []
-    lost = LinkTimeout("gave no sign of life")
+    lost = LinkTimeout("sent no heartbeat")
     for peer, error in ((1, lost), (2, None)):
         both = (ClosingIn(closed, f"from {peer}", error), ClosingOut(closed, f"to {peer}"))
         ends._by_peer[peer] = [*both]
 
-    assert ends.part_from([1, 2], 60.0) == {1: "gave no sign of life"}
+    assert ends.part_from([1, 2], 60.0) == {1: "sent no heartbeat"}
     assert closed == ["to 1", "to 2", "from 1", "from 2"]
 
 

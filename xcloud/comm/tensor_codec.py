@@ -1,4 +1,4 @@
-"""Named tensors of fixed shapes as one message, and back: what replicas tell each other of their
+"""Named tensors of fixed shapes as one message, and back: what replicas send each other of their
 gradients or weight changes. Compressors and residuals, no links.
 
 A compressor sees a tensor as a matrix: [rows, rest] for two axes and more, [1, n] for a vector.

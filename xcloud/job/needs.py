@@ -184,7 +184,7 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
             holders = job.security.holders.get(name)
             if first != last and holders is not None and cloud not in holders:
                 return Lack(
-                    f"cloud {cloud!r} would get gradients that tell which words are in {name!r}, "
+                    f"cloud {cloud!r} would get gradients that show which words are in {name!r}, "
                     f"and security.holders.{name} keeps these in {', '.join(holders)}",
                     "put both ends of the model into one cloud (cluster=u_shape)",
                 )

@@ -1,4 +1,4 @@
-"""The link ends of one rank and what they share: names, clocks, records, signs of life. Which ends
+"""The link ends of one rank and what they share: names, clocks, records, heartbeats. Which ends
 a rank needs is up to its wiring (wiring.py, one_way/wiring.py).
 """
 
@@ -181,26 +181,26 @@ class Ends:
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life.
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats.
 
         may_be_gone: errors of an end that do not matter: its peer may have left before.
         """
         patience_s = self.layout.liveness.lost_after_s
-        # Those made first, which bear signs of life, last.
+        # Those made first, which carry heartbeats, last.
         ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self.ins]
         for end in ends:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
     def await_goodbye(self, peer: int) -> None:
-        """As long as it gives signs of life. Raises LinkTimeout."""
+        """As long as it sends heartbeats. Raises LinkTimeout."""
         for end in self._by_peer.get(peer, []):
             if isinstance(end, ReceivingEnd):
                 end.close(self.layout.liveness.lost_after_s)
 
     def part_from(self, peers: Sequence[int], patience_s: float) -> dict[int, str]:
         """Deliver everything to these and say goodbye, then hear theirs, as long as they give
-        signs of life. Returns why one said none, by peer: not an error."""
+        heartbeats. Returns why one said none, by peer: not an error."""
         unheard: dict[int, str] = {}
         both = [(peer, end) for peer in peers for end in reversed(self._by_peer.get(peer, []))]
         for kind in (SendingEnd, ReceivingEnd):

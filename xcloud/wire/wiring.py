@@ -78,7 +78,7 @@ class Wiring:
         return self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))
 
     def close(self) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats."""
         self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
 
 
@@ -109,7 +109,7 @@ def wire(
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
-    """Reports, checkpoints and signs of life, between rank 0 and each other rank of any job.
+    """Reports, checkpoints and heartbeats, between rank 0 and each other rank of any job.
     on_report: see wire."""
     layout, everyone = ends.layout, range(ends.layout.num_ranks)
     ends.line("control", everyone)
