@@ -79,8 +79,8 @@ class ConsumerEvents:
         sums: Mapping[str, float],
         is_skipped: bool,
     ) -> None:
-        """This rank's event of a step, which ends here. The first rank reports the sums, but not of
-        a skipped update, where they need not be numbers.
+        """This rank's event of a step, which ends here. The first rank reports the sums, but not
+        of a skipped update, where they need not be numbers.
 
         other_bytes: sent and received so far besides batches.
         """
