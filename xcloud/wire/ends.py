@@ -51,7 +51,7 @@ class Ends:
     ) -> None:
         """received: what each kind of message from another cloud carries, where this rank is to
         keep a record of those that it handles, too."""
-        self.rank, self.layout = transport.rank, layout
+        self.rank, self.layout, self.run_dir = transport.rank, layout, run_dir
         self.outs: list[SendingEnd] = []
         self.ins: list[ReceivingEnd] = []
         self.wan_outs: list[SendingEnd] = []
@@ -82,7 +82,7 @@ class Ends:
         self._transport.line(name, ranks)
 
     def group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """The group of these ranks, in the order of their lanes; None outside it."""
+        """The group of these ranks, in this order; None outside it."""
         joined = self._transport.group(ranks)
         if self.rank not in ranks:
             return None

@@ -30,14 +30,13 @@ from xcloud.tasks.corpus.rows import (
     Form,
     Names,
     OwnNames,
-    Sampled,
+    Source,
     SplitTables,
     Text,
     check_columns,
 )
 
-LANGUAGE = "^[a-z]{2,3}$"
-Language = Annotated[str, Field(pattern=LANGUAGE)]
+Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 Languages = Annotated[Sequence[Language], Field(min_length=1)]
 
 
@@ -170,7 +169,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 @settings("task", kw_only=True)
-class InFolder(Sampled):
+class InFolder(Source):
     """path: of the folder that holds the corpus."""
 
     path: Text
@@ -288,20 +287,14 @@ class FolderByLanguage(InFolder):
         files = list_files(Path(self.where), Form(expected))
         by_name = {file.name: file for file in files}
         there = ", ".join(file.label for file in files) or "none"
-        tests = {
-            name.removeprefix("test."): file
-            for name, file in by_name.items()
-            if name.startswith("test.") and re.match(LANGUAGE, name.removeprefix("test."))
-        }
-        ordered = sorted(tests, key=lambda language: (language != here, language))
-        wanted = ordered if self.languages is None else self.languages
+        names = (re.fullmatch(r"test\.([a-z]{2,3})", name) for name in by_name)
+        tests = {match[1]: by_name[match[0]] for match in names if match}
+        wanted = self.languages or sorted(tests, key=lambda x: (x != here, x)) or ["LANGUAGE"]
         if missing := [language for language in wanted if language not in tests]:
             raise DataError(
                 f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; "
                 f"found: {there}"
             )
-        if not wanted:
-            raise DataError(f"{self.where}: no test.LANGUAGE.tsv; found: {there}")
         dev = next((by_name[f"{n}.{here}"] for n in DEV_NAMES if f"{n}.{here}" in by_name), None)
         train = by_name.get(f"train.{here}") or by_name.get("train")
         remarks = []
