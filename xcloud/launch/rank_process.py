@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -104,7 +104,7 @@ def live(
     """One rank's life, whatever its role, once the ranks have compared what they run. transport:
     joins it to the others; None: torch's default process group does (a lone rank needs none).
     Returns whether the run has ended early, as asked."""
-    layout = job.cluster
+    layout, is_resumed = job.cluster, has_events(run_dir)  # before rank 0 makes the file
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
     # The role is there before anything is reported.
@@ -114,6 +114,7 @@ def live(
     )  # fmt: skip
     take = intake.take if intake else lambda peer, frame: None
     context = _context(job, run_dir, reporter, take, agreed, holder, process, transport)
+    context = replace(context, is_resumed=is_resumed)
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -159,12 +160,12 @@ def _context(
     job: Job, run_dir: Path, reporter: Reporter, on_report: OnReport, agreed: Agreed,
     holder: RankCheckpoints, process: Process, transport: Transport | None,
 ) -> RankContext[Any]:  # fmt: skip
-    layout, rank, is_resumed = job.cluster, holder.rank, has_events(run_dir)
+    layout, rank = job.cluster, holder.rank
     turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
     device = _device(layout.clouds[layout.cloud_of(rank)].device)
     return RankContext(
         job, rank, run_dir, device, reporter, on_report, agreed.verdict, holder, process.asked,
-        is_resumed, transport, turns,
+        transport=transport, turns=turns,
     )  # fmt: skip
 
 
