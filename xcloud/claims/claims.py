@@ -108,7 +108,8 @@ class Cell:
 @settings("claim")
 class Claim:
     """source: where it is published. means: what it says here. runs: settings of run.py by row;
-    or module: a benchmark that writes rows, `python -m module OUT.jsonl`. needs: what must be
+    or module: one that is run with these words and writes the rows to OUT/rows.jsonl; in both DATA
+    stands for the folder of data. needs: what must be
     there, such as a folder of data. quick: settings for a run of minutes; leaves_out: what that
     run cannot tell."""
 

@@ -17,6 +17,7 @@ from xcloud.base.project import project_root
 from xcloud.claims.claims import FILE, Claim, read_claims
 from xcloud.claims.records import FOLDER, made
 
+ROWS_FILE = "rows.jsonl"  # of a module, in its OUT folder: a line of JSON a row
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -121,11 +122,10 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _of_module(
     claim: Claim, data: Path | None, out: Path, quick: bool
 ) -> Iterator[Mapping[str, Any]]:
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "rows.jsonl"
-    words = [word.replace("DATA", str(data)).replace("OUT", str(file)) for word in claim.module]
+    words = [word.replace("DATA", str(data)).replace("OUT", str(out)) for word in claim.module]
     more = claim.quick if quick else ()
     done = subprocess.run([sys.executable, "-m", *words, *more], cwd=project_root())
     if done.returncode:
         raise RunFailed(f"python -m {' '.join(words)} ended with code {done.returncode}")
-    yield from (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    text = (out / ROWS_FILE).read_text(encoding="utf-8")
+    yield from (json.loads(line) for line in text.splitlines())

@@ -10,7 +10,6 @@ from xcloud.base.project import project_root
 from xcloud.claims.claims import FILE, Claim, Estimate, Figure, judge, read_claims
 from xcloud.claims.list import Records, read_records
 from xcloud.claims.records import Record
-from xcloud.report.picture_style import DPI, LINES
 from xcloud.report.site import Cell, Page, Picture, Table, write_site
 
 NUM_HEADLINES = 4
@@ -57,7 +56,7 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
 
 def draw(claim: Claim, record: Record, path: Path) -> bool:
     """The claim's figure by row, mean and standard error over seeds; False if no row has it."""
-    from matplotlib.figure import Figure as Canvas  # only where something is drawn
+    from xcloud.report.figures import LINES, canvas, save  # draws: only where a site is made
 
     column, where = claim.rules[0].figure.column, claim.rules[0].figure.where
     names = dict.fromkeys(row["row"] for row in record.rows)
@@ -65,8 +64,8 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     drawn: dict[str, Estimate] = {name: one for name, one in found.items() if one is not None}
     if not drawn:
         return False
-    canvas = Canvas(figsize=(6.4, 0.8 + 0.32 * len(drawn)), layout="constrained")
-    axes = canvas.subplots()
+    figure = canvas("", 6.4, 0.8 + 0.32 * len(drawn))
+    axes = figure.subplots()
     means, errors = (
         [getattr(one, key) or 0.0 for one in drawn.values()] for key in ("mean", "error")
     )
@@ -75,7 +74,7 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     axes.invert_yaxis()
     axes.set_xlabel(column)
     axes.grid(axis="x", alpha=0.3)
-    canvas.savefig(path, dpi=DPI)
+    save(figure, path)
     return True
 
 

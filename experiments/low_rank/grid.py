@@ -1,0 +1,128 @@
+"""Fig. 9 (every block) and Table 3 (r = 8, 16, 32, bottom and top block), row by row.
+
+    python -m experiments.low_rank.grid CORPORA OUT [--seeds 1 2 3] [--parts fig9 table3]
+
+CORPORA holds sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM (6 x 384), text and
+labels with one owner, two ranks on a line that is never full. A line of JSON for each row goes to
+OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from xcloud.claims.reproduce import figures_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FEW = ["model.split.method=pca", "model.split.rank=96",
+       "compression=low_rank_few_bits_u_shape",
+       "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
+UPDATES = {"sst2": 250, "qnli": 250, "mrpc": 345, "cola": 540, "stsb": 540}
+LENGTH = {"sst2": 40, "qnli": 80, "mrpc": 96, "cola": 40, "stsb": 64}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("corpora", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parts", nargs="+", default=["fig9", "table3"])
+    given = parser.parse_args()
+    corpora, out = given.corpora.resolve(), given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        [sys.executable, "experiments/low_rank/prepare.py", corpora, out / "data"],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
+    record = out / "rows.jsonl"
+    lines = record.read_text().splitlines() if record.exists() else []
+    keys = ("task", "row", "seed")
+    done = {tuple(line[key] for key in keys) for line in map(json.loads, lines)}
+    cells = {"fig9": fig9, "table3": table3}
+    for part, seed in product(given.parts, given.seeds):
+        for task, cut, layer in cells[part]():
+            row = cut if layer is None else f"{cut}, block {layer}"
+            if (task, row, seed) not in done:
+                done.add((task, row, seed))
+                line = {"task": task, "row": row, "seed": seed}
+                line |= run(task, cut, layer, seed, corpora, out)
+                with record.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def fig9() -> Iterator[tuple[str, str, int | None]]:
+    for task in ("qnli", "sst2"):
+        yield task, "unsplit", None
+        for cut in ("svd r8", "pca r96, few bits", "svd r32", "svd r16"):
+            for layer in range(6):
+                yield task, cut, layer
+
+
+def table3() -> Iterator[tuple[str, str, int | None]]:
+    for task in ("mrpc", "cola", "stsb", "squad"):
+        yield task, "unsplit", None
+        for layer in (5, 0):
+            for cut in ("svd r8", "svd r16", "svd r32", "pca r96, few bits"):
+                yield task, cut, layer
+
+
+def run(
+    task: str, cut: str, layer: int | None, seed: int, corpora: Path, out: Path
+) -> dict[str, Any]:
+    folder = out / f"run{sum(1 for _ in out.glob('run*'))}"
+    words = [
+        f"seed={seed}", f"hydra.run.dir={folder}", f"cache_dir={out / 'cache'}", "tracker=none",
+        "profile=files", "training.precision=bf16", "schedule.num_micro_batches=1",
+        "training.checkpoint.every_minutes=0", *of_task(task, corpora, out),
+    ]  # fmt: skip
+    if layer is None:
+        words += ["cluster=local", "model.split.layer=null"]
+    else:
+        words += ["cluster/wan=free", f"model.split.layer={layer}"]
+        words += (
+            FEW if cut.startswith("pca") else [f"model.split.rank={cut.removeprefix('svd r')}"]
+        )
+        if task == "squad" and cut.startswith("pca"):
+            words.append("model.split.head_rank=32")
+    subprocess.run(
+        [sys.executable, "run.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return figures_of(json.loads((folder / "summary.json").read_text()))
+
+
+def of_task(task: str, corpora: Path, out: Path) -> list[str]:
+    if task == "squad":
+        return [
+            "+exp=bert_split_squad", f"task.path={corpora / 'squad_v1'}", "task.max_length=192",
+            "task.stride=64", "task.max_question=32", "task.max_eval_samples=600",
+            "training.max_steps=300", "training.batch_size=16", "training.evaluate_every=0",
+            "training.eval_batch_size=64", "training.optimizer.warmup_steps=30",
+            "training.optimizer.learning_rate=2e-4",
+        ]  # fmt: skip
+    folder = {"sst2": out / "data", "qnli": out / "data", "stsb": corpora}.get(task, corpora)
+    name = "stsb_multi" if task == "stsb" else task
+    steps = UPDATES[task]
+    pairs = task in ("qnli", "mrpc", "stsb")
+    return [
+        "+exp=bert_split_qnli" if pairs else "+exp=bert_split_sst2", f"task.name={task}",
+        f"task.path={folder / name}",
+        f"task.max_length={LENGTH[task]}", f"training.max_steps={steps}",
+        f"training.evaluate_every={steps}", f"training.optimizer.warmup_steps={steps // 10}",
+        "training.eval_batch_size=250",
+        "training.eval_samples=4000" if task == "qnli" else "training.eval_samples=null",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
