@@ -15,6 +15,8 @@ def check(names: tuple[str, ...], folder: Path, patch: pytest.MonkeyPatch) -> No
     table = measured(folder, patch, names)
     for name, entry in table.items():
         assert entry["bytes"] == KEPT[name]["bytes"], name
+        is_resumed = '"resume"' in (folder / name / "events.jsonl").read_text()
+        assert is_resumed is name.endswith(", gone on")
         assert entry["losses"] == pytest.approx(KEPT[name]["losses"], rel=1e-4), name
 
 

@@ -104,7 +104,7 @@ def live(
     """One rank's life, whatever its role, once the ranks have compared what they run. transport:
     joins it to the others; None: torch's default process group does (a lone rank needs none).
     Returns whether the run has ended early, as asked."""
-    layout = job.cluster
+    layout, is_resumed = job.cluster, has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
     # The role is there before anything is reported.
@@ -113,7 +113,7 @@ def live(
         events.append if events else lambda lines: role.report(lines), process.state,
     )  # fmt: skip
     take = intake.take if intake else lambda peer, frame: None
-    context = _context(job, run_dir, reporter, take, agreed, holder, process, transport)
+    context = _context(job, reporter, take, agreed, holder, process, transport, is_resumed)
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -156,10 +156,10 @@ def _play(role: Role[Any], agreed: Agreed, reporter: Reporter) -> None:
 
 
 def _context(
-    job: Job, run_dir: Path, reporter: Reporter, on_report: OnReport, agreed: Agreed,
-    holder: RankCheckpoints, process: Process, transport: Transport | None,
+    job: Job, reporter: Reporter, on_report: OnReport, agreed: Agreed, holder: RankCheckpoints,
+    process: Process, transport: Transport | None, is_resumed: bool,
 ) -> RankContext[Any]:  # fmt: skip
-    layout, rank, is_resumed = job.cluster, holder.rank, has_events(run_dir)
+    layout, rank, run_dir = job.cluster, holder.rank, holder.run_dir
     turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
     device = _device(layout.clouds[layout.cloud_of(rank)].device)
     return RankContext(
