@@ -45,8 +45,9 @@ from xcloud.plan.profile import (
     Piece,
     Profile,
 )
-from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of
+from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.timeline import timeline_of
 
 FREE_LINE = ("free", 1e10, 0.0)
 LINES = [FREE_LINE, ("30 Mbit/s", 30e6, 0.0), ("10 Mbit/s, 20 ms", 10e6, 0.01),
@@ -105,7 +106,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         run_dir = Path(folder) / "run"
         run(OmegaConf.create(config), run_dir)
-        timeline = read_timeline(run_dir)
+        timeline = timeline_of(EventReader(run_dir / EVENTS_FILE))
+        assert timeline is not None
         experiment = job_from_config(read_config(run_dir / EXPERIMENT_FILE))
     costs = measured_costs(timeline)
     found = {

@@ -1,6 +1,6 @@
-"""What checkpoints and signs of life cost: python -m benchmarks.checkpoint_cost [--turns N]
+"""What checkpoints and heartbeats cost: python -m benchmarks.checkpoint_cost [--turns N]
 
-Step time of a small pipeline with neither, with a checkpoint every few steps, with a sign of life
+Step time of a small pipeline with neither, with a checkpoint every few steps, with a heartbeat
 every few milliseconds, and with both, side by side in turns, so that what else the machine does
 falls on all. Both are far more frequent than by default, which is calculated from that.
 The pause that a large state makes: benchmarks/checkpoint_pause.py.
@@ -33,8 +33,8 @@ from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02
-SETTINGS = {  # checkpoints every so many steps, signs of life
-    "neither": (0, False), "checkpoints": (EVERY, False), "signs of life": (0, True),
+SETTINGS = {  # checkpoints every so many steps, heartbeats
+    "neither": (0, False), "checkpoints": (EVERY, False), "heartbeats": (0, True),
     "both": (EVERY, True),
 }  # fmt: skip
 ABOUT = {"release": "", "attempt": 1, "stages": [], "settings": {}, "facts": {}}
@@ -113,7 +113,7 @@ def costs(series: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         error[name] = round((high - low) / 1.35 / len(series[name]) ** 0.5, 2)  # from quartiles
     by_default = {
         "checkpoints every 500 steps": cost["checkpoints"] * EVERY / 500,
-        "signs of life every 5 s": cost["signs of life"] * BEAT_S / DEFAULT_LIVENESS.interval_s,
+        "heartbeats every 5 s": cost["heartbeats"] * BEAT_S / DEFAULT_LIVENESS.interval_s,
     }
     return {
         "cost_percent": cost, "standard_error": error,

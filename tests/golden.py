@@ -125,9 +125,8 @@ def entry(run_dir: Path) -> dict[str, Any]:
         for kind, num_bytes in event.get("sent", {}).items():
             sent[kind] += num_bytes
     sent.pop("other", None)  # reports, whose lengths follow from measured times
-    step = SAVED if run_dir.name.startswith("one way") else STEPS  # one-way jobs save no last step
     digest = hashlib.sha256()
-    for one in sorted(map(_digest, state(run_dir, step).values())):
+    for one in sorted(map(_digest, state(run_dir, STEPS).values())):
         digest.update(one)
     found = sorted(losses(run_dir).items())
     return {

@@ -66,7 +66,7 @@ LARGER = {
     "cluster.link_profile.LinkProfile": 15, "comm.step_clock.StepClock": 16,
     "contracts.model.BuildContext": 13, "job.job.Job": 12,
     "rank.role.RankContext": 12, "record.events.StepTotals": 15,
-    "training.settings.Training": 12, "watch.monitor.Monitor": 15, "wire.ends.Ends": 14,
+    "training.settings.Training": 12, "watch.monitor.Monitor": 16, "wire.ends.Ends": 15,
 }  # fmt: skip
 """Still beyond the bounds: fields of classes."""
 

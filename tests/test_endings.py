@@ -90,7 +90,7 @@ def test_a_test_evaluation_that_fails_loses_no_trained_stage(tmp_path: Path) -> 
 def test_a_rank_that_is_stopped_in_an_evaluation_is_named(tmp_path: Path) -> None:
     """By rank 0, which waits for it, or by the launcher, which sees that it is stopped."""
     started_s = time.monotonic()
-    with pytest.raises(RunFailed, match=r"rank 1 (has not come .*no sign of life|.*SIGSTOP)"):
+    with pytest.raises(RunFailed, match=r"rank 1 (has not come .*no heartbeat|.*SIGSTOP)"):
         config = config_of(TWO_CLOUDS, 2, predict_how="stop")
         # Its last step is saved, so it would start again.
         config["launch"] = {"_target_": "xcloud.job.job.Launch", "max_restarts": 0}
@@ -152,5 +152,5 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
     for rank, waits in ((0, ""), (1, " while this rank waited for the barrier of 2 ranks")):
         failure = launch.failure_of(tmp_path, rank)
         assert failure is not None
-        assert f"rank 2 (cloud b) gave no sign of life for 3 s{waits}" in failure["message"]
+        assert f"rank 2 (cloud b) sent no heartbeat for 3 s{waits}" in failure["message"]
     wait_for(lambda: no_workers(tmp_path), 60)  # the monitor writes what the run was

@@ -248,7 +248,7 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
         """,
     )
 
-    assert results[0][1].startswith("closed\nrank 1 of cloud 'x' did not say goodbye and gave no")
+    assert results[0][1].startswith("closed\nrank 1 of cloud 'x' did not say goodbye and sent no")
 
 
 def test_of_gloos_errors_neither_source_position_nor_advice_is_shown() -> None:

@@ -188,7 +188,7 @@ def test_nothing_begins_again_unless_asked_for(
 def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_not(
     tmp_path: Path,
 ) -> None:
-    """Where no link looks for signs of life: while ranks join, and in a collective."""
+    """Where no link looks for heartbeats: while ranks join, and in a collective."""
 
     def ranks_of(script: str, essential: frozenset[int] | None = None) -> LocalRanks:
         ranks = LocalRanks(tmp_path, ["a", "b"], essential, lost_after_s=1.0)

@@ -43,7 +43,7 @@ class Ranks:
         return self.joined[rank]
 
     def come_by_hand(self, rank: int) -> _Line:
-        """A rank that gives no sign of life but those that the test gives."""
+        """A rank that sends no heartbeat but those that the test gives."""
         lines: list[_Line] = []
         self._sign_in(rank, lambda peer, store: lines.append(_Line(store, 1, 30.0)))
         wait_for(lambda: bool(lines), 20)
@@ -95,7 +95,9 @@ def test_a_rank_that_falls_silent_is_named_and_one_that_has_not_come_is_waited_f
     ranks.come(0)
     line = ranks.come_by_hand(1)
     wait_for(lambda: bool(ranks.lost), 20)
-    assert isinstance(ranks.lost[0], LinkTimeout) and "rank 1 gave no sign" in str(ranks.lost[0])
+    assert isinstance(ranks.lost[0], LinkTimeout) and "rank 1 sent no heartbeat" in str(
+        ranks.lost[0]
+    )
     assert line is not None
 
     patient = Ranks(lost_after_s=0.2)
@@ -148,7 +150,7 @@ def test_a_rank_that_is_lost_in_a_run_is_named_by_all_whatever_they_do(how: str)
             lines[0].receive("rank 0")
             lines.clear()
         wait_for(lambda: ranks.lost.keys() == {0, 2}, 20)
-    what = "ended" if how == "dead" else "gave no sign of life for 2 s"
+    what = "ended" if how == "dead" else "sent no heartbeat for 2 s"
     assert str(ranks.lost[0]).startswith(f"rank 1 {what}") and said == [0]
     assert f"rank 1 {what} while this rank waited for the sum of 2 ranks" in str(ranks.lost[2])
 
@@ -162,7 +164,7 @@ def test_a_rank_that_others_can_do_without_may_fall_silent_and_come_back() -> No
     for rank in (0, 2):
         joined[rank].met(needs[rank], {}, lambda: None)
     wait_for(lambda: 2 in ranks.lost, 20)
-    assert "rank 1 gave no sign" in str(ranks.lost[2])
+    assert "rank 1 sent no heartbeat" in str(ranks.lost[2])
     line.receive("rank 0")
     line.send(_Word.ALIVE, 1)
     wait_for(lambda: 1 not in joined[0]._lost, 20)
@@ -186,7 +188,7 @@ def test_a_store_that_answers_no_more_while_the_ranks_join_is_named() -> None:
     assert asked.is_set() and not ranks.lost
     answers = False
     wait_for(lambda: 0 in ranks.lost, 20)
-    assert "the store gave no sign of life" in str(ranks.lost[0])
+    assert "the store sent no heartbeat" in str(ranks.lost[0])
 
 
 def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_go_on(
@@ -213,7 +215,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
         gone = transport(2)
         line = _Line(_life(gone.store, 2, gone.beginning), 1, 30.0)
         wait_for(lambda: 1 in ranks.lost, 20)
-        assert "rank 2 gave no sign of life" in str(ranks.lost.pop(1))
+        assert "rank 2 sent no heartbeat" in str(ranks.lost.pop(1))
         del line
         wait_for(lambda: 2 in first._lost, 20)
     assert not ranks.lost

@@ -1,4 +1,4 @@
-"""Signs of life and meetings, without networks: links in memory, ranks in threads."""
+"""Heartbeats and meetings, without networks: links in memory, ranks in threads."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
     ranks[1].out[0].send(MessageKey(Kind.MEETING, 1), ())
     said, _ = in_threads([wait, busy])
 
-    assert "rank 2 has not come" in said and "gave no sign of life for" in said
+    assert "rank 2 has not come" in said and "sent no heartbeat for" in said
     assert "cluster.wan" not in said  # there may be no such setting
     assert time.monotonic() - started_s > 1.5 + QUICK.lost_after_s - QUICK.interval_s - 0.1
 
@@ -122,7 +122,7 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
         return time.monotonic() - started_s, str(raised.value)
 
     seconds, said = waited_s(overdue_s=30.0, lives_s=0.8, lost_after_s=1.0)
-    assert 1.0 < seconds < 15.0 and "Its last sign of life came" in said
+    assert 1.0 < seconds < 15.0 and "Its last heartbeat came" in said
     seconds, _ = waited_s(overdue_s=1.5, lives_s=60.0, lost_after_s=20.0)
     assert 1.4 < seconds < 15.0
 

@@ -115,13 +115,17 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path
     clouds = {"d": OneWayCloud(), "a": OneWayCloud(share=1.0), "b": OneWayCloud(share=1.0)}
     ends = Ends(MemoryWorld().transport(0), OneWayLayout(clouds, "free"), tmp_path)
     closed: list[str] = []
-    lost = LinkTimeout("gave no sign of life")
+    lost = LinkTimeout("sent no heartbeat")
     for peer, error in ((1, lost), (2, None)):
         both = (ClosingIn(closed, f"from {peer}", error), ClosingOut(closed, f"to {peer}"))
         ends._by_peer[peer] = [*both]
 
-    assert ends.part_from([1, 2], 60.0) == {1: "gave no sign of life"}
+    assert ends.part_from([1, 2], 60.0) == {1: "sent no heartbeat"}
     assert closed == ["to 1", "to 2", "from 1", "from 2"]
+
+
+def consumer_links(job: OneWayExperiment, inbox: Inbox) -> ConsumerLinks:
+    return ConsumerLinks(job, cast(Ends, SimpleNamespace(run_dir=Path())), inbox, {})
 
 
 def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -> None:
@@ -133,7 +137,7 @@ def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -
     role.rank, role.job, role.group = 0, job, RankGroup.alone()
     role.context, role.reporter = SimpleNamespace(run_dir=Path()), Reporter(0, "disc", print)
     role.place, role.control = job.cluster.placement(0), SimpleNamespace(out={1: None, 2: None})
-    role.links = ConsumerLinks(Inbox([Source(0, 0), Source(1, 0)], 100), {})
+    role.links = consumer_links(job, Inbox([Source(0, 0), Source(1, 0)], 100))
     run, given_up = ConsumerRun(role, ToyConsumer(ToyFeed(), context)), []
     for p in (0, 1):
         role.links.inbox.set_ready(Source(p, 0))
@@ -166,7 +170,7 @@ def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -
         config = OmegaConf.create(feed_config(clouds, feed={"on_slow": on_slow}))
         role = object.__new__(ConsumerRank)
         role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(config))
-        role.links = ConsumerLinks(Inbox(sources, 9), {})
+        role.links = consumer_links(role.job, Inbox(sources, 9))
         return role
 
     def needed(role: ConsumerRank) -> list[bool]:

@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 
 from benchmarks.paper_step import simulate
 from tests.toy import toy_config
-from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.launch.local import run
@@ -16,8 +15,8 @@ from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, Zer
 from xcloud.plan.costs import FREE, Costs, Direction, Update
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.prediction import Prediction
-from xcloud.plan.recorded import read_timeline
-from xcloud.record.timeline import Timeline, write_trace
+from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.timeline import Timeline, timeline_of
 
 FULL = Costs(
     [0.010, 0.020],
@@ -75,29 +74,6 @@ def test_ranks_of_a_stage_are_read_as_their_mean_and_wait_for_nobody() -> None:
     assert [u.average_s for u in again.updates] == pytest.approx([0.01, 0.02], abs=3e-6)
 
 
-def test_a_trace_file_is_the_same_step(tmp_path: Path) -> None:
-    step = predict(PLAIN).timeline
-    write_trace(tmp_path / "timeline.json", step, {})
-
-    found = read_timeline(tmp_path)
-
-    assert without_ends(found) == without_ends(step)
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_timeline(tmp_path / "nothing")
-
-
-def without_ends(step: Timeline) -> Timeline:
-    """Of the ranks' steps, and the numbers of messages that carry none in a trace."""
-    return replace(
-        step,
-        lanes=tuple(replace(lane, from_us=0, until_us=0) for lane in step.lanes),
-        flights={
-            direction: tuple(f._replace(micro_batch=0) if f.kind == "norm" else f for f in some)
-            for direction, some in step.flights.items()
-        },
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "one_forward_one_backward"])
 def test_a_real_step_read_back_as_costs_predicts_its_own_time(
@@ -113,7 +89,8 @@ def test_a_real_step_read_back_as_costs_predicts_its_own_time(
     )  # fmt: skip
     config["model"] |= {"step_s": 0.01}  # type: ignore[operator]
     run(OmegaConf.create(config), tmp_path)
-    step = read_timeline(tmp_path)
+    step = timeline_of(EventReader(tmp_path / EVENTS_FILE))
+    assert step is not None
     from xcloud.job.config import EXPERIMENT_FILE, read_job
 
     experiment = read_job(tmp_path / EXPERIMENT_FILE)

@@ -23,9 +23,8 @@ from xcloud.plan.engine import NEVER, Program, run
 from xcloud.plan.formulas import Exchange, exchange_of
 from xcloud.plan.prediction import Simulator
 from xcloud.plan.profile import AveragingCodec, Curve, DirectionCurves
-from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
+from xcloud.plan.recorded import read_predicted, write_predicted
 from xcloud.plan.settings import Planning
-from xcloud.record.timeline import write_trace
 
 
 def plainly(
@@ -186,18 +185,10 @@ def test_what_a_plan_foresaw_is_read_back_from_its_trace(tmp_path: Path) -> None
     costs = Costs([0.01, 0.02], [0.02, 0.04], [Direction(900, 0.001)], [Direction(500)],
                   weights_s=[0.01, 0.02])  # fmt: skip
     step = Simulator(ZeroBubble(4, 3), layout, agrees=True, num_steps=2).run(costs).timeline
-    write_trace(tmp_path / PREDICTED_FILE, step, {"plan": "x"})
+    write_predicted(tmp_path, step, "pipeline")
 
-    found = read_timeline(tmp_path / PREDICTED_FILE)
-
-    assert found.clocks == "predicted" and found.clouds == ["a", "b"]
-    assert [lane.boxes for lane in found.lanes] == [lane.boxes for lane in step.lanes]
-    assert found.flights.keys() == step.flights.keys()
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is no timeline\.json"):
-        read_timeline(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_timeline(tmp_path / "nowhere")
+    assert read_predicted(tmp_path) == step
+    assert read_predicted(tmp_path / "nothing") is None
 
 
 def test_settings_that_name_candidates_of_another_kind_are_refused() -> None:

@@ -14,18 +14,16 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import (
-    GPipe,
-    OneForwardOneBackward,
-    Schedule,
-    ZeroBubble,
-    most_kept,
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble, most_kept
+from xcloud.parallel.strategy import Strategy
+from xcloud.plan.plans import (
+    NO_COMPRESSION,
+    Arranged,
+    Plan,
     share_of,
     variants_of,
     with_micro_batches,
 )
-from xcloud.parallel.strategy import Strategy
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import AveragingCodec, CompressorCosts, Curve, Profile
 from xcloud.plan.recorded import PLAN_FILE, predicted_of

@@ -28,7 +28,7 @@ from xcloud.plan.costs import Direction
 from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
-from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, read_timeline
+from xcloud.plan.recorded import PLAN_FILE, read_predicted
 from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary
@@ -113,7 +113,8 @@ def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -
     chosen = configs.job_from_config(planned(config, tmp_path / "run"))
 
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
-    foreseen = read_timeline(tmp_path / "run" / PREDICTED_FILE)
+    foreseen = read_predicted(tmp_path / "run")
+    assert foreseen is not None
     # A rank ends its step while the other one's last message is under way.
     assert foreseen.clocks == "predicted"
     assert 1e-6 * foreseen.until_us >= table["predicted_step_time_s"] - 1e-5

@@ -74,7 +74,7 @@ def test_labels_point_at_the_answer_and_every_answer_is_in_a_window(
             found[data._windows["train"].question_of[i]] = text
         else:
             assert last == 0
-    asked = [q for paragraph in data._paragraphs["train"] for q in paragraph.questions]
+    asked = [question for _, question in data._asked["train"]]
     assert sorted(found) == list(range(30))
     for number, text in found.items():
         assert text.lower() == asked[number].answers[0][0].lower()
@@ -138,7 +138,7 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
     assert view.head is None and view._tokenizer is None
-    assert not view._windows and not view._paragraphs and not view._labels
+    assert not view._windows and not view._asked and not view._labels
     for reach in (view.vocabulary, view.sentences):
         with pytest.raises(DataError, match="is not a text field visible here"):
             reach("text")

@@ -112,7 +112,7 @@ def test_a_rank_elsewhere_is_judged_by_its_last_sign_of_life(tmp_path: Path) -> 
     write(tmp_path, 0, host="another machine")
     assert ": running\n" in describe(tmp_path)
     write(tmp_path, 0, host="another machine", written=time.time() - 30)
-    assert "rank 0 gave no sign of life for 30 s" in describe(tmp_path)
+    assert "rank 0 sent no heartbeat for 30 s" in describe(tmp_path)
 
 
 def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xcloud.record.events import StepsAreGone
 from xcloud.record.summary import RunStatistics, Summary, write_summary
 
 REQUIRED = {
@@ -247,3 +248,23 @@ def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its
     assert found["wall_s"] == 12.0 + 5.0
     assert found["started_at"] == "1970-01-01T00:16:40+00:00"
     assert found["quality_at_step"] == 1
+
+
+def test_figures_are_the_same_where_only_sums_of_steps_long_past_are_kept() -> None:
+    """Also after a resume, unless it is from before them."""
+    whole, summed = RunStatistics(2), RunStatistics(2)
+    summed.steps.recent = 7
+    for statistics in (whole, summed):
+        for step in range(1, 60):
+            feed_step(statistics, step, step_s=0.5 + 0.01 * step)
+        resume = {"event": "resume", "rank": 0, "cloud": "source", "t": 1100.0, "step": 55}
+        statistics.feed(resume)
+        for step in range(56, 80):
+            feed_step(statistics, step, waiting_s=0.3)
+
+    assert len(summed.steps["compute_s", "source"]) < 3 + 3 * 7 < whole.num_steps
+    assert summarise(summed) == summarise(whole)
+    with pytest.raises(StepsAreGone):
+        summed.feed({**resume, "step": 20})
+    whole.feed({**resume, "step": 20})
+    assert whole.num_steps == 20

@@ -149,5 +149,5 @@ def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
     with pytest.raises(ConfigError, match=r"security\.privacy noises them apart"):
         job_from_config(composed(*tied, "security/privacy=sample"))
     for holders in ("{text: [cloud_a]}", "{label: [cloud_b]}"):
-        with pytest.raises(ConfigError, match="gradients that tell which words"):
+        with pytest.raises(ConfigError, match="gradients that show which words"):
             job_from_config(composed(*tied, f"+security.holders={holders}"))

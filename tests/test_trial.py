@@ -367,3 +367,28 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     before = dict(facts.table)
     stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})
     assert facts.table == before, "the first forward alone is counted"
+
+
+def test_a_block_of_a_stage_that_stands_alone_takes_its_share() -> None:
+    layout = ClusterLayout({"a": Cloud()}, "free")
+    for count in (1, 3):
+        pieces = [*EIGHT.pieces[: count - 1], EIGHT.pieces[7]]
+        legs = recorded(replace(EIGHT, pieces=pieces), layout, (count,))
+        facts = StageFacts(4000 * count, 4000 * count, 1e6 * count, 0.0, count)
+        found = Trial(legs, "none", [facts], [((0,), 1)], 16.0).pieces([0] * (count - 1))
+        assert len(found) == count and {piece.blocks for piece in found} == {1}
+        for one in found:
+            assert one.forward_s.at(4) == pytest.approx(0.04, abs=1e-4)
+            assert one.parameter_bytes == 4000
+
+
+@pytest.mark.parametrize("privacy", ["cloud", "sample"])
+def test_a_trial_adds_no_noise_which_a_pipeline_could_not(tmp_path: Path, privacy: str) -> None:
+    config = toy(tmp_path, "strategy=local_updates", f"security/privacy={privacy}")
+    config.schedule.num_micro_batches = config.training.batch_size = 16
+
+    trial = trial_of(config)
+
+    found: Any = configs.job_from_config(trial.trial_config)
+    assert found.security.privacy is None and found.strategy == Strategy()
+    assert len(trial.shapes) > 4, "several numbers of micro-batches, and zero bubble"

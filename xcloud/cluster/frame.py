@@ -83,7 +83,7 @@ class Kind(IntEnum):
     GOODBYE = 7
     START = 8  # what a stage passes to the next one, once, before the first step
     MEETING = 9  # a rank has reached a barrier; rank 0 answers when all have
-    ALIVE = 10  # a sign of life of a rank that is busy outside a step
+    ALIVE = 10  # a heartbeat of a rank that is busy outside a step
     AVERAGING = 11  # gradients or weight changes, between replicas of the pipeline
     # One-way jobs: a producer's batch, its "ready", the consumer's order for batches, and its
     # "stop" when it needs no more.
@@ -132,13 +132,13 @@ class Frame(NamedTuple):
 
     @property
     def sent_at_s(self) -> float | None:
-        """By the sender's clock; None where the sender did not tell."""
+        """By the sender's clock; None where the sender did not send it."""
         return -self.deliver_at_s if self.deliver_at_s < 0 else None
 
 
 def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:
     """Bytes of a frame that carries these parts, header included. Raises ConfigError for parts
-    whose sizes it cannot tell."""
+    whose sizes it cannot hold."""
     longest = max((size for spec in specs for size in spec.shape), default=0)
     if longest > _MOST:
         raise ConfigError(

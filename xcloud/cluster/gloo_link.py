@@ -87,7 +87,7 @@ class GlooOutLink(SendingEnd):
             self._put(None)
         if not wait_for_peer(self._has_ended, self._settings.life, timeout_s):
             raise LinkTimeout(
-                f"{self.peer_name} did not take the last messages and gave no sign of life for "
+                f"{self.peer_name} did not take the last messages and sent no heartbeat for "
                 f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
             )
         if self._failure is not None:
@@ -116,7 +116,7 @@ class GlooOutLink(SendingEnd):
                 if time.monotonic() > until(started_s, settings.overdue_s):
                     raise LinkTimeout(
                         f"{self.peer_name} has taken none of the waiting messages for "
-                        f"{time.monotonic() - started_s:.0f} s; its last sign of life came "
+                        f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
                         f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
                     ) from None
 

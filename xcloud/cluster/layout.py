@@ -180,14 +180,14 @@ def num_ranks_in_words(count: int) -> str:
 @settings("cloud")
 class Cloud:
     """One cloud. Every rank holds all of the cloud's stages, or, with one_stage_per_rank, the
-    ranks are dealt to the stages in order (first the ranks of the first stage).
+    ranks are assigned to the stages in order (first the ranks of the first stage).
 
     stages: numbers of the stages that live here; None = the cloud's own position in its replica.
     device: "auto" takes a GPU where there is one.
     slowdown: 4 = the cloud's ranks compute four times as long as this machine needs (a user's own
         weak device, emulated: they sleep after each piece of work). Compressing is not slowed.
-    shard: deal parameters, gradients and moments of each stage over its ranks, so that none holds
-        a stage whole while it trains (FSDP2).
+    shard: distribute parameters, gradients and moments of each stage over its ranks, so that none
+        holds a stage whole while it trains (FSDP2).
     replica: number of the copy of the pipeline that this cloud is a part of.
     """
 
@@ -266,7 +266,7 @@ class ClusterLayout(Layout[Cloud]):
         return Placement(rank, name, stages, cloud.replica)
 
     def ranks_of(self, stage: int, replica: int = 0) -> tuple[int, ...]:
-        """Ranks that hold this stage in one replica, by lane."""
+        """Ranks that hold this stage in one replica, in order."""
         return self._ranks_of.get((stage, replica), ())
 
     @cached_property
@@ -278,7 +278,7 @@ class ClusterLayout(Layout[Cloud]):
         return {key: tuple(ranks) for key, ranks in found.items()}
 
     def replicas_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold this stage, by replica and lane: all of them train the same weights."""
+        """Ranks that hold this stage, by replica: all of them train the same weights."""
         return tuple(self.ranks_of(stage, replica) for replica in range(self.num_replicas))
 
     def owner(self, stage: int, micro_batch: int) -> int:
@@ -307,16 +307,16 @@ class ClusterLayout(Layout[Cloud]):
     @property
     def lanes_in_step(self) -> int:
         """Micro-batches must come in multiples of this, where ranks compute in step."""
-        dealt = [
+        sizes = [
             len(self.ranks_of(stage, cloud.replica))
             for cloud in self.clouds.values()
             for stage in cloud.stages or ()
             if cloud.shard
         ]
-        return math.lcm(*dealt)
+        return math.lcm(*sizes)
 
     def lane_period(self, stage: int) -> int:
-        """Micro-batches i and i + lane_period meet the same lanes on both sides of the boundary
+        """Micro-batches i and i + lane_period meet the same ranks on both sides of the boundary
         after `stage`."""
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
@@ -345,6 +345,6 @@ class ClusterLayout(Layout[Cloud]):
             f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
             + (f" of replica {cloud.replica}" if self.num_replicas > 1 else "")
             + (f", {cloud.slowdown:g}x slower" if cloud.slowdown > 1 else "")
-            + (", dealt over its ranks" if cloud.shard else "")
+            + (", sharded" if cloud.shard else "")
             for name, cloud in self.clouds.items()
         )

@@ -60,7 +60,7 @@ class OutLink(Protocol):
         """carries: what each part is, in words, for the record of what left the cloud."""
 
     def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
-        """Send a sign of life if nothing else is waiting to be sent. Never blocks."""
+        """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
 
     def close(self, timeout_s: float) -> None:
         """Deliver what is under way and say goodbye.
@@ -76,7 +76,7 @@ class InLink(Protocol):
         """The next message, which must be `key`.
 
         Raises LinkTimeout after overdue_s seconds (in an evaluation: not while the peer gives
-        signs of life), LinkClosed if the peer is gone, FrameError if something else came.
+        heartbeats), LinkClosed if the peer is gone, FrameError if something else came.
         """
 
     def close(self, timeout_s: float) -> None:

@@ -72,7 +72,7 @@ class OutSettings:
     window: receives that the peer posts, and bytes that may wait here before `send` blocks.
     log: where to note when each message was sent; None notes nothing.
     record: where to note what was sent; None where the peer is in the same cloud.
-    life: the peer's signs of life, shared with the other links to and from it.
+    life: the peer's heartbeats, shared with the other links to and from it.
     overdue_s: how long a full queue may stand still if the peer says nothing at all.
     """
 
@@ -91,11 +91,11 @@ class InSettings:
     """Of a receiving end.
 
     handlers: kinds that are handed to a function (in another thread than the reader's) instead of
-        `recv`. Whatever one raises is the link's end. Signs of life that have none are dropped.
+        `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
     window: receives to post, and bytes that may wait for `recv` before no more are taken.
     log: where to note when each message was delivered; None notes nothing.
     on_end: called once, in such a thread, when nothing more can come, with the reason.
-    life: the peer's signs of life, shared with the other links to and from it.
+    life: the peer's heartbeats, shared with the other links to and from it.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     meter: of a real line, shared by the links from the same peer; None measures nothing.
     is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
@@ -126,7 +126,7 @@ class SendingEnd:
     def __init__(self, settings: OutSettings) -> None:
         self.peer_name, self.stats = settings.peer_name, LinkStats()
         self._settings = settings
-        self._sending = threading.Lock()  # signs of life come from a thread of their own
+        self._sending = threading.Lock()  # heartbeats come from a thread of their own
         self._is_closing = False
         self._sequence = 0
 
@@ -138,7 +138,7 @@ class SendingEnd:
         if not self._sending.acquire(blocking=False):
             return
         try:
-            # What waits here is a sign of life itself as soon as it arrives.
+            # What waits here is a heartbeat itself as soon as it arrives.
             if not self._is_closing and self._is_idle:
                 self._send(MessageKey(Kind.ALIVE), parts, carries)
         finally:
@@ -211,7 +211,7 @@ class ReceivingEnd:
                 if time.monotonic() < deadline_s:
                     continue
                 waited_s = time.monotonic() - started_s
-                seen = f" Its last sign of life came {life.silent_s:.0f} s ago." * life.beats
+                seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." * life.beats
                 raise LinkTimeout(
                     f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
                     f"alive? {self._settings.advice}".rstrip()
@@ -222,10 +222,10 @@ class ReceivingEnd:
         return expect(found, key, self.peer_name).parts
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the peer's goodbye, as long as it gives signs of life."""
+        """Wait for the peer's goodbye, as long as it sends heartbeats."""
         if not wait_for_peer(self._over.wait, self._settings.life, timeout_s):
             raise LinkTimeout(
-                f"{self.peer_name} did not say goodbye and gave no sign of life for "
+                f"{self.peer_name} did not say goodbye and sent no heartbeat for "
                 f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
             )
 

@@ -31,8 +31,8 @@ def line_bytes(num_bytes: int) -> int:
 
 
 class Wan:
-    """What joins two clouds: here the network as it is (cluster/wan=real), whose bandwidth nobody
-    tells. Another carrier is a subclass, named by its YAML in conf/cluster/wan."""
+    """What joins two clouds: here the network as it is (cluster/wan=real), whose bandwidth is
+    not known. Another carrier is a subclass, named by its YAML in conf/cluster/wan."""
 
     advice: ClassVar[str] = (
         "a profile of conf/cluster/wan is chosen with a slash, such as cluster/wan=oregon_tokyo"

@@ -1,7 +1,7 @@
 """Liveness: when a peer was last heard, and how long it may be silent. No network here.
 
-Ranks of a pipeline send a sign of life every few seconds, from a thread, whatever else they do, so
-no limit on an evaluation or an export is needed. Every message counts as a sign of life. Inside a
+Ranks of a pipeline send a heartbeat every few seconds, from a thread, whatever else they do, so
+no limit on an evaluation or an export is needed. Every message counts as a heartbeat. Inside a
 step a message has a deadline too (`overdue_s`), which the link or the policy sets.
 """
 
@@ -21,8 +21,8 @@ from xcloud.base.settings import PositiveFloat, settings
 class Liveness:
     """When a silent rank counts as lost.
 
-    interval_s: how often a rank gives a sign of life.
-    lost_after_s: a rank is lost this many seconds after its last sign of life.
+    interval_s: how often a rank sends a heartbeat.
+    lost_after_s: a rank is lost this many seconds after its last heartbeat.
     overdue_after_s: how long a rank that lives may take for one message inside a step, where no
         emulated link says it.
     join_within_s: how long ranks that torchrun has not started yet are waited for.
@@ -37,7 +37,7 @@ class Liveness:
         if self.lost_after_s < 3 * self.interval_s:
             raise ConfigError(
                 f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least three "
-                f"times cluster.liveness.interval_s ({self.interval_s:g}): signs of life that "
+                f"times cluster.liveness.interval_s ({self.interval_s:g}): heartbeats that "
                 "rank 0 passes on come up to two intervals late"
             )
 
@@ -46,11 +46,11 @@ DEFAULT_LIVENESS = Liveness()
 
 
 class PeerLife:
-    """When one peer last gave a sign of life, by this machine's monotonic clock. Thread-safe."""
+    """When one peer last sent a heartbeat, by this machine's monotonic clock. Thread-safe."""
 
     def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
         self.policy = policy
-        self.beats = False  # signs of life come all the time: silence is a loss, in a step too
+        self.beats = False  # heartbeats come all the time: silence is a loss, in a step too
         self._lock = threading.Lock()
         self._last_s = float("-inf")
         self._awaited: tuple[object, float] | None = None  # message, since when
@@ -84,7 +84,7 @@ class PeerLife:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last sign of life, infinite before the first."""
+        """Seconds since the last heartbeat, infinite before the first."""
         with self._lock:
             return max(0.0, time.monotonic() - self._last_s)
 

@@ -203,4 +203,4 @@ class MemoryCollectives:
         return self._meeting.show(self._place, values)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        raise NotImplementedError("torch deals tensors over processes only")
+        raise NotImplementedError("torch shards tensors over processes only")

@@ -47,7 +47,7 @@ def machine_id() -> int:
 
 
 def num_cores() -> int:
-    """That this process may use; on macOS, which does not tell, all of them."""
+    """That this process may use; on macOS, which does not say, all of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -55,7 +55,7 @@ def num_cores() -> int:
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
-# machine (launch/processes.py), by signs of life on several (join/failure_detector.py).
+# machine (launch/processes.py), by heartbeats on several (join/failure_detector.py).
 FOREVER = timedelta(days=30)
 
 
@@ -79,7 +79,7 @@ class Collectives(Protocol):
         """Of every rank, in the order of the group."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """The same ranks, as torch takes them to deal tensors over."""
+        """The same ranks, as torch takes them to shard tensors over."""
 
 
 class Transport(Protocol):
@@ -337,7 +337,7 @@ class PairTransport:
     def _meet(self, ranks: tuple[int, ...]) -> int:
         """How often the first of these ranks has begun. All of them begin together, but may have
         begun unequally often: one may be lost before it has counted. So the first waits until the
-        newest beginning of every other knows of its own, and then tells them."""
+        newest beginning of every other knows of its own, and then writes so."""
         first, *others = ranks
         until_s = time.monotonic() + self._within_s
         if ranks not in self._met:

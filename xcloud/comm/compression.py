@@ -133,7 +133,7 @@ class CompressionPlan(ABC):
 
 @settings("compression")
 class Compression(CompressionPlan):
-    """forward: for activations. backward: for their gradients. averaging: for what replicas tell
+    """forward: for activations. backward: for their gradients. averaging: for what replicas send
     each other of their gradients or weight changes; None for that of backward. A channel works on
     copies."""
 
@@ -166,7 +166,7 @@ class Compression(CompressionPlan):
 
     @property
     def label(self) -> str:
-        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"; behind
+        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"; after
         them that of averaging, if it has its own."""
         both = ((self.forward, self.forward_memory), (self.backward, self.backward_memory))
         label = "+".join(f"{m.label}({c.label})" if m.label else c.label for c, m in both)

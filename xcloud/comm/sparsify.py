@@ -19,7 +19,7 @@ from xcloud.comm.bits import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers
 
 _SAMPLE = 1 << 16
-"""Values that tell roughly where the largest begin."""
+"""Values that show roughly where the largest begin."""
 
 
 @settings("TopK")
@@ -302,7 +302,7 @@ def _largest(values_N: Tensor, num_kept: int) -> Tensor:
     """Ascending positions of the `num_kept` largest magnitudes of a float32 tensor.
 
     The bits of a magnitude sort as the magnitude does. Where few of many are wanted, a sample of
-    them tells a bound that some more exceed, and only these are searched; otherwise a histogram
+    them gives a bound that some more exceed, and only these are searched; otherwise a histogram
     over the upper 16 bits finds the threshold's bin. 3 to 10 times faster than torch.topk.
     """
     if num_kept == 0:

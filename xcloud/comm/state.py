@@ -80,12 +80,9 @@ class StatefulParts:
 
     def load_state_dict(self, state: State) -> None:
         """Raises ValueError for what belongs to no part and is no value of its own."""
-        parts = self.parts()
         own = {k: v for k, v in state.items() if k.partition(".")[0] in self.own_names}
         self.take(own)
-        of_parts = {k: v for k, v in state.items() if k not in own}
-        for name, part in split_state(of_parts, parts, self.state_owner).items():
-            parts[name].load_state_dict(part)
+        load_states(self.parts(), state, self.state_owner, own)
 
 
 class Marked(StatefulParts):

@@ -1,4 +1,4 @@
-"""Named tensors of fixed shapes as one message, and back: what replicas tell each other of their
+"""Named tensors of fixed shapes as one message, and back: what replicas send each other of their
 gradients or weight changes. Compressors and residuals, no links.
 
 A compressor sees a tensor as a matrix: [rows, rest] for two axes and more, [1, n] for a vector.
@@ -61,17 +61,18 @@ class _Coded(StatefulParts):
         return {} if self.residual is None else {"residual": copy_of(self.residual)}
 
     def take(self, own: State) -> None:
-        residual = own.get("residual")
-        fits = isinstance(residual, Tensor) and residual.shape == self.spec.shape
-        if (residual is not None or self.residual is not None) and not (
-            fits and self.residual is not None
+        residual, expected = own.get("residual"), self.residual
+        if (
+            expected is not None
+            and isinstance(residual, Tensor)
+            and residual.shape == expected.shape
         ):
+            self.residual = residual.to(expected, copy=True)
+        elif residual is not None or expected is not None:
             raise ValueError(
                 f"the state of {self.name!r} has {_in_words(residual)} for a residual, expected "
-                f"{_in_words(self.residual)}; it was saved with other settings"
+                f"{_in_words(expected)}; it was saved with other settings"
             )
-        if isinstance(residual, Tensor) and self.residual is not None:
-            self.residual = residual.to(self.residual, copy=True)
 
 
 class TensorCodec(StatefulParts):
@@ -208,16 +209,6 @@ class TensorCodec(StatefulParts):
             new = None if after is None else after[i]
             if coded.residual is not None and old is not None:
                 coded.residual = old if new is None else coded.residual + (old - new)
-
-    def state_of(self, name: str) -> State:
-        """What is kept for one tensor."""
-        return self._named(name).state_dict()
-
-    def load_state_of(self, name: str, state: State) -> None:
-        self._named(name).load_state_dict(state)
-
-    def _named(self, name: str) -> _Coded:
-        return next(coded for coded in self._coded if coded.name == name)
 
     def parts(self) -> Mapping[str, Stateful]:
         """Residuals and what compressors carry on, by the number of the tensor."""

@@ -36,7 +36,7 @@ Batch = Samples
 class StageOutput(NamedTuple):
     """What a stage sends on and what it loses. The last stage has a loss and sends nothing.
 
-    loss: sum (not mean) over the micro-batch, scalar with graph; whoever runs the stage divides
+    loss: sum (not mean) over the micro-batch, scalar with graph; the trainer divides
     by the weight of the whole update, so that any cut into micro-batches gives the same gradient.
     """
 
@@ -175,7 +175,7 @@ class SplitModel(Protocol):
 
 @runtime_checkable
 class FreelyCut(Protocol):
-    """A model of equal blocks that may be cut behind any of them, so that a planner can choose.
+    """A model of equal blocks that may be cut after any of them, so that a planner can choose.
     Its setting is `blocks_per_stage`: a count for each stage but the last."""
 
     def num_blocks(self, max_length: int) -> int:

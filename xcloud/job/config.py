@@ -67,13 +67,13 @@ def job_from_config(config: DictConfig) -> Job:
 
 def _does_not_fit(config: DictConfig, error: InterpolationKeyError) -> str:
     """For a setting that follows from one of another group, where the chosen option lacks it."""
-    (said,) = _lines(error)
-    source = said.split("'")[1] if "'" in said else ""
+    (message,) = _lines(error)
+    source = message.split("'")[1] if "'" in message else ""
     raw = OmegaConf.to_container(config)
     taking = [key for key, value in _leaves(raw, "") if f"${{{source}}}" in str(value)]
     group = source.split(".")[0]
     if not taking or group == source:
-        return said
+        return message
     chosen = str(OmegaConf.select(config, f"{group}._target_")).rsplit(".", 1)[-1]
     taker = taking[0].split(".")[0]
     return (
@@ -228,7 +228,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def read_data(path: Path) -> Any:
-    """Mappings, lists, strings and numbers of a YAML file, whoever wrote it.
+    """Mappings, lists, strings and numbers of a YAML file that may come from elsewhere.
 
     No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
     (which reads environment variables of this machine), and bounds that large experiments keep by

@@ -45,7 +45,7 @@ class Launch:
 
 
 class AnyTraining(Protocol):
-    """max_steps: updates in all. checkpoint: when to save what the run can go on from."""
+    """max_steps: updates in all. checkpoint: when to save what the run can resume from."""
 
     @property
     def max_steps(self) -> int: ...
@@ -60,7 +60,7 @@ class Job(ABC):
 
     profile: which size of data and model was asked for (demo, files, paper); it only names them.
     sweep: a name that runs share which belong together.
-    label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
+    label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
     cache_dir: relative to the project's folder.
     plan: what to find out before the run (planner/planning.py); null in whatever is run.
     autopilot: what may change while it runs (rank/autopilot.py); null: nothing.
@@ -87,7 +87,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def variant(self) -> str:
-        """What tells this run from others of the same name and cluster, in a word."""
+        """What distinguishes this run from others of the same name and cluster, in a word."""
 
     @property
     def headline(self) -> str:
@@ -120,7 +120,7 @@ class Job(ABC):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """When to save what the run can go on from."""
+        """When to save what the run can resume from."""
         return self.training.checkpoint
 
     @property
@@ -159,7 +159,7 @@ class Job(ABC):
 
     @property
     def saving_ranks(self) -> frozenset[int]:
-        """Those that save what the run can go on from; the others begin with what these tell."""
+        """Those that save what the run can resume from; the others begin with what these send."""
         return frozenset(range(self.cluster.num_ranks))
 
     @property
@@ -240,7 +240,7 @@ class PipelineJob(Job):
         return ties is not None and bool(ties(self.cluster.num_stages))
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the boundary behind `stage`."""
+        """By direction, of the boundary after `stage`."""
         cloud_of = partial(self.cluster.stage_cloud, replica=replica)
         return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
 
@@ -254,7 +254,7 @@ class PipelineJob(Job):
 
     @property
     def cached_boundaries(self) -> list[int]:
-        """Boundaries behind which clouds keep rows of frozen parts."""
+        """Boundaries after which clouds keep rows of frozen parts."""
         if not self.training.activation_cache_mb:
             return []
         leaves = self.cluster.leaves_cloud

@@ -36,10 +36,6 @@ class Lack(NamedTuple):
 Need = Callable[[PipelineJob], Lack | None]
 
 
-def _lack_if(is_lacking: bool, setting: str, remedy: str) -> Lack | None:
-    return Lack(setting, remedy) if is_lacking else None
-
-
 @dataclass(frozen=True)
 class Feature:
     """name: as its setting is written, {} in place of what `used` returns: something true where a
@@ -62,75 +58,84 @@ class Feature:
                 raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
 
 
-def no_plan(job: PipelineJob) -> Lack | None:
-    setting = "plan= prices one compression for the whole run"
-    return _lack_if(job.plan is not None, setting, "leave plan= out")
+@dataclass(frozen=True)
+class Plain:
+    """A need of one condition. setting: {job} in it is the job."""
+
+    is_lacking: Callable[[PipelineJob], bool]
+    setting: str
+    remedy: str
+
+    def __call__(self, job: PipelineJob) -> Lack | None:
+        return Lack(self.setting.format(job=job), self.remedy) if self.is_lacking(job) else None
 
 
-def one_pipeline(job: PipelineJob) -> Lack | None:
-    number = job.cluster.num_replicas
-    setting = f"strategy={job.strategy.name} makes {number} of it"
-    return _lack_if(number > 1, setting, "choose strategy=pipeline")
-
-
-def several_replicas(job: PipelineJob) -> Lack | None:
-    remedy = "choose strategy=data_parallel or local_updates"
-    return _lack_if(job.cluster.num_replicas == 1, "here is one replica", remedy)
-
-
-def every_update_together(job: PipelineJob) -> Lack | None:
-    setting = f"strategy={job.strategy.name} brings whole replicas together from time to time"
-    remedy = "choose one that averages gradients (strategy=data_parallel)"
-    return _lack_if(job.strategy.is_apart, setting, remedy)
-
-
-def all_clouds_stay(job: PipelineJob) -> Lack | None:
-    setting = f"strategy={job.strategy.name} lets clouds be late, leave and come back"
-    remedy = "set strategy.averaging.late=wait and leave=fail"
-    return _lack_if(job.strategy.is_elastic, setting, remedy)
-
-
-def no_privacy(job: PipelineJob) -> Lack | None:
-    setting = "security.privacy noises them apart and bounds gradients of whole stages"
-    return _lack_if(job.security.privacy is not None, setting, "set security/privacy=none")
-
-
-def untied_ends(job: PipelineJob) -> Lack | None:
-    setting = "model.embeddings=tie exchanges whole ones between both ends"
-    return _lack_if(job.ties_ends, setting, "take model.embeddings=untie or freeze")
-
-
-def whole_stages(job: PipelineJob) -> Lack | None:
-    setting = "cluster.clouds.*.shard leaves each rank sums of a part of a stage"
-    return _lack_if(bool(_shards(job)), setting, "leave shard out")
-
-
-def whole_replicas(job: PipelineJob) -> Lack | None:
-    return _lack_if(
-        any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
-        "this cluster cuts the model between clouds, which pass each sample's activations and "
-        "gradients on without that noise, so its epsilon would not hold there",
-        "keep each replica in one cloud (strategy=data_parallel), noise what crosses "
-        "(security/defences)",
-    )
+no_plan = Plain(
+    lambda job: job.plan is not None,
+    "plan= prices one compression for the whole run",
+    "leave plan= out",
+)
+one_pipeline = Plain(
+    lambda job: job.cluster.num_replicas > 1,
+    "strategy={job.strategy.name} makes {job.cluster.num_replicas} of it",
+    "choose strategy=pipeline",
+)
+several_replicas = Plain(
+    lambda job: job.cluster.num_replicas == 1,
+    "here is one replica",
+    "choose strategy=data_parallel or local_updates",
+)
+every_update_together = Plain(
+    lambda job: job.strategy.is_apart,
+    "strategy={job.strategy.name} brings whole replicas together from time to time",
+    "choose one that averages gradients (strategy=data_parallel)",
+)
+all_clouds_stay = Plain(
+    lambda job: job.strategy.is_elastic,
+    "strategy={job.strategy.name} lets clouds be late, leave and come back",
+    "set strategy.averaging.late=wait and leave=fail",
+)
+no_privacy = Plain(
+    lambda job: job.security.privacy is not None,
+    "security.privacy noises them apart and bounds gradients of whole stages",
+    "set security/privacy=none",
+)
+untied_ends = Plain(
+    lambda job: job.ties_ends,
+    "model.embeddings=tie exchanges whole ones between both ends",
+    "take model.embeddings=untie or freeze",
+)
+whole_stages = Plain(
+    lambda job: bool(_shards(job)),
+    "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
+    "leave shard out",
+)
+whole_replicas = Plain(
+    lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
+    "this cluster cuts the model between clouds, which pass each sample's activations and "
+    "gradients on without that noise, so its epsilon would not hold there",
+    "keep each replica in one cloud (strategy=data_parallel), noise what crosses "
+    "(security/defences)",
+)
+one_sample_each = Plain(
+    lambda job: job.training.batch_size != job.num_pieces,
+    "training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
+    "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
+    "make them equal, most cheaply by training.accumulate_steps",
+)
+rows_may_be_kept = Plain(
+    lambda job: not job.security.may_keep_rows,
+    "security.may_keep_rows=false forbids it",
+    "set security.may_keep_rows=true",
+)
 
 
 def whole_backward(job: PipelineJob) -> Lack | None:
-    orders = (
-        job.schedule.actions(s, job.cluster.num_stages) for s in range(job.cluster.num_stages)
-    )
-    setting = f"{job.schedule.label} puts off those of weights"
+    num_stages = job.cluster.num_stages
+    if not any(put_off(job.schedule.actions(stage, num_stages)) for stage in range(num_stages)):
+        return None
     remedy = "choose schedule=one_forward_one_backward or gpipe"
-    return _lack_if(any(map(put_off, orders)), setting, remedy)
-
-
-def one_sample_each(job: PipelineJob) -> Lack | None:
-    return _lack_if(
-        job.training.batch_size != job.num_pieces,
-        f"training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
-        "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
-        "make them equal, most cheaply by training.accumulate_steps",
-    )
+    return Lack(f"{job.schedule.label} puts off those of weights", remedy)
 
 
 def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
@@ -184,7 +189,7 @@ def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
             holders = job.security.holders.get(name)
             if first != last and holders is not None and cloud not in holders:
                 return Lack(
-                    f"cloud {cloud!r} would get gradients that tell which words are in {name!r}, "
+                    f"cloud {cloud!r} would get gradients that show which words are in {name!r}, "
                     f"and security.holders.{name} keeps these in {', '.join(holders)}",
                     "put both ends of the model into one cloud (cluster=u_shape)",
                 )
@@ -215,11 +220,6 @@ def equal_shards_in_step(job: PipelineJob) -> Lack | None:
             holders = [own for own in turns if stage in own]
             check_in_step(job.schedule, layout.num_stages, holders, f"cluster.clouds.{name}")
     return None
-
-
-def rows_may_be_kept(job: PipelineJob) -> Lack | None:
-    setting, remedy = "security.may_keep_rows=false forbids it", "set security.may_keep_rows=true"
-    return _lack_if(not job.security.may_keep_rows, setting, remedy)
 
 
 def constant_boundary(job: PipelineJob) -> Lack | None:

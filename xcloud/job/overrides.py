@@ -58,7 +58,7 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
             for override in _parsed(overrides):
                 if override.is_delete() or override.is_sweep_override():
                     raise ConfigError(
-                        f"{override.input_line}: give settings as key=value to go on with a run"
+                        f"{override.input_line}: give settings as key=value to resume a run"
                     )
                 key = override.key_or_group.replace("/", ".")
                 value: Any = override.value()
@@ -82,20 +82,20 @@ def in_one_line(error: Exception) -> str:
     """Hydra's words; where a group lacks an option, with the nearest one and all there are."""
     lines = str(error).strip().splitlines()[:1]
     lines += str(error.__cause__ or "").strip().splitlines()[:1]
-    said = " ".join(dict.fromkeys(lines))
+    message = " ".join(dict.fromkeys(lines))
     _, found, below = str(error).partition("Available options in ")
     options = [line.strip() for line in below.splitlines()[1:] if line.startswith("\t")]
     options = list(takewhile(lambda option: "provider=" not in option, options))
     if not found or not options:
-        return said
-    wrong = said.split("'")[-2]  # group/option
+        return message
+    wrong = message.split("'")[-2]  # group/option
     near = _meant(difflib.get_close_matches(wrong.rpartition("/")[2], options, 1))
     return f"there is no {wrong}{near or '.'} There are: {', '.join(options)}"
 
 
 def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
     """For each override that sets a key the chosen groups do not have, a line that names the
-    nearest and all that stand beside it. Empty if the groups themselves cannot be composed.
+    nearest and all its neighbours. Empty if the groups themselves cannot be composed.
     """
     try:
         with _composing(conf_dir):
@@ -114,7 +114,7 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
 
 
 def hint(config: DictConfig, key: str) -> Iterator[str]:
-    """A line if the config has no such key: the nearest one beside it, or else anywhere."""
+    """A line if the config has no such key: the nearest of its neighbours, or else anywhere."""
     node: object = config
     parts = key.split(".")
     for depth, part in enumerate(parts):

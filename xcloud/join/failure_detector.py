@@ -1,4 +1,4 @@
-"""Signs of life under torchrun, from when a rank and rank 0 have both come to the store until this
+"""Heartbeats under torchrun, from when a rank and rank 0 have both come to the store until this
 rank leaves, whatever its main thread does. Torch would wait for a rank that is stopped or cut off
 for hours: while ranks join, and in a collective of any backend, NCCL too.
 
@@ -40,7 +40,7 @@ class _Word(IntEnum):
     ALIVE = 0
     LEFT = 1  # the sender has done its part, and looks no more
     ENDED = 2  # the line to a rank broke
-    SILENT = 3  # a rank gave no sign of life for too long
+    SILENT = 3  # a rank sent no heartbeat for too long
 
 
 class FailureDetector:
@@ -217,7 +217,7 @@ class FailureDetector:
             return LinkClosed(f"{names} ended{when}")
         what = "that machine" if STORE in named else "that rank"
         return LinkTimeout(
-            f"{names} gave no sign of life for {self._lost_after_s:g} s{when}. Is {what} stopped, "
+            f"{names} sent no heartbeat for {self._lost_after_s:g} s{when}. Is {what} stopped, "
             "or its link down?"
         )
 
@@ -269,5 +269,5 @@ class _Line:
         self._group.recv([message], 1 - self._place, 0).wait(_NO_LIMIT)
         word, rank = message.tolist()
         if word not in [*_Word] or rank < 0:
-            raise FrameError(f"{sender} sent ({word}, {rank}) where a sign of life was due")
+            raise FrameError(f"{sender} sent ({word}, {rank}) where a heartbeat was due")
         return _Word(word), rank

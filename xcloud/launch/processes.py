@@ -208,7 +208,7 @@ class LocalRanks:
         return now_s - self._since_s.setdefault(what, now_s)
 
     def _end_suspended(self, watched: Iterable[int]) -> None:
-        """A suspended rank would keep others waiting where no link looks for signs of life: while
+        """A suspended rank would keep others waiting where no link looks for heartbeats: while
         they join, and in a collective. Until it is ended it has been suspended all along."""
         for rank in watched:
             key = ("suspended", rank)

@@ -104,7 +104,7 @@ def live(
     """One rank's life, whatever its role, once the ranks have compared what they run. transport:
     joins it to the others; None: torch's default process group does (a lone rank needs none).
     Returns whether the run has ended early, as asked."""
-    layout, is_resumed = job.cluster, has_events(run_dir)
+    layout, is_resumed = job.cluster, has_events(run_dir)  # before rank 0 makes the file
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
     # The role is there before anything is reported.

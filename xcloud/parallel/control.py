@@ -175,7 +175,7 @@ def reply_of(parts: Parts, first: int) -> Reply:
 
 class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    lives: signs of life of every other rank, by rank.
+    lives: heartbeats of every other rank, by rank.
     """
 
     tells_sizes = True
@@ -234,7 +234,7 @@ class Control:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
         and rank 0 is one of them.
 
-        A rank is waited for as long as it gives signs of life. Raises LinkTimeout naming one that
+        A rank is waited for as long as it sends heartbeats. Raises LinkTimeout naming one that
         gives none, LinkClosed naming one that is gone.
         """
         self._num_meetings += 1
@@ -257,7 +257,7 @@ class Control:
             if now_s < life.deadline_s(started_s, self.overdue_s):
                 return False
             raise LinkTimeout(
-                f"rank {peer} has not come to the meeting of all ranks, and gave no sign of life "
+                f"rank {peer} has not come to the meeting of all ranks, and sent no heartbeat "
                 f"for {min(life.silent_s, now_s - started_s):.0f} s. Is that rank stopped, or its "
                 "link down?"
             ) from None

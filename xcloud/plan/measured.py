@@ -278,6 +278,8 @@ def _by_block(stages: Sequence[_Quantities], blocks: Sequence[int]) -> list[_Qua
     """Of each block, the first with what is before it, the last with what is after it. One
     between is the mean over the stages between or, where there are none, its share of the first
     stage."""
+    if sum(blocks) == 1:
+        return list(stages)
     each: list[_Points] = []
     first: list[_Points] = []
     last: list[_Points] = []
@@ -289,15 +291,9 @@ def _by_block(stages: Sequence[_Quantities], blocks: Sequence[int]) -> list[_Qua
         each.append(mean)
         for ends, found, number in ((first, own[0], blocks[0]), (last, own[-1], blocks[-1])):
             ends.append({b: max(0.0, found[b] - (number - 1) * mean[b]) for b in sizes})
-    if len(blocks) == 1:
-        return _one_stage(stages[0], blocks[0])
     # The first stage puts nothing off, so nothing was seen of it.
     front = _Quantities(*first)._replace(weights_s=each[2], splitting_s=each[3])
     return [front, *[_Quantities(*each)] * (sum(blocks) - 2), _Quantities(*last)]
-
-
-def _one_stage(stage: _Quantities, blocks: int) -> list[_Quantities]:
-    return [_Quantities(*({b: v / blocks for b, v in own.items()} for own in stage))] * blocks
 
 
 def _piece(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.schedule import Schedule, share_of
+from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 
 NO_COMPRESSION = "none"
@@ -105,3 +106,30 @@ def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
         }
         found.append(replace(layout, clouds=own, links=links))
     return found
+
+
+def variants_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[Schedule]:
+    """What may be tried of a schedule with so many micro-batches: it alone, or what it offers."""
+    same: Any = with_micro_batches(schedule, num_micro_batches)
+    offered = same.variants(num_stages) if hasattr(same, "variants") else [same]
+    found: dict[object, Schedule] = {}
+    for one in offered:  # some differ in name only
+        ends = (one.actions(stage, num_stages) for stage in {0, num_stages - 1})
+        found.setdefault(tuple(map(tuple, ends)), one)
+    return list(found.values())
+
+
+def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
+    return replace(schedule, num_micro_batches=number)  # type: ignore[type-var]
+
+
+def share_of(schedule: Schedule, num_micro_batches: int, num_replicas: int) -> Schedule:
+    """The part that one of several replicas of the pipeline carries out. Settings named num_in_*
+    count micro-batches of all replicas."""
+    given = {entry.name: getattr(schedule, entry.name) for entry in fields(schedule)}  # type: ignore[arg-type]
+    shared = {
+        name: math.ceil(value / num_replicas)
+        for name, value in given.items()
+        if name.startswith("num_in_") and value is not None
+    }
+    return replace(schedule, **shared, num_micro_batches=num_micro_batches)  # type: ignore[type-var]

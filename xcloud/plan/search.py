@@ -12,9 +12,16 @@ from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
-from xcloud.parallel.schedule import Schedule, variants_of, with_micro_batches
+from xcloud.parallel.schedule import Schedule
 from xcloud.plan import formulas
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.plan.plans import (
+    NO_COMPRESSION,
+    Arranged,
+    Plan,
+    Priced,
+    variants_of,
+    with_micro_batches,
+)
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Piece
 

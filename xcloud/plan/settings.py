@@ -13,7 +13,7 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.comm.compression import Compression, Phased, Selectable
-from xcloud.parallel.schedule import Schedule, most_kept, with_micro_batches
+from xcloud.parallel.schedule import Schedule, most_kept
 from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")
@@ -128,7 +128,7 @@ class Autopilot:
             fitting = [
                 schedule
                 for flight in flights
-                if share(schedule := with_micro_batches(flight, m)) <= allowed
+                if share(schedule := replace(flight, num_micro_batches=m)) <= allowed
             ]
             if not fitting:
                 raise ConfigError(

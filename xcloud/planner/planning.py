@@ -16,13 +16,20 @@ from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.compression import Compression, Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.schedule import GPipe, Schedule, with_micro_batches
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import lines_of
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced, replicas_of
+from xcloud.plan.plans import (
+    NO_COMPRESSION,
+    Arranged,
+    Plan,
+    Priced,
+    replicas_of,
+    with_micro_batches,
+)
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile
-from xcloud.plan.recorded import PREDICTED_FILE
+from xcloud.plan.recorded import write_predicted
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
     Space,
@@ -36,7 +43,6 @@ from xcloud.plan.search import (
 )
 from xcloud.plan.settings import Planning
 from xcloud.planner.trial import TrialRun, table_of
-from xcloud.record.timeline import write_trace
 from xcloud.report.plan_picture import write_plan_picture
 from xcloud.report.plan_table import print_plans
 from xcloud.security.defences import LABEL
@@ -72,7 +78,7 @@ def planned(config: Any, run_dir: Path) -> Any:
         epochs = report.over_epochs.get(chosen.plan)
         last = report.pricer if epochs is None else epochs.at_the_end
         foreseen = last.predict(chosen.plan).timeline
-        write_trace(run_dir / PREDICTED_FILE, foreseen, {"plan": chosen.plan.strategy})
+        write_predicted(run_dir, foreseen, chosen.plan.strategy)
     given = configs.plain_settings(config, without=("hydra",))
     return configs.changed(config, planner.settings(chosen, report, given))
 

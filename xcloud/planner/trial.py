@@ -34,16 +34,11 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.schedule import (
-    OneForwardOneBackward,
-    Schedule,
-    ZeroBubble,
-    put_off,
-    with_micro_batches,
-)
+from xcloud.parallel.schedule import OneForwardOneBackward, Schedule, ZeroBubble, put_off
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
+from xcloud.plan.plans import with_micro_batches
 from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,
@@ -193,7 +188,7 @@ class TrialRun:
         try:
             replace(
                 self.job, cluster=self.layout, model=self.model, strategy=Strategy(),
-                schedule=schedule, plan=None,
+                security=replace(self.job.security, privacy=None), schedule=schedule, plan=None,
             )  # fmt: skip
         except ConfigError:
             return False
@@ -244,6 +239,7 @@ class TrialRun:
             "schedule": table_of(self.shapes[0]),
             "compression": choices[self.own],
             "security.meter": None,
+            "security.privacy": None,
             "training.max_steps": self._num_updates,
             "training.evaluate_every": 0,
             "training.eval_samples": 1,

@@ -70,7 +70,7 @@ class Role(ABC, Generic[JobT]):
     links). Then the shell calls `run`, and `close` if it came to its end.
 
     records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it. control: None where there is one rank. lives: signs of life of the other
+    may be lost with it. control: None where there is one rank. lives: heartbeats of the other
     ranks, by rank. is_stopped: the run has ended early, as it was asked to.
     """
 
@@ -98,7 +98,7 @@ class Role(ABC, Generic[JobT]):
         """From a rank that is joined to the others to the export and evaluation of its part."""
 
     def alive(self) -> AbstractContextManager[object]:
-        """While the block lasts the other ranks are sent signs of life."""
+        """While the block lasts the other ranks are sent heartbeats."""
         if self.control is None:
             return nullcontext()
         return Heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from xcloud.record import segments
 from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
@@ -177,35 +177,58 @@ class StepTotals:
         self.loss = loss
 
 
+class StepsAreGone(Exception):
+    """A run resumes from a step of which only sums are kept: read its log again, keeping all."""
+
+
 class Columns:
-    """Numbers of complete steps, in order: a column for each key, 0 where a step has none."""
+    """Numbers of complete steps, in order: a column for each key, 0 where a step has none.
+
+    Of steps long past there are sums, but for WHOLE columns and the first FIRST steps: a run
+    resumes from one of its last checkpoints. recent: how many steps are kept one by one, at least.
+    """
+
+    WHOLE: ClassVar[set[Key]] = {("step_s",), ("loss",)}
+    FIRST = 3
 
     def __init__(self) -> None:
         self.step = array("q")
+        self.recent = 5000
         self._columns: dict[Key, array[float]] = {}
+        self._past: dict[Key, float] = {}
+        self._num_past = 0
 
     def append(self, totals: StepTotals) -> None:
         place = len(self.step)
         self.step.append(totals.step)
         for key, value in _numbers(totals):
             column = self._columns.setdefault(key, array("d"))
-            column.frombytes(bytes(8 * (place - len(column))))
+            column.frombytes(bytes(8 * (self._at(key, place) - len(column))))
             column.append(value)
+        if place - self._num_past > self.FIRST + 2 * self.recent:
+            past = slice(self.FIRST, self.FIRST + self.recent)
+            for key, column in self._columns.items():
+                if key not in self.WHOLE:
+                    self._past[key] = self._past.get(key, 0.0) + sum(column[past])
+                    del column[past]
+            self._num_past += self.recent
 
     def cut(self, step: int) -> int:
-        """Forget all later steps; returns how many they were."""
+        """Forget all later steps; returns how many they were. Raises StepsAreGone."""
         keep = bisect_right(self.step, step)
         num_later = len(self.step) - keep
+        if self._num_past and keep < self.FIRST + self._num_past:
+            raise StepsAreGone
         del self.step[keep:]
-        for column in self._columns.values():
-            del column[keep:]
+        for key, column in self._columns.items():
+            del column[self._at(key, keep) :]
         return num_later
 
     def __getitem__(self, key: Key | str) -> array[float]:
-        """One number for each step."""
+        """One number for each step; of keys that are not WHOLE, for each that is kept."""
         key = (key,) if isinstance(key, str) else key
         column = array("d", self._columns.get(key, ()))
-        column.frombytes(bytes(8 * (len(self.step) - len(column))))
+        column.frombytes(bytes(8 * (self._at(key, len(self.step)) - len(column))))
         return column
 
     def below(self, *head: object) -> list[Any]:
@@ -214,9 +237,19 @@ class Columns:
         tails = (k[num] for k in self._columns if k[:num] == head and len(k) > num)
         return list(dict.fromkeys(tails))
 
+    def sum(self, *key: object, first: int = 0) -> float:
+        """Of all steps from the place `first`, one of the FIRST or of the recent ones."""
+        past = self._past.get(key, 0.0) if first <= self.FIRST else 0.0
+        place = first if first <= self.FIRST else self._at(key, first)
+        return sum(self._columns.get(key, array("d"))[place:], past)
+
     def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
-        """Of all steps from the place `first`, by what follows `head` in the keys."""
-        return {tail: sum(self[*head, tail][first:]) for tail in self.below(*head)}
+        """By what follows `head` in the keys."""
+        return {tail: self.sum(*head, tail, first=first) for tail in self.below(*head)}
+
+    def _at(self, key: Key, place: int) -> int:
+        """Where a step stands in a column."""
+        return place if key in self.WHOLE else place - self._num_past
 
 
 def _numbers(totals: StepTotals) -> Iterator[tuple[Key, float]]:

@@ -146,13 +146,12 @@ class Store:
             f"tags.sweep = '{sweep}'",
             order_by=["attributes.start_time ASC"],
         )
+        ids = [run.info.run_id for run in runs]
         if self.uri is None:
-            return [self.artifacts / run.info.run_id / "artifacts" for run in runs]
+            return [self.artifacts / run_id / "artifacts" for run_id in ids]
         from mlflow.artifacts import download_artifacts
 
-        return [
-            Path(download_artifacts(run_id=run.info.run_id, tracking_uri=self.uri)) for run in runs
-        ]
+        return [Path(download_artifacts(run_id=one, tracking_uri=self.uri)) for one in ids]
 
     def follow_move(self) -> None:
         """Update the experiment's artifact location after the project's folder has moved.

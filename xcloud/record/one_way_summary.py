@@ -109,7 +109,7 @@ class OneWayStatistics(RunStatistics):
         summary["feed"] = {
             **{name: None for name in ("precision", "recall")},
             **{name: round(value, 4) for name, value in scores.items()},
-            "bytes_per_token": ratio(num_bytes or None, sum(steps["tokens"]), 4),
+            "bytes_per_token": ratio(num_bytes or None, steps.sum("tokens"), 4),
             "num_batches": int(taken.total()),
             "num_skipped": int(skipped.total()),
             "producers": {

@@ -1,6 +1,6 @@
 """What a rank does at the moment, in a small file of its run folder: rankN.state.json. Written by
 a thread of the rank, read by `python -m xcloud status`. A rank that is stopped or dead leaves an
-old one, so the age of the file is that of its last sign of life. The launcher has one too, as long
+old one, so the age of the file is that of its last heartbeat. The launcher has one too, as long
 as it runs.
 """
 

@@ -40,6 +40,7 @@ import contextlib
 import json
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -113,7 +114,8 @@ class RunStatistics:
         return self.steps.below(OWN)
 
     def feed(self, event: Event) -> StepTotals | None:
-        """Returns the totals of a step if this event completes it, else None."""
+        """Returns the totals of a step if this event completes it, else None. Raises StepsAreGone
+        for a resume from long ago."""
         kind = event["event"]
         if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
             if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
@@ -202,7 +204,7 @@ class RunStatistics:
             for kind, parts in seconds.items()
         }
         step_s = sorted(steps["step_s"][first:])
-        samples, tokens = (sum(steps[name][first:]) for name in ("samples", "tokens"))
+        samples, tokens = (steps.sum(name, first=first) for name in ("samples", "tokens"))
         losses = [loss for loss in steps["loss"] if loss != NO_LOSS]
         return {
             "final_loss": _rounded(losses[-1] if losses else None, 6),
@@ -304,6 +306,7 @@ def read_run(path: Path) -> RunStatistics:
     of one-way jobs do not; of a missing log what a run has before its first event."""
     steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
     run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
+    run.steps.recent = sys.maxsize
     for event in EventReader(path, warn=False):
         with contextlib.suppress(*MALFORMED):
             run.feed(event)

@@ -1,5 +1,5 @@
 """Attacks on the gradient of a whole batch, or on a weight change: which tokens made it, and in
-which order. Pure tensor code: reads no file, knows no link. What single messages tell: attacks.py.
+which order. Pure tensor code: reads no file, knows no link. Of single messages: attacks.py.
 
 Shapes: V words, H features of a layer's input, O outputs, N candidates, B texts, S positions,
 K dimensions of a row space.
@@ -81,7 +81,7 @@ def row_space(gradients: Sequence[Tensor]) -> Span | None:
     the same input may be given together.
 
     A gradient is sum_r d_r x_r', so its rows are combinations of the inputs x_r. None if they span
-    everything (at least H tokens, or noise), which tells nothing of single inputs.
+    everything (at least H tokens, or noise), which shows nothing of single inputs.
     """
     scaled = [g.double() / g.double().norm().clamp(min=1e-30) for g in gradients]
     stacked = torch.cat(scaled)

@@ -1,26 +1,19 @@
 """Measure how much text and labels an honest-but-curious cloud recovers from what it saw: run
-attacks.py on the observations of observer.py, after training.
+attacks.py on the observations of observer.py, after training (docs/privacy.md, section 3).
 
 Labels, for every cloud that may not see them, from each kind of message it received or computed:
-    norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. `label_leak_auc` = the largest,
-    `label_leak_auc_gradient` and `_activation` = the largest over those messages.
-    Several classes: mean of one against the rest. A numeric label: above its median or not.
-    A cloud that holds the text is judged by gradients only: activations tell it nothing that its
-    text does not.
+    norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. Several classes: mean of one
+    against the rest. A numeric label: above its median or not. A cloud that holds the text is
+    judged by gradients only: activations show it nothing that its text does not.
 Text, for every cloud that may not see it, from activations it received:
     linear and network inverter guess each row's token -> fraction correct, without special
-    tokens. `token_recovery` = the largest; `token_recovery_baseline` = always the most frequent.
+    tokens; the baseline is always the most frequent one.
 Averaging, for every replica that sees gradients or weight changes of another one: which tokens and
     texts they were made from, guessed by gradient_attacks.py (F1 of distinct tokens, ROUGE-2).
-    `averaging_token_recovery` = the largest; `averaging_order_recovery` = ROUGE-2 of whole texts.
     Also where all replicas may read all texts: it says what one without them would learn.
 Attacks that learn are fitted on half of the samples (by sample, not by row) and judged on the
-other half. The largest of several attacks is a little above 0.5 by chance if samples are few.
-
-What it cannot see: attackers who know more samples, a public corpus or the sender's start weights;
-the receiver's own trained weights; whole-sentence and generative inverters; who is in the training
-set (membership); lengths of texts (row counts are sent in plain); earlier steps; colluding
-clouds. A low figure is no proof of privacy.
+other half. Each figure is the largest over attacks and messages, so a little above 0.5 by chance
+if samples are few. A low figure is no proof of privacy.
 
 For a run on several machines, first copy the observations folders into one, then
     python -m xcloud leak-meter RUN_DIR
@@ -33,7 +26,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +95,6 @@ class _Notes:
     guesses: dict[str, dict[str, _Rows]] = field(default_factory=dict)  # cloud -> "replica.attack"
     batches: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # replica, step -> ids
     covers: int = 1
-    missing: list[int] = field(default_factory=list)
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
@@ -112,25 +104,15 @@ def measure(run_dir: Path) -> dict[str, Any]:
     Raises DataError if observations are missing, naming the ranks.
     """
     notes = _read(run_dir)
-    if notes.missing:
-        raise DataError(
-            f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
-            f"{', '.join(map(str, notes.missing))}; copy the {OBSERVATIONS_DIR} folders of all "
-            "machines into one and run python -m xcloud leak-meter RUN_DIR"
-        )
-    label = _labels(notes)
-    text = _texts(notes)
-    recoveries = [
-        entry for by_message in text.values() for entry in by_message.values() if "linear" in entry
-    ]
+    label, text, averaging = _labels(notes), _texts(notes), _averaging(notes)
+    recoveries = [entry for by_message in text.values() for entry in by_message.values()]
     best = max(recoveries, key=lambda e: max(e["linear"], e["network"]), default=None)
-    averaging = _averaging(notes)
     attacks = [entry for by_attack in averaging.values() for entry in by_attack.values()]
     worst = max(attacks, key=lambda entry: entry["tokens"], default=None)
     orders = [entry["order"] for entry in attacks if "order" in entry]
     gradient, activation = _largest(label, "gradient"), _largest(label, "activation")
     return {
-        "label_leak_auc": max((a for a in (gradient, activation) if a is not None), default=None),
+        "label_leak_auc": _largest(label, ""),
         "label_leak_auc_gradient": gradient,
         "label_leak_auc_activation": activation,
         "token_recovery": max(best["linear"], best["network"]) if best else None,
@@ -146,7 +128,7 @@ def measure(run_dir: Path) -> dict[str, Any]:
 
 def _largest(label: dict[str, dict[str, dict[str, float]]], kind: str) -> float | None:
     aucs = [value for by_message in label.values() for message, entry in by_message.items()
-            if f" {kind} of " in message
+            if f" {kind}" in message
             for name, value in entry.items() if name != "num_samples"]  # fmt: skip
     return max(aucs, default=None)
 
@@ -188,8 +170,21 @@ def _read(run_dir: Path) -> _Notes:
     notes.truth = {name: _Rows.join(pieces) for name, pieces in texts.items()}
     for (cloud, name), pieces in parts.items():
         notes.seen.setdefault(cloud, {})[Stream.parse(name)] = _Rows.join(pieces)
-    notes.missing = sorted(set(range(num_ranks)) - found)
+    if missing := sorted(set(range(num_ranks)) - found):
+        raise DataError(
+            f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
+            f"{', '.join(map(str, missing))}; copy the {OBSERVATIONS_DIR} folders of all machines "
+            "into one and run python -m xcloud leak-meter RUN_DIR"
+        )
     return notes
+
+
+def _hidden(notes: _Notes, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
+    """Cloud, kind of message and its newest rows by sample, of clouds that may not see a field."""
+    for cloud, streams in notes.seen.items():
+        if field not in notes.holds[cloud]:
+            for stream, rows in sorted(streams.items()):
+                yield cloud, stream, rows.latest()
 
 
 def _labels(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
@@ -199,15 +194,11 @@ def _labels(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
     truth = notes.truth[LABEL].latest()
     texts = notes.truth.keys() - {LABEL}
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for cloud, streams in notes.seen.items():
-        if LABEL in notes.holds[cloud]:
+    for cloud, stream, samples in _hidden(notes, LABEL):
+        if stream.direction == "forward" and notes.holds[cloud] & texts:
             continue
-        for stream, rows in sorted(streams.items()):
-            if stream.direction == "forward" and notes.holds[cloud] & texts:
-                continue
-            found = _attack_labels(rows.latest(), truth)
-            if found is not None:
-                results.setdefault(cloud, {})[_in_words(stream)] = found
+        if (aucs := _attack_labels(samples, truth)) is not None:
+            results.setdefault(cloud, {})[_in_words(stream)] = aucs
     return results
 
 
@@ -248,16 +239,12 @@ def _texts(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
     results: dict[str, dict[str, dict[str, float]]] = {}
     for text in sorted(notes.truth.keys() - {LABEL}):
         truth = notes.truth[text].latest()
-        for cloud, streams in notes.seen.items():
-            if text in notes.holds[cloud]:
+        for cloud, stream, samples in _hidden(notes, text):
+            if (stream.direction, stream.how) != ("forward", "received"):
                 continue
-            for stream, rows in sorted(streams.items()):
-                if stream.direction != "forward" or stream.how != "received":
-                    continue
-                found = _invert(rows.latest(), truth, notes.special_ids.get(text, []))
-                if found is not None:
-                    name = f"{text} from {_in_words(stream)}"
-                    results.setdefault(cloud, {})[name] = found
+            shares = _invert(samples, truth, notes.special_ids.get(text, []))
+            if shares is not None:
+                results.setdefault(cloud, {})[f"{text} from {_in_words(stream)}"] = shares
     return results
 
 

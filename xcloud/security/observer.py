@@ -203,7 +203,7 @@ class _Seen:
 class AveragingObserver:
     """Keeps the contributions of the last merges, and attacks them when training is over.
 
-    One update or one merge at a time: what several of them together tell is not tried.
+    One update or one merge at a time: what several of them show together is not tried.
     """
 
     def __init__(self, observer: Observer, victim: Victim, num_others: int) -> None:

@@ -61,7 +61,7 @@ class CloudPrivacy(_Noised):
     a merge, gradient or weight change, is clipped as a whole and noised before it is sent.
 
     Hides whether a cloud took part with all its data. The noise is as long as clip * noise *
-    sqrt(number of values), so it takes many clouds, or few values (LoRA), to learn beside it.
+    sqrt(number of values), so it takes many clouds, or few values (LoRA), to learn despite it.
     Difference: each part of a message's values that is sent apart (fragments, shares of ranks) is
     clipped by itself, to clip / sqrt(parts).
     """

@@ -40,7 +40,7 @@ class Children:
 
     def run(self, point: Point, run_dir: Path) -> str | None:
         """Run the point whose experiment file is in run_dir. Returns why it failed, or None."""
-        num_ranks = point.experiment.cluster.num_ranks
+        num_ranks = point.experiment.cluster.num_processes
         threads = max(1, num_cores() // (num_ranks * self.parallel))
         command = [sys.executable, "-m", "xcloud.sweep.children", str(run_dir)]
         process = subprocess.Popen(

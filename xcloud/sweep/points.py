@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from xcloud.job.config import flatten, job_from_config
 from xcloud.job.job import Job
@@ -218,6 +218,10 @@ def deciding(settings: Settings) -> Settings:
         and not key.endswith("cache_dir")
         and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
     }
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _below(key: str, heads: Sequence[str]) -> bool:

@@ -24,7 +24,14 @@ from xcloud.record.mlflow_store import (
     ui_command,
 )
 from xcloud.record.tracking import Tracker
-from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, differences, varying
+from xcloud.sweep.points import (
+    CUT_LAYER,
+    CUT_RANK,
+    Settings,
+    differences,
+    is_number,
+    varying,
+)
 from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
 from xcloud.sweep.table import print_sweep, write_csv
 
@@ -106,18 +113,14 @@ def _compare(sweeps: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
         print(heading + ("settings that differ" if lines else "no common setting differs"))
         for line in lines[:MOST_DIFFERENCES]:
             print(line)
-    by_label: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_label.setdefault(row.label, {})[row.sweep] = row
     first = sweeps[0][0].sweep
-    for label, of_sweep in by_label.items():
-        for sweep, row in of_sweep.items():
-            base = of_sweep.get(first)
-            if base is None or sweep == first or not (row.score and base.score):
-                continue
-            name = next(iter(row.quality))
-            more = row.score.mean - base.score.mean
-            line = f"{label}: {sweep} against {first}: {'+' * (more >= 0)}{score_text(name, more)}"
+    bases = {row.label: row for row in rows if row.sweep == first and row.score}
+    for row in rows:
+        base = bases.get(row.label)
+        if row.sweep != first and base and base.score and row.score:
+            more = score_text(next(iter(row.quality)), row.score.mean - base.score.mean)
+            sign = "" if more.startswith("-") else "+"
+            line = f"{row.label}: {row.sweep} against {first}: {sign}{more}"
             if row.step_time_s and base.step_time_s:
                 line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
             print(line)
@@ -129,10 +132,10 @@ def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> di
     shown, numbers = [], []
     for key in varying(settings):
         values = [s[key] for s in settings if s.get(key) is not None]
-        is_number = all(_is_number(value) for value in values) and len(set(map(str, values))) > 1
-        if key != "seed" and (is_number or len(values) == len(settings)):
+        is_swept = all(is_number(value) for value in values) and len(set(map(str, values))) > 1
+        if key != "seed" and (is_swept or len(values) == len(settings)):
             shown.append(key)
-            numbers += [key] if is_number else []
+            numbers += [key] if is_swept else []
     shown = shown[:MOST_PARAMS]
     seed = ["seed"] if "seed" in varying(settings) else []
     # The unsplit model has no cut layer, so it is not drawn in the parallel coordinates.
@@ -192,7 +195,3 @@ def prepare(
         return list(links) or [f"MLflow: no answer within {TIMEOUT_S:g} s"]
 
     return wait
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -186,7 +186,7 @@ class Sweep:
         if any(decision.point.experiment.next_experiment for decision in todo):
             _say("  points of a sweep run no follow_up; what they leave is in their run folders")
         parallel, cores = self.settings.parallel, num_cores()
-        ranks = sorted(decision.point.experiment.cluster.num_ranks for decision in todo)
+        ranks = sorted(decision.point.experiment.cluster.num_processes for decision in todo)
         if parallel > 1 and (needed := sum(ranks[-parallel:])) > cores:
             _say(
                 f"  warning: {parallel} points at once are {needed} ranks on {cores} cores; they "

@@ -61,18 +61,14 @@ class SweepState:
         from filelock import FileLock, Timeout
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / LOCK_FILE)
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self.folder / LOCK_FILE, timeout=0):
+                yield
         except Timeout:
             raise ConfigError(
                 f"another process runs the sweep in {self.folder}; wait for it, or choose another "
                 f"name: sweep=NAME"
             ) from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
         """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
@@ -121,10 +117,10 @@ class SweepState:
         write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
 
     def _asked_before(self, point: Point) -> str | None:
-        for folder, entry in self.points.items():
-            if same_overrides(entry["overrides"], point.overrides):
-                return folder
-        return None
+        same = (
+            f for f, e in self.points.items() if same_overrides(e["overrides"], point.overrides)
+        )
+        return next(same, None)
 
     def _judge(
         self, point: Point, folder: str, settings: Settings, accept_changes: bool

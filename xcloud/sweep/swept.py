@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from xcloud.base.units import LESS_IS_BETTER, score_name, shown_scores
 from xcloud.report.figures import DASHES, LINES, MARKERS, canvas, column, plain, save
 from xcloud.report.tables import Column, console_of, print_table
-from xcloud.sweep.points import deciding, varying
+from xcloud.sweep.points import deciding, is_number, varying
 from xcloud.sweep.results import Row
 from xcloud.sweep.table import WIDTH_OF_A_SWEEP, spread_text
 
@@ -134,7 +134,7 @@ def _groups(rows: Sequence[Row], key: str, keys: Sequence[str]) -> dict[object, 
     for row in rows:
         settings = deciding(row.settings)
         value = settings.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             rest = tuple(repr(settings.get(other)) for other in keys if other != key)
             groups.setdefault((row.sweep, rest), {})[value] = row
     return groups

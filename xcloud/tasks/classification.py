@@ -343,7 +343,7 @@ class HubCrossLingual(HubByLanguage, CrossLingual):
     languages: Languages | None = None
 
     @property
-    def where(self) -> str:  # type: ignore[override]
+    def where(self) -> str:
         return self.path or self.known.hub
 
     @property

@@ -23,8 +23,7 @@ from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
 from xcloud.contracts.task import SPLITS, Split, UsedAs
 from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
 from xcloud.tasks.corpus.demo import DemoStories
-from xcloud.tasks.corpus.files import TextFile, read_lines
-from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
 from xcloud.tasks.text_task import TextTask, View, check_predictions

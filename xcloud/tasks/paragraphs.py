@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -49,13 +49,9 @@ def rows_of(table: Table) -> Rows:
     return Rows(len(paragraphs), {"paragraph": paragraphs})
 
 
-def num_questions(paragraphs: Iterable[Paragraph]) -> int:
-    return sum(len(paragraph.questions) for paragraph in paragraphs)
-
-
 def size(rows: Rows) -> int:
     """Questions."""
-    return num_questions(rows.texts["paragraph"])
+    return sum(len(paragraph.questions) for paragraph in rows.texts["paragraph"])
 
 
 def sample(rows: Rows, most: int, seed: int) -> Rows:

@@ -13,7 +13,7 @@ from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import public_sentences
-from xcloud.tasks.corpus.files import read_lines
+from xcloud.tasks.corpus.folder import read_lines
 from xcloud.tasks.corpus.rows import Text
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 

@@ -31,7 +31,6 @@ from xcloud.tasks.paragraphs import (
     Paragraph,
     Question,
     Windows,
-    num_questions,
     rows_of,
     sample,
     size,
@@ -131,15 +130,15 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
     ) -> None:
         self._windows = dict(windows or {})
         self.head = Head("span", 2) if "label" in fields else None
-        self._paragraphs: dict[Split, Sequence[Paragraph]] = {
-            split: corpus.splits[split].texts["paragraph"] for split in self._windows
-        }
+        self._asked: dict[Split, list[tuple[str, Question]]] = {}  # each with its context
+        for split in self._windows:
+            paragraphs: Sequence[Paragraph] = corpus.splits[split].texts["paragraph"]
+            self._asked[split] = [(p.context, q) for p in paragraphs for q in p.questions]
         labels: dict[Split, Tensor] = {}
         if "label" in fields:
             for split, made in self._windows.items():
-                asked = [q for p in self._paragraphs[split] for q in p.questions]
                 places = [
-                    made.label(window, asked[question].answers[0])
+                    made.label(window, self._asked[split][question][1].answers[0])
                     for window, question in enumerate(made.question_of)
                 ]
                 labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
@@ -147,7 +146,7 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
         super().__init__(task, corpus, fields, sizes, tokenizer, tables, labels)
 
     def describe(self) -> str:
-        asked = {split: num_questions(held) for split, held in self._paragraphs.items()}
+        asked = {split: len(questions) for split, questions in self._asked.items()}
         questions = [f"questions {counted(asked)}"] if asked else []
         windows = f"{self._task.describe()}: windows {counted(self._rows)}"
         return "; ".join([windows, *questions, *self._remarks])
@@ -164,7 +163,7 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
         asked = self._questions(split)
         check_predictions(predictions, split, self._rows[split], "window")
         answers = self._answers(split, predictions)
-        references = {i: [text for text, _ in asked[i].answers] for i in answers}
+        references = {i: [text for text, _ in asked[i][1].answers] for i in answers}
         f1 = sum(word_f1(text, references[i]) for i, text in answers.items())
         exact = sum(exact_match(text, references[i]) for i, text in answers.items())
         return {
@@ -181,16 +180,16 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
         asked, lines = self._questions(split), []
-        for question, answer in list(self._answers(split, predictions).items())[:count]:
-            right = " | ".join(dict.fromkeys(text for text, _ in asked[question].answers))
-            lines.append(f"question   {asked[question].text}")
+        for number, answer in list(self._answers(split, predictions).items())[:count]:
+            question = asked[number][1]
+            right = " | ".join(dict.fromkeys(text for text, _ in question.answers))
+            lines.append(f"question   {question.text}")
             lines.append(f"reference  {right}\noutput     {answer}\n")
         return "\n".join(lines)
 
     def _answers(self, split: Split, predictions: dict[int, list[int]]) -> dict[int, str]:
         """Question number -> text of its best span over all windows."""
-        self._questions(split)
-        windows = self._windows[split]
+        asked, windows = self._questions(split), self._windows[split]
         best: dict[int, int] = {}  # question -> window
         for window in sorted(predictions):
             question = windows.question_of[window]
@@ -200,14 +199,13 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
         answers = {}
         for question, window in best.items():
             start, stop = windows.span(window, *predictions[window][:2])
-            context = self._paragraphs[split][windows.paragraph_of[question]].context
-            answers[question] = context[start:stop].strip()
+            answers[question] = asked[question][0][start:stop].strip()
         return answers
 
-    def _questions(self, split: Split) -> list[Question]:
+    def _questions(self, split: Split) -> list[tuple[str, Question]]:
         if "label" not in self._fields:
             raise DataError("labels are not visible here, so nothing can be scored")
-        return [q for paragraph in self._paragraphs[split] for q in paragraph.questions]
+        return self._asked[split]
 
 
 def normalised(answer: str) -> str:

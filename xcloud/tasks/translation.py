@@ -22,8 +22,7 @@ from xcloud.base.settings import settings
 from xcloud.contracts.model import Batch, TokenIds
 from xcloud.contracts.task import SPLITS, Split, UsedAs
 from xcloud.tasks.corpus.demo import DemoPairs
-from xcloud.tasks.corpus.files import read_lines
-from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.folder import Folder, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3

@@ -11,7 +11,7 @@ from typing import Any
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.job.job import Job
-from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_timeline
+from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_predicted
 from xcloud.record.rank_state import SAMPLES_FILE
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
@@ -100,8 +100,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
 
         title = f"{job.name} seed {job.seed}, {facts['schedule']}, "
         title += f"link: {facts['link']}, compression: {facts['compression']}"
-        foreseen = run_dir / PREDICTED_FILE
-        predicted = read_timeline(foreseen) if foreseen.exists() else None
+        predicted = read_predicted(run_dir)
         written += write_pictures(run_dir, run, timeline, title, predicted)
     except Exception as error:
         run.lost_files.append("pictures")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -23,7 +24,14 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config, shared_job
 from xcloud.job.job import Job
-from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, MALFORMED, Event, EventReader
+from xcloud.record.events import (
+    EVENTS_FILE,
+    LOST_LINES_FILE,
+    MALFORMED,
+    Event,
+    EventReader,
+    StepsAreGone,
+)
 from xcloud.record.rank_state import SAMPLES_FILE, error_file
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.record.tracking import NullTracker, Recording, TrackedRun
@@ -43,7 +51,7 @@ class Monitor:
         self.experiment, self.params, self.run_dir = experiment, params, run_dir
         self.statistics = experiment.statistics()
         self.commit = commit()
-        self.num_malformed = 0
+        self.num_malformed = self._num_read = 0
         self.finished_ranks: set[int] = set()
         self.is_stopped = False  # ended before its time, as it was asked to
         self.trains = False  # the ranks of this attempt have the state that they resume from
@@ -92,6 +100,7 @@ class Monitor:
         self._has_reports = False
 
     def _take_safely(self, event: Event) -> None:
+        self._num_read += 1
         try:
             self._take(event)
         except MALFORMED as error:  # it must not end this run
@@ -101,7 +110,11 @@ class Monitor:
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
-        totals = self.statistics.feed(event)
+        try:
+            totals = self.statistics.feed(event)
+        except StepsAreGone:
+            totals = None
+            self._read_again()
         if kind == "resume":
             self.finished_ranks, self.is_stopped, self._stops_count = set(), False, True
             event = {**event, **self.statistics.resumes[-1]}
@@ -124,6 +137,15 @@ class Monitor:
             except OSError as error:
                 self._shows = False
                 log.warning("the progress cannot be shown any more: %s", error)
+
+    def _read_again(self) -> None:
+        """Up to the event at hand, keeping every step."""
+        self.statistics = self.experiment.statistics()
+        self.statistics.steps.recent = sys.maxsize
+        events = EventReader(self.run_dir / EVENTS_FILE, warn=False)
+        for event in itertools.islice(events, self._num_read):
+            with contextlib.suppress(*MALFORMED):
+                self.statistics.feed(event)
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""

@@ -72,7 +72,7 @@ class RankStatus:
     @property
     def trouble(self) -> str:
         what = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}
-        silent = f"gave no sign of life for {human_duration(self.silent_s)}"
+        silent = f"sent no heartbeat for {human_duration(self.silent_s)}"
         return f"rank {self.rank} {what.get(self.process, silent)}"
 
     def line(self, wait: tuple[int, str, float] | None) -> str:
@@ -85,7 +85,7 @@ class RankStatus:
         if wait is not None:
             text += f"; waits for {wait[1]} from rank {wait[0]} for {human_duration(wait[2])}"
         silent = human_duration(self.silent_s)
-        return f"{text}; process {self.process}, last sign of life {silent} ago"
+        return f"{text}; process {self.process}, last heartbeat {silent} ago"
 
 
 def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:

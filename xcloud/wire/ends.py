@@ -1,4 +1,4 @@
-"""The link ends of one rank and what they share: names, clocks, records, signs of life. Which ends
+"""The link ends of one rank and what they share: names, clocks, records, heartbeats. Which ends
 a rank needs is up to its wiring (wiring.py, one_way/wiring.py).
 """
 
@@ -51,7 +51,7 @@ class Ends:
     ) -> None:
         """received: what each kind of message from another cloud carries, where this rank is to
         keep a record of those that it handles, too."""
-        self.rank, self.layout = transport.rank, layout
+        self.rank, self.layout, self.run_dir = transport.rank, layout, run_dir
         self.outs: list[SendingEnd] = []
         self.ins: list[ReceivingEnd] = []
         self.wan_outs: list[SendingEnd] = []
@@ -82,7 +82,7 @@ class Ends:
         self._transport.line(name, ranks)
 
     def group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """The group of these ranks, in the order of their lanes; None outside it."""
+        """The group of these ranks, in this order; None outside it."""
         joined = self._transport.group(ranks)
         if self.rank not in ranks:
             return None
@@ -95,12 +95,8 @@ class Ends:
         capacity_bytes: int,
         window: LinkWindow,
         boundary: int = CONTROL,
-        overdue_s: float | None = None,
     ) -> SendingEnd:
-        """boundary: stage before it, for logs and records of messages between stages. overdue_s:
-        by default as long as a message of capacity_bytes may take."""
-        if overdue_s is None:
-            overdue_s = self.layout.overdue_s(self.rank, peer, capacity_bytes)
+        """boundary: stage before it, for logs and records of messages between stages."""
         record = None
         if self.leaves_cloud(peer):
             there = self.layout.placement(peer).cloud
@@ -109,12 +105,12 @@ class Ends:
         settings = OutSettings(
             self._name(peer), capacity_bytes, self._clocks.to(peer), window,
             self._log(LinkName(boundary, self.rank, peer), peer), record, self.lives[peer],
-            overdue_s,
+            self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
         end = self._transport.out(line, peer, settings)
         self.outs.append(end)
         self._by_peer.setdefault(peer, []).append(end)
-        if self.leaves_cloud(peer):
+        if record is not None:
             self.wan_outs.append(end)
         return end
 
@@ -127,11 +123,7 @@ class Ends:
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
         boundary: int = CONTROL,
         on_end: Callable[[LinkError], None] | None = None,
-        advice: str | None = None,
     ) -> ReceivingEnd:
-        """advice: what makes this rank wait longer; by default the layout's."""
-        if advice is None:
-            advice = self.layout.overdue_advice(self.rank, peer)
         if self._carries is not None and self.leaves_cloud(peer):
             here = self.layout.placement(self.rank).cloud
             record = self.received.setdefault(peer, LinkRecord(here, self.rank, None))
@@ -144,8 +136,8 @@ class Ends:
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
-            self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer], advice,
-            meter, wan is not None and wan.emulated,
+            self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer],
+            self.layout.overdue_advice(self.rank, peer), meter, wan is not None and wan.emulated,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)
@@ -189,26 +181,26 @@ class Ends:
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life.
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats.
 
         may_be_gone: errors of an end that do not matter: its peer may have left before.
         """
         patience_s = self.layout.liveness.lost_after_s
-        # Those made first, which bear signs of life, last.
+        # Those made first, which carry heartbeats, last.
         ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self.ins]
         for end in ends:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
     def await_goodbye(self, peer: int) -> None:
-        """As long as it gives signs of life. Raises LinkTimeout."""
+        """As long as it sends heartbeats. Raises LinkTimeout."""
         for end in self._by_peer.get(peer, []):
             if isinstance(end, ReceivingEnd):
                 end.close(self.layout.liveness.lost_after_s)
 
     def part_from(self, peers: Sequence[int], patience_s: float) -> dict[int, str]:
         """Deliver everything to these and say goodbye, then hear theirs, as long as they give
-        signs of life. Returns why one said none, by peer: not an error."""
+        heartbeats. Returns why one said none, by peer: not an error."""
         unheard: dict[int, str] = {}
         both = [(peer, end) for peer in peers for end in reversed(self._by_peer.get(peer, []))]
         for kind in (SendingEnd, ReceivingEnd):

@@ -50,18 +50,13 @@ class PeerLinks:
                 self._open(replica)
 
     def _open(self, replica: int) -> None:
-        ends, layout, peer, capacity = (
-            self.ends,
-            self.ends.layout,
-            self.peers[replica],
-            self._capacity,
-        )
+        ends, peer, capacity = self.ends, self.peers[replica], self._capacity
         window = ends.window(self._ahead, capacity)
         ways = ("up", "down") if self.replica < replica else ("down", "up")
         out, incoming = (f"{self.line}.{way}" for way in ways)
-        overdue_s = layout.overdue_s(ends.rank, peer, capacity)
-        self._out[replica] = ends.out(out, peer, capacity, window, self.stage, overdue_s)
+        self._out[replica] = ends.out(out, peer, capacity, window, self.stage)
         self._in[replica] = ends.incoming(incoming, peer, capacity, window, boundary=self.stage)
+        overdue_s = ends.layout.overdue_s(ends.rank, peer, capacity)
         self._overdue_s[replica] = max(overdue_s, self._wait_s)
 
     def name_of(self, replica: int) -> str:

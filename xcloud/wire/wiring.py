@@ -4,7 +4,7 @@ small messages around rank 0, replicas, stage boundaries (boundaries.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link import LinkStats
-from xcloud.comm.state import MEMORY, State, join_states, load_states, split_state, states_of
+from xcloud.comm.state import MEMORY, Marked, Stateful, StatefulParts
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
@@ -26,7 +26,7 @@ _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, report
 
 
 @dataclass(frozen=True)
-class Wiring:
+class Wiring(StatefulParts):
     """All ends that one rank holds. lanes: by stage, the ranks that hold it. control: None where
     there is one rank. replicas: links to this rank's counterparts; None where the pipeline stands
     once. tied: to the pipeline's other end, where a matrix is tied over two ranks. is_elastic:
@@ -46,14 +46,9 @@ class Wiring:
         """Of the links in the order of `ends.records`."""
         return [link.stats for link in self.ends.wan_outs]
 
-    def state_dict(self) -> State:
+    def parts(self) -> Mapping[str, Stateful]:
         """What the channels carry from step to step; links and counters begin anew."""
-        return join_states({MEMORY: states_of(self.boundaries.channels)})
-
-    def load_state_dict(self, state: State) -> None:
-        """The state of the same rank in the same experiment; ValueError otherwise."""
-        own = split_state(state, (MEMORY,), "a rank's channels")[MEMORY]
-        load_states(self.boundaries.channels, own, "a rank's channels")
+        return {MEMORY: Marked(self.boundaries.channels, "a rank's channels")}
 
     def expect_signs_of_life(self) -> None:
         """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
@@ -78,7 +73,7 @@ class Wiring:
         return self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))
 
     def close(self) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats."""
         self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
 
 
@@ -109,7 +104,7 @@ def wire(
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
-    """Reports, checkpoints and signs of life, between rank 0 and each other rank of any job.
+    """Reports, checkpoints and heartbeats, between rank 0 and each other rank of any job.
     on_report: see wire."""
     layout, everyone = ends.layout, range(ends.layout.num_ranks)
     ends.line("control", everyone)

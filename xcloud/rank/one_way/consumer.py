@@ -26,15 +26,13 @@ from xcloud.rank.one_way.events import ConsumerEvents
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.wiring import OneWayRank, consumer_links, other_bytes
 from xcloud.rank.role import RankContext, restored
-from xcloud.record.rank_state import failure_of
 from xcloud.survive.checkpointing import Checkpointer
 
 GO_ON_FILE = "go_on"
 
 
 class ConsumerRun:
-    """`train()` does all steps. part: what learns. lost: called with a producer that the plan
-    counts on no more."""
+    """`train()` does all steps. part: what learns."""
 
     def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
         job, layout = rank.job, rank.job.cluster
@@ -79,8 +77,8 @@ class ConsumerRun:
         self._step = whole_number(state, "step")
         for p in self.plan.readmit_lost():
             self._rank.links.inbox.readmit(p)
-            said = "was lost and may take its share again once it is ready"
-            self._events.producer(self._step, p, State.ABSENT, said)
+            what = "was lost and may take its share again once it is ready"
+            self._events.producer(self._step, p, State.ABSENT, what)
 
     def train(self, checkpoints: Checkpointer) -> bool:
         """From where it stands to the end; whether it ended before, as it was asked to. Raises
@@ -171,7 +169,7 @@ class ConsumerRun:
         if changes:
             self._intake.taken.clear()
         for p, (before, now) in changes.items():
-            why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
+            why_gone = self._rank.links.why_gone(p) if now is State.DEAD else ""
             self._events.changed(step, p, before, now, self.plan.active, why_gone)
             if now is State.DEAD:
                 self._lose(p, before, checkpoints)
@@ -182,17 +180,15 @@ class ConsumerRun:
     def _lose(self, p: int, before: State, checkpoints: Checkpointer) -> None:
         """Until now a checkpoint needed its part: the plan counted on its batches."""
         rank, name = self._rank, self._rank.job.cluster.producers[p]
-        on_dead = rank.job.feed.on_dead
+        on_dead, reason = rank.job.feed.on_dead, rank.links.why_gone(p)
         for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
             rank.control.out.pop(lost, None)
             checkpoints.lose(lost)
         if before is State.ABSENT and not rank.links.inbox.was_ready(p):
-            raise LinkClosed(f"producer {name!r} was lost before it was ready: {rank.why_gone(p)}")
+            raise LinkClosed(f"producer {name!r} was lost before it was ready: {reason}")
         if on_dead == "stop":
-            raise LinkClosed(
-                f"producer {name!r} is gone: {rank.why_gone(p)}. To go on without it set "
-                "feed.on_dead=redistribute"
-            )
+            advice = "To continue without it set feed.on_dead=redistribute"
+            raise LinkClosed(f"producer {name!r} is gone: {reason}. {advice}")
         if on_dead == "pause" and not self.plan.is_exhausted:
             with self._clock.during("wait"):
                 if self._leads:
@@ -240,24 +236,7 @@ class ConsumerRank(OneWayRank):
 
     def needs(self, lost: frozenset[int]) -> bool:
         """One of those that feed it, too; what becomes of one that has ended the plan decides."""
-        if super().needs(lost):
-            return True
-        if self.rank != 0 or not self.links.is_fed:
-            return False
-        layout, inbox = self.job.cluster, self.links.inbox
-        silent = [
-            not lost.isdisjoint(layout.ranks_in(cloud))
-            for producer, cloud in enumerate(layout.producers)
-            if not inbox.has_ended(producer)
-        ]
-        return any(silent) if self.job.feed.on_slow == "wait" else bool(silent) and all(silent)
-
-    def why_gone(self, p: int) -> str:
-        """In the producer's own words where it has left them on this machine."""
-        ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
-        failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
-        own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
-        return (own[0] if own else self.links.inbox.end_of(p)) or "lost by another rank"
+        return super().needs(lost) or (self.rank == 0 and self.links.needs_one_of(lost))
 
     def run(self) -> None:
         self._phase("loading")
@@ -279,7 +258,13 @@ class ConsumerRank(OneWayRank):
             with exporting(run_dir), self.computing:
                 part.export(run_dir, place.group_rank)
         self.report_memory(part.module, part)
-        self._part_from_producers()
+        # They export and go before the evaluation, which may take long, or fail.
+        for cloud, reason in self.links.part_from_producers().items():
+            if self.rank == 0:
+                self.reporter.note(
+                    f"producer {cloud} did not finish, so what it may have trained was not "
+                    f"exported ({reason})"
+                )
         if self.is_stopped:
             self.reporter.event("stop")
         else:
@@ -295,21 +280,6 @@ class ConsumerRank(OneWayRank):
             if any(is_alive and inbox.has_ended(p) for p, is_alive in enumerate(alive)):
                 return
             time.sleep(POLL_S)
-
-    def _part_from_producers(self) -> None:
-        """They export and go before the evaluation, which may take long, or fail."""
-        layout = self.job.cluster
-        patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
-        ranks = range(layout.num_consumers, layout.num_ranks)
-        unheard = self.ends.part_from(ranks, patience_s)
-        for p, cloud in enumerate(layout.producers):
-            reasons = [unheard[rank] for rank in layout.ranks_in(cloud) if rank in unheard]
-            if reasons and self.rank == 0:
-                reason = self.links.inbox.end_of(p) or reasons[0]
-                self.reporter.note(
-                    f"producer {cloud} did not finish, so what it may have trained was not "
-                    f"exported ({reason})"
-                )
 
     def _evaluate(self, part: Consumer) -> None:
         self._phase("evaluation")

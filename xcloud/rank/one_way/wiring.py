@@ -28,6 +28,7 @@ from xcloud.parallel.control import CHECKPOINT_CARRIES, REPORT_CARRIES, Control
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.rank.role import RankContext, Role
+from xcloud.record.rank_state import failure_of
 from xcloud.survive.checkpointing import Checkpointer, News
 from xcloud.training.memory_meter import MemoryMeter, bytes_of
 from xcloud.training.trainer import DivergenceGuard
@@ -131,9 +132,41 @@ class ProducerLinks:
 class ConsumerLinks:
     """out: to the producers' ranks (first rank only)."""
 
+    job: OneWayExperiment
+    ends: Ends
     inbox: Inbox
     out: dict[Source, SendingEnd]
     is_fed: bool = True  # more batches are wanted
+
+    def needs_one_of(self, lost: frozenset[int]) -> bool:
+        """Of producers that are silent: any of them, or the last ones, as feed.on_slow says."""
+        layout, is_silent = self.job.cluster, []
+        for producer, cloud in enumerate(layout.producers) if self.is_fed else ():
+            if not self.inbox.has_ended(producer):
+                is_silent.append(not lost.isdisjoint(layout.ranks_in(cloud)))
+        if self.job.feed.on_slow == "wait":
+            return any(is_silent)
+        return bool(is_silent) and all(is_silent)
+
+    def why_gone(self, p: int) -> str:
+        """In the producer's own words where it has left them on this machine."""
+        ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
+        failures = (failure_of(self.ends.run_dir, rank) for rank in ranks)
+        own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
+        return (own[0] if own else self.inbox.end_of(p)) or "lost by another rank"
+
+    def part_from_producers(self) -> dict[str, str]:
+        """By cloud, why one did not say goodbye."""
+        layout = self.job.cluster
+        patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
+        ranks = range(layout.num_consumers, layout.num_ranks)
+        unheard = self.ends.part_from(ranks, patience_s)
+        return {
+            cloud: self.inbox.end_of(p) or unheard[rank]
+            for p, cloud in enumerate(layout.producers)
+            for rank in reversed(layout.ranks_in(cloud))
+            if rank in unheard
+        }
 
     def send_orders(self, orders: list[Order]) -> None:
         """A producer that is gone gets nothing; its end is found elsewhere."""
@@ -200,7 +233,7 @@ def consumer_links(job: OneWayExperiment, ends: Ends) -> ConsumerLinks:
     window = ends.window(_most_ahead(job), size)
     leads = ends.rank == 0
     out = {s: ends.out("orders", r, size, window) for s, r in sources.items() if leads}
-    return ConsumerLinks(inbox, out)
+    return ConsumerLinks(job, ends, inbox, out)
 
 
 def sources_of(job: OneWayExperiment) -> dict[Source, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -49,9 +49,17 @@ class Demo(Source):
     """A generated corpus: the same for the same seed, whatever the experiment's."""
 
     where = "demo"
+    title: ClassVar[str]
+
+    def source_name(self) -> str:
+        return self.title
 
     def check_source(self, form: Form) -> None:
         """Nothing to check."""
+
+    def facts(self, **more: object) -> Mapping[str, object]:
+        """Without columns, which are always the same."""
+        return super().facts()
 
 
 @settings("task", kw_only=True)
@@ -86,6 +94,7 @@ class DemoPairs(Demo):
     occur in no pair: texts for tokenizers and for backbones to be pretrained on.
     """
 
+    title = "demo grammar"
     num_pairs: Positive = 24_000
     num_dev: Positive = 1_000
     num_test: Positive = 1_000
@@ -101,9 +110,6 @@ class DemoPairs(Demo):
                 "task.num_test together, and at most what twice task.num_monolingual leaves of "
                 f"{MAX_PAIRS}; got {self.num_pairs}"
             )
-
-    def source_name(self) -> str:
-        return "demo grammar"
 
     def check_source(self, form: Form) -> None:
         if set(form.languages) != {"es", "en"}:
@@ -163,11 +169,9 @@ class DemoByLanguage(DemoSized):
     """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
     set has num_test pairs per language."""
 
+    title = "demo inference"
     train_language: Literal["en", "es"] = "en"
     languages: Annotated[Sequence[Literal["en", "es"]], Field(min_length=1)] | None = None
-
-    def source_name(self) -> str:
-        return "demo inference"
 
     def find(self, form: Form) -> SplitTables:
         samples = inferences(sum(self.counts.values()), self.corpus_seed)
@@ -193,6 +197,7 @@ class DemoByLanguage(DemoSized):
 class DemoParagraphs(DemoSized):
     """Short generated stories with three questions each; the sizes count questions, rounded up."""
 
+    title = "demo stories"
     num_train: Size = 3_000
     num_dev: Size = 300
     num_test: Size = 900
@@ -200,9 +205,6 @@ class DemoParagraphs(DemoSized):
     @property
     def counts(self) -> dict[Split, int]:
         return {s: math.ceil(getattr(self, f"num_{s}") / STORY_QUESTIONS) for s in SPLITS}
-
-    def source_name(self) -> str:
-        return "demo stories"
 
     def find(self, form: Form) -> SplitTables:
         told = stories(sum(self.counts.values()), self.corpus_seed)
@@ -214,10 +216,8 @@ class DemoParagraphs(DemoSized):
             for story in told
         ]
         texts = [story.text for story in told]
-        by_split, start = {}, 0
-        for split, count in self.counts.items():
-            by_split[split] = told[start : start + count]
-            start += count
+        parts = tables({"story": told}, self.counts)
+        by_split = {split: part[""][0].cells["story"] for split, part in parts.items()}
         return self.generated({"context": texts, "qas": asked}, by_split)
 
 
@@ -225,12 +225,10 @@ class DemoParagraphs(DemoSized):
 class DemoStories(DemoSized):
     """Embedded English paragraphs of four events."""
 
+    title = "demo stories"
     num_train: Size = 3_000
     num_dev: Size = 200
     num_test: Size = 400
-
-    def source_name(self) -> str:
-        return "demo stories"
 
     def find(self, form: Form) -> SplitTables:
         order: tuple[Split, ...] = ("dev", "test", "train")

@@ -19,7 +19,7 @@ from xcloud.tasks.corpus.rows import (
     DEV_NAMES,
     Form,
     OwnNames,
-    Sampled,
+    Source,
     SplitTables,
     Text,
     check_columns,
@@ -59,7 +59,7 @@ class HubTable:
 
 
 @settings("task", kw_only=True)
-class OnHub(Sampled):
+class OnHub(Source):
     """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest.
 
     Only the visible columns of a local folder are kept. A hub data set is public: `datasets`
@@ -70,7 +70,7 @@ class OnHub(Sampled):
     revision: str | None = None
 
     @property
-    def where(self) -> str:  # type: ignore[override]
+    def where(self) -> str:
         return self.path
 
     def source_name(self) -> str:

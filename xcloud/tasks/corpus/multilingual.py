@@ -18,8 +18,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, settings
 from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
-from xcloud.tasks.corpus.files import TextFile
-from xcloud.tasks.corpus.folder import list_files
+from xcloud.tasks.corpus.folder import TextFile, list_files
 from xcloud.tasks.corpus.hub import HubTable, load_hub, not_loaded
 from xcloud.tasks.corpus.rows import DEV_NAMES, Form, Text
 

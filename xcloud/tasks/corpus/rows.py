@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
@@ -154,22 +154,32 @@ class SplitTables:
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
+@settings("task", kw_only=True)
 class Source:
-    """Where a task's rows come from. A base class of settings: the class that YAML names has a
-    source and a task as its bases, so that all settings stand beside each other under `task`.
+    """Where a task's rows come from, and which are used. A base class of settings: the class that
+    YAML names has a source and a task as its bases, so that all settings stand beside each other
+    under `task`.
 
-    A generated corpus has all splits in the sizes asked for: these are the settings of Sampled.
+    dev_share, test_share: what to hold out of train where a dev or test split is missing: a row
+        count (500) or a fraction of the training rows (0.02).
+    max_train_samples, max_eval_samples: in splits with parts, of each part; null: all.
+    split_seed: draws rows by number, whatever the experiment's seed: all seeds are scored on the
+        same rows, and every cloud draws the same.
     """
 
-    where: str
-    dev_share: int | float = 0
-    test_share: int | float = 0
-    max_train_samples: int | None = None
-    max_eval_samples: int | None = None
-    split_seed: int = 0
+    dev_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    test_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    max_train_samples: Positive | None = None
+    max_eval_samples: Positive | None = None
+    split_seed: NotNegative = 0
 
     def __post_init__(self) -> None:
         """Check what relates several settings; each base calls the next."""
+
+    @property
+    def where(self) -> str:
+        """Location, for messages."""
+        raise NotImplementedError
 
     def source_name(self) -> str:
         """A short name, without reading anything."""
@@ -184,8 +194,10 @@ class Source:
         raise NotImplementedError
 
     def facts(self, **more: object) -> Mapping[str, object]:
-        """How the rows were chosen, to be agreed; nothing for a generated corpus."""
-        return {}
+        """How the rows were chosen, to be agreed."""
+        chosen = {one.name: getattr(self, one.name) for one in fields(Source)}
+        is_usual = all(chosen[one.name] == one.default for one in fields(Source))
+        return more if is_usual else {**more, "sampling": chosen}
 
     def arrange(
         self,
@@ -254,27 +266,6 @@ class Source:
             result[split] = [row for i, row in enumerate(left) if i in positions]
             left = [row for i, row in enumerate(left) if i not in positions]
         return {**result, "train": left}
-
-
-@settings("task", kw_only=True)
-class Sampled(Source):
-    """What to hold out of train where a dev or test split is missing, and how many rows to keep.
-
-    dev_share, test_share: a row count (500) or a fraction of the training rows (0.02).
-    max_train_samples, max_eval_samples: in splits with parts, of each part; null: all.
-    split_seed: draws rows by number, whatever the experiment's seed: all seeds are scored on the
-        same rows, and every cloud draws the same.
-    """
-
-    dev_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
-    test_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
-    max_train_samples: Positive | None = None
-    max_eval_samples: Positive | None = None
-    split_seed: NotNegative = 0
-
-    def facts(self, **more: object) -> Mapping[str, object]:
-        names = ("dev_share", "test_share", "max_train_samples", "max_eval_samples", "split_seed")
-        return {**more, "sampling": [getattr(self, name) for name in names]}
 
 
 def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:

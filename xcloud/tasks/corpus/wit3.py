@@ -17,8 +17,7 @@ from typing import Any
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import Split
-from xcloud.tasks.corpus.files import read_lines
-from xcloud.tasks.corpus.folder import InFolder
+from xcloud.tasks.corpus.folder import InFolder, read_lines
 from xcloud.tasks.corpus.rows import Form, SplitTables, Table
 
 # Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
