@@ -380,3 +380,15 @@ def test_a_block_of_a_stage_that_stands_alone_takes_its_share() -> None:
         for one in found:
             assert one.forward_s.at(4) == pytest.approx(0.04, abs=1e-4)
             assert one.parameter_bytes == 4000
+
+
+@pytest.mark.parametrize("privacy", ["cloud", "sample"])
+def test_a_trial_adds_no_noise_which_a_pipeline_could_not(tmp_path: Path, privacy: str) -> None:
+    config = toy(tmp_path, "strategy=local_updates", f"security/privacy={privacy}")
+    config.schedule.num_micro_batches = config.training.batch_size = 16
+
+    trial = trial_of(config)
+
+    found: Any = configs.job_from_config(trial.trial_config)
+    assert found.security.privacy is None and found.strategy == Strategy()
+    assert len(trial.shapes) > 4, "several numbers of micro-batches, and zero bubble"

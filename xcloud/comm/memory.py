@@ -5,7 +5,7 @@ Shapes: B samples in a message; R = sum(counts) rows, axis 0 of the tensor, samp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from xcloud.base.settings import Fraction, settings
 from xcloud.comm.state import State, Stateful, StatefulParts, copy_of
 
 Dtype = Literal["float32", "bfloat16"] | None
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES: Mapping[str | None, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -88,37 +88,40 @@ class NoMemory(StatefulParts):
         return "NoMemory()"
 
 
-class _SampleStore:
-    """Tensors [rows, *features] by sample id, all with the same features."""
+class _PerSample:
+    """Base class of memories that keep tensors [rows, *features] by sample id, all with the same
+    features, in `dtype` (None: unchanged)."""
 
-    def __init__(self, dtype: str | None) -> None:
-        self._dtype = None if dtype is None else _DTYPES[dtype]
+    needs_seen = True
+    dtype: Dtype
+
+    def __post_init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def get(self, sample: int, like: Tensor) -> Tensor | None:
+    def _get(self, sample: int, like: Tensor) -> Tensor | None:
         """The sample's tensor; None if there is none or it has another number of rows."""
         tensor = self._tensors.get(sample)
         if tensor is None or tensor.shape != like.shape:
             return None
         return tensor.to(like)
 
-    def pop(self, sample: int, like: Tensor) -> Tensor | None:
-        found = self.get(sample, like)
+    def _pop(self, sample: int, like: Tensor) -> Tensor | None:
+        found = self._get(sample, like)
         self._tensors.pop(sample, None)
         return found
 
-    def put(self, sample: int, tensor: Tensor) -> None:
+    def _put(self, sample: int, tensor: Tensor) -> None:
         """Keep a copy of the tensor. A non-finite one is dropped, as it would stay non-finite for
         ever. Both ends of a channel decide alike, since both have seen the same values."""
         if not bool(tensor.isfinite().all()):
             self._tensors.pop(sample, None)
             return
         # A copy: a view would keep the whole message alive.
-        self._tensors[sample] = tensor.to(self._dtype or tensor.dtype, copy=True)
+        self._tensors[sample] = tensor.to(_DTYPES.get(self.dtype, tensor.dtype), copy=True)
 
     def state_dict(self) -> State:
         """Three tensors for any number of samples: a safetensors header holds about a million
@@ -147,26 +150,6 @@ class _SampleStore:
         self._tensors = {sample: rows[span].clone() for sample, span in spans}
 
 
-class _PerSample:
-    """Base class of memories that keep rows by sample id, in `dtype` (None: unchanged)."""
-
-    needs_seen = True
-    dtype: Dtype
-
-    def __post_init__(self) -> None:
-        self._kept = _SampleStore(self.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._kept.num_bytes
-
-    def state_dict(self) -> State:
-        return self._kept.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._kept.load_state_dict(state)
-
-
 @settings("ErrorFeedback", frozen=False)
 class ErrorFeedback(_PerSample):
     """Error feedback: what compression lost of a sample is added to its next message.
@@ -191,7 +174,7 @@ class ErrorFeedback(_PerSample):
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         sent = tensor.clone()
         for sample, span in rows.spans():
-            residual = self._kept.pop(sample, sent[span])
+            residual = self._pop(sample, sent[span])
             if residual is not None:
                 sent[span].add_(residual, alpha=self.decay)
         return sent
@@ -199,8 +182,8 @@ class ErrorFeedback(_PerSample):
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         lost = sent - seen
         for sample, span in rows.spans():
-            earlier = self._kept.pop(sample, lost[span])  # of this message, see the class
-            self._kept.put(sample, lost[span] if earlier is None else lost[span] + earlier)
+            earlier = self._pop(sample, lost[span])  # of this message, see the class
+            self._put(sample, lost[span] if earlier is None else lost[span] + earlier)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
@@ -232,7 +215,7 @@ class DeltaCache(_PerSample):
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         change = tensor.clone()
         for sample, span in rows.spans():
-            known = self._kept.get(sample, change[span])
+            known = self._get(sample, change[span])
             if known is not None:
                 change[span].sub_(known)
         return change
@@ -243,9 +226,9 @@ class DeltaCache(_PerSample):
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         value = seen.clone()
         for sample, span in rows.spans():
-            known = self._kept.get(sample, value[span])
+            known = self._get(sample, value[span])
             if known is not None:
                 value[span].add_(known)
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
-            self._kept.put(sample, value[span])
+            self._put(sample, value[span])
         return value

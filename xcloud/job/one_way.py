@@ -94,8 +94,8 @@ class OneWayExperiment(Job):
     def _described(self) -> Sequence[str]:
         return self.model.describe(), self.cluster.describe(), self.schedule_label
 
-    # Ids cross as they are: a defence would have to change the text itself, and what they tell is
-    # no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
+    # Ids cross as they are: a defence would have to change the text itself, and what they reveal
+    # is no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
 
     @property
     def next_experiment(self) -> Sequence[str]:

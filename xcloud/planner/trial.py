@@ -188,7 +188,7 @@ class TrialRun:
         try:
             replace(
                 self.job, cluster=self.layout, model=self.model, strategy=Strategy(),
-                schedule=schedule, plan=None,
+                security=replace(self.job.security, privacy=None), schedule=schedule, plan=None,
             )  # fmt: skip
         except ConfigError:
             return False
@@ -239,6 +239,7 @@ class TrialRun:
             "schedule": table_of(self.shapes[0]),
             "compression": choices[self.own],
             "security.meter": None,
+            "security.privacy": None,
             "training.max_steps": self._num_updates,
             "training.evaluate_every": 0,
             "training.eval_samples": 1,

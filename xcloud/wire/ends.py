@@ -82,7 +82,7 @@ class Ends:
         self._transport.line(name, ranks)
 
     def group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """The group of these ranks, in the order of their lanes; None outside it."""
+        """The group of these ranks, in this order; None outside it."""
         joined = self._transport.group(ranks)
         if self.rank not in ranks:
             return None

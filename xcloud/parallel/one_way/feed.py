@@ -28,8 +28,8 @@ class Feed:
     on_slow: what to do about a producer that is silent for slow_after_s. wait = wait for it (with
         order=arrival: no producer may get more than run_ahead batches ahead of its share);
         redistribute = the others take over its share until it has caught up.
-    on_dead: redistribute = the others take over its share; pause = wait for the user, who goes on
-        without it or ends the run; stop = the run fails.
+    on_dead: redistribute = the others take over its share; pause = wait for the user, who
+        continues without it or ends the run; stop = the run fails.
     min_producers: start as soon as so many are ready, the others join later; null = all.
     """
 
@@ -130,7 +130,7 @@ class Shares:
         return max(1, math.ceil((self.used_before[p] + to_come) / self.group_sizes[p]))
 
     def promise(self, p: int, number: int, active: Sequence[int]) -> int:
-        """The same for all ranks that make this number, whenever each is told of it: ranks that
+        """The same for all ranks that make this number, whenever each gets its order: ranks that
         average gradients need one learning rate."""
         return self.promised.setdefault((p, number), self.expected(p, active))
 

@@ -201,10 +201,10 @@ class Inbox:
             ]
             return batches or unready
 
-    # --- what a run goes on from
+    # --- what a run resumes from
     def state_dict(self) -> State:
         """Batches that are here, once all that were ordered have come. Who is ready or gone is no
-        part of it: whoever goes on is connected anew."""
+        part of it: a resumed run is connected anew."""
         with self._changed:
             boxes = list(self._boxes.values())
             waiting = [(place, one) for place, box in enumerate(boxes) for one in box.waiting]
@@ -302,7 +302,7 @@ class OrderBook:
             self._put(order)
 
     def take_stop(self, frame: Frame) -> None:
-        """All ranks of the cloud have been ordered the same numbers, if they go on so far."""
+        """All ranks of the cloud have been ordered the same numbers."""
         if self.is_stopped or frame.parts:
             raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
         self.is_stopped = True
@@ -327,12 +327,12 @@ class OrderBook:
         Raises LinkError if the consumer is gone."""
         with self._consumer.awaiting(f"orders after batch {self._last}"), self._changed:
             self._changed.wait_for(lambda: self._waiting)
-            found = self._waiting.popleft()
+            item = self._waiting.popleft()
         if may_drop and self.is_stopped:
             return None
-        if isinstance(found, LinkError):
-            raise found
-        return found
+        if isinstance(item, LinkError):
+            raise item
+        return item
 
 
 def _rows(frame: Frame) -> list[list[int]]:

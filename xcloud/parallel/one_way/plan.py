@@ -290,9 +290,9 @@ class ConsumptionPlan:
         return state
 
     def readmit_lost(self) -> list[int]:
-        """The run goes on, and producers that were lost are there again, perhaps without what they
-        had learned: they take part once they are ready. What they owed is not waited for, and
-        their numbers go on. Returns them."""
+        """Producers that were lost are there again in a resumed run, perhaps without what they had
+        learned: they take part once they are ready. What they owed is not waited for, and their
+        numbers continue. Returns them."""
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
             self.state[p], top = State.ABSENT, self._highest(p)

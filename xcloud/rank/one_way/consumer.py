@@ -77,8 +77,8 @@ class ConsumerRun:
         self._step = whole_number(state, "step")
         for p in self.plan.readmit_lost():
             self._rank.links.inbox.readmit(p)
-            said = "was lost and may take its share again once it is ready"
-            self._events.producer(self._step, p, State.ABSENT, said)
+            what = "was lost and may take its share again once it is ready"
+            self._events.producer(self._step, p, State.ABSENT, what)
 
     def train(self, checkpoints: Checkpointer) -> bool:
         """From where it stands to the end; whether it ended before, as it was asked to. Raises
@@ -187,7 +187,7 @@ class ConsumerRun:
         if before is State.ABSENT and not rank.links.inbox.was_ready(p):
             raise LinkClosed(f"producer {name!r} was lost before it was ready: {reason}")
         if on_dead == "stop":
-            advice = "To go on without it set feed.on_dead=redistribute"
+            advice = "To continue without it set feed.on_dead=redistribute"
             raise LinkClosed(f"producer {name!r} is gone: {reason}. {advice}")
         if on_dead == "pause" and not self.plan.is_exhausted:
             with self._clock.during("wait"):

@@ -33,18 +33,18 @@ class ConsumerEvents:
         wanted = self._feed.min_producers or len(self._names)
         self.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
 
-    def producer(self, step: int, p: int, state: State, said: str) -> None:
+    def producer(self, step: int, p: int, state: State, what: str) -> None:
         if not self._leads:
             return
         name = self._names[p]
         self._reporter.event("producer", producer=name, state=state.value, step=step)
-        self._reporter.note(f"producer {name} {said} (step {step})")
+        self._reporter.note(f"producer {name} {what} (step {step})")
 
     def waits_for(self, step: int, slow: Collection[int]) -> None:
         """These are slow, and are waited for; said once of each, and when it sends again."""
-        said = f"has sent nothing for {self._feed.slow_after_s:g} s; waiting for it"
+        what = f"has sent nothing for {self._feed.slow_after_s:g} s; waiting for it"
         for p in sorted(set(slow) - self._noted_slow):
-            self.producer(step, p, State.SLOW, f"{said} (feed.on_slow=wait)")
+            self.producer(step, p, State.SLOW, f"{what} (feed.on_slow=wait)")
         for p in sorted(self._noted_slow - set(slow)):
             self.producer(step, p, State.ACTIVE, "sends again")
         self._noted_slow = set(slow)
@@ -56,13 +56,13 @@ class ConsumerEvents:
         others = [self._names[q] for q in active if q != p]
         over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
         if now is State.ACTIVE:
-            said = "is ready" if before is State.ABSENT else "has caught up"
+            what = "is ready" if before is State.ABSENT else "has caught up"
         elif now is State.SLOW:
-            said = f"has sent nothing for {self._feed.slow_after_s:g} s{over}"
+            what = f"has sent nothing for {self._feed.slow_after_s:g} s{over}"
         else:
-            said = f"is gone ({why_gone})"
-            said += over if self._feed.on_dead != "stop" else ""
-        self.producer(step, p, now, said)
+            what = f"is gone ({why_gone})"
+            what += over if self._feed.on_dead != "stop" else ""
+        self.producer(step, p, now, what)
 
     def skipped_update(self, step: int, line: str) -> None:
         if self._leads:
@@ -79,8 +79,8 @@ class ConsumerEvents:
         sums: Mapping[str, float],
         is_skipped: bool,
     ) -> None:
-        """This rank's event of a step, which ends here. The first rank tells the sums, but not of
-        a skipped update, where they need not be numbers.
+        """This rank's event of a step, which ends here. The first rank reports the sums, but not
+        of a skipped update, where they need not be numbers.
 
         other_bytes: sent and received so far besides batches.
         """
