@@ -158,8 +158,8 @@ def share_of_hits(found: Experiment, plan: BatchPlan, m: int, accumulate: int) -
     one: at both ends, which must agree."""
     ranks = pipelines(found.cluster, memory=DeltaCache())
     ends = [
-        [end.channel for rank in ranks for end in rank.ports[0].forward_out.values()],
-        [end.channel for rank in ranks for end in rank.ports[0].forward_in.values()],
+        [end for rank in ranks for end in rank.ports[0].forward_out.values()],
+        [end for rank in ranks for end in rank.ports[0].forward_in.values()],
     ]
     held = []
     for step in range(1, 13):

@@ -2,6 +2,7 @@
 
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.utils import instantiate
@@ -52,10 +53,17 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
     assert found.name == exp
 
 
+def data_of(name: str) -> Any:
+    """A file of conf/data, with those it extends."""
+    config = OmegaConf.load(CONF / "data" / f"{name}.yaml")
+    extended = config.pop("defaults", [])  # type: ignore[union-attr]
+    return OmegaConf.merge(*map(data_of, extended), config)
+
+
 def task_of(task: str, data: str, **settings: object) -> Task:
     """The files of conf/task and conf/data without Hydra: whichever model goes with them."""
     parts = [OmegaConf.load(CONF / "task" / f"{task}.yaml"),
-             OmegaConf.load(CONF / "data" / f"{data}.yaml"), settings]  # fmt: skip
+             data_of(data), settings]  # fmt: skip
     shared = {"cache_dir": ".cache", "model": {"checkpoint": "some/model"}}
     config = OmegaConf.create({**shared, "task": OmegaConf.merge(*parts)})
     OmegaConf.resolve(config)

@@ -118,10 +118,10 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path
     lost = LinkTimeout("sent no heartbeat")
     for peer, error in ((1, lost), (2, None)):
         both = (ClosingIn(closed, f"from {peer}", error), ClosingOut(closed, f"to {peer}"))
-        ends._by_peer[peer] = [*both]
+        ends._ends += [(peer, end) for end in both]
 
     assert ends.part_from([1, 2], 60.0) == {1: "sent no heartbeat"}
-    assert closed == ["to 1", "to 2", "from 1", "from 2"]
+    assert closed == ["to 2", "to 1", "from 2", "from 1"]
 
 
 def consumer_links(job: OneWayExperiment, inbox: Inbox) -> ConsumerLinks:

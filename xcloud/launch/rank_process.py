@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -113,8 +113,7 @@ def live(
         events.append if events else lambda lines: role.report(lines), process.state,
     )  # fmt: skip
     take = intake.take if intake else lambda peer, frame: None
-    context = _context(job, run_dir, reporter, take, agreed, holder, process, transport)
-    context = replace(context, is_resumed=is_resumed)
+    context = _context(job, reporter, take, agreed, holder, process, transport, is_resumed)
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -157,15 +156,15 @@ def _play(role: Role[Any], agreed: Agreed, reporter: Reporter) -> None:
 
 
 def _context(
-    job: Job, run_dir: Path, reporter: Reporter, on_report: OnReport, agreed: Agreed,
-    holder: RankCheckpoints, process: Process, transport: Transport | None,
+    job: Job, reporter: Reporter, on_report: OnReport, agreed: Agreed, holder: RankCheckpoints,
+    process: Process, transport: Transport | None, is_resumed: bool,
 ) -> RankContext[Any]:  # fmt: skip
-    layout, rank = job.cluster, holder.rank
+    layout, rank, run_dir = job.cluster, holder.rank, holder.run_dir
     turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
     device = _device(layout.clouds[layout.cloud_of(rank)].device)
     return RankContext(
         job, rank, run_dir, device, reporter, on_report, agreed.verdict, holder, process.asked,
-        transport=transport, turns=turns,
+        is_resumed, transport, turns,
     )  # fmt: skip
 
 

@@ -116,19 +116,20 @@ def exchange_of(
                 line = lines[f"{a}-{b}"]
                 took[f"{a}-{b}"] = line.line_s(round(size)) + line.latency_s
         where = max(took, key=lambda pair: took[pair])
-        wire_s = took[where]
-        if mergers:
-            wire_s = max(
-                max(took[f"{a}-{m}"] for a in clouds if a != m)
-                + max(took[f"{m}-{b}"] for b in clouds if b != m)
-                for m in mergers
-            )
+        wire_s = max((_there_and_back_s(took, m, clouds) for m in mergers), default=took[where])
         # Each way once, and where all merge once more.
         for pair in took:
             num_bytes[pair] += size * (2 if len(mergers) > 1 else 1)
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
             slowest = Exchange(codec_s, wire_s, {}, traffic.per_step, traffic.hidden_steps, where)
     return replace(slowest, num_bytes=dict(num_bytes))
+
+
+def _there_and_back_s(took: Mapping[str, float], merger: str, clouds: Sequence[str]) -> float:
+    """The longest way to a merging cloud, and the longest from it."""
+    others = [cloud for cloud in clouds if cloud != merger]
+    to = max(took[f"{cloud}-{merger}"] for cloud in others)
+    return to + max(took[f"{merger}-{cloud}"] for cloud in others)
 
 
 def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], list[int]]:

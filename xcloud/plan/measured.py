@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,14 +43,7 @@ def measured_costs(timeline: Timeline) -> Costs:
     for rank, held in stages_of.items():
         for stage in held:
             ranks_of[stage].add(rank)
-    sizes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    control: list[int] = []
-    for flight in (f for flights in timeline.flights.values() for f in flights):
-        if flight.kind in _DIRECTION:
-            way = _DIRECTION[flight.kind], flight.sender, flight.receiver
-            sizes[way].append(flight.num_bytes)
-        elif flight.kind == "norm":
-            control.append(flight.num_bytes)
+    sizes, control_bytes = _messages(timeline)
 
     def mean(kind: str, stage: int, name: str) -> float:
         return _mean(getattr(found, name) for found in parts[kind, stage])
@@ -66,22 +59,6 @@ def measured_costs(timeline: Timeline) -> Costs:
         compress_s = mean(kind, sending, "compress_s")
         return Direction(round(_mean(found)), compress_s, mean(kind, receiving, "decompress_s"))
 
-    def update(stage: int) -> Update:
-        mates = ranks_of[stage]
-        shares = []
-        for rank in mates:
-            own, average_s = updates[rank]
-            n = len(stages_of[rank])
-            if len(mates) == 1:
-                own = Update(own.fetch_s, 0.0, own.norm_s + average_s, own.optimizer_s)
-            else:  # the last to come waits for nobody
-                shared_s = min(updates[mate][1] for mate in mates)
-                own = Update(own.fetch_s, shared_s, own.norm_s, own.optimizer_s)
-            shares.append(
-                [s / n for s in (own.fetch_s, own.average_s, own.norm_s, own.optimizer_s)]
-            )
-        return Update(*map(_mean, zip(*shares, strict=True)))
-
     stages = range(len(ranks_of))
     late_s = [mean("weights", stage, "compute_s") for stage in stages]
     return Costs(
@@ -89,10 +66,39 @@ def measured_costs(timeline: Timeline) -> Costs:
         [mean("backward", stage, "compute_s") + late_s[stage] for stage in stages],
         [direction("forward", stage, stage + 1) for stage in stages[:-1]],
         [direction("backward", stage + 1, stage) for stage in stages[:-1]],
-        [update(stage) for stage in stages],
-        control_bytes=round(_mean(control)),
+        [_update(ranks_of[stage], updates, stages_of) for stage in stages],
+        control_bytes=control_bytes,
         weights_s=late_s,
     )
+
+
+def _messages(timeline: Timeline) -> tuple[dict[tuple[str, int, int], list[int]], int]:
+    """Bytes by direction, sender and receiver; and of a message about the norm."""
+    sizes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    control: list[int] = []
+    for flight in (f for flights in timeline.flights.values() for f in flights):
+        if flight.kind in _DIRECTION:
+            way = _DIRECTION[flight.kind], flight.sender, flight.receiver
+            sizes[way].append(flight.num_bytes)
+        elif flight.kind == "norm":
+            control.append(flight.num_bytes)
+    return sizes, round(_mean(control))
+
+
+def _update(
+    mates: Collection[int],
+    updates: Mapping[int, tuple[Update, float]],
+    stages_of: Mapping[int, Collection[int]],
+) -> Update:
+    """Of a stage, the mean over its ranks. Of an average the last to come waits for nobody."""
+    shares = []
+    for rank in mates:
+        own, average_s = updates[rank]
+        shared_s = min(updates[mate][1] for mate in mates) if len(mates) > 1 else 0.0
+        norm_s = own.norm_s + (average_s if len(mates) == 1 else 0.0)
+        n = len(stages_of[rank])
+        shares.append([s / n for s in (own.fetch_s, shared_s, norm_s, own.optimizer_s)])
+    return Update(*map(_mean, zip(*shares, strict=True)))
 
 
 def _read_lane(lane: Lane, parts: dict[tuple[str, int], list[_Parts]]) -> tuple[Update, float]:

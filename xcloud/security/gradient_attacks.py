@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -149,50 +151,36 @@ def _distances(inputs_of: Callable[[Tensor], Tensor], span: Span, ids_NS: Tensor
     return torch.cat([span.distances(inputs_of(chunk)) for chunk in chunks])
 
 
-class _Seen(Exception):
+class _AllSeen(Exception):
     """All that is asked for has been computed."""
 
 
-class LayerInputs:
-    """What linear layers of a module read, for any tokens: ids [N, S] -> name -> [N, S, H].
+def layer_inputs(
+    module: nn.Module, run: Callable[[Tensor], object], names: Sequence[str], ids_NS: Tensor
+) -> dict[str, Tensor]:
+    """What linear layers of a module read for these tokens: name -> [N, S, H].
 
     run: computes the module on ids; stopped as soon as every named layer has been reached.
     """
+    inputs: dict[str, Tensor] = {}
 
-    def __init__(
-        self, module: nn.Module, run: Callable[[Tensor], object], names: Sequence[str]
-    ) -> None:
-        self._module, self._run, self._names = module, run, list(names)
+    def note(name: str, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        rows = arguments[0].detach()
+        if rows.numel() == ids_NS.numel() * rows.shape[-1]:  # not of pooled texts
+            inputs[name] = rows.reshape(*ids_NS.shape, rows.shape[-1]).float()
+        if len(inputs) == len(names):
+            raise _AllSeen
 
-    def __call__(self, ids_NS: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-
-        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def note(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-                rows = arguments[0].detach()
-                if rows.numel() == ids_NS.numel() * rows.shape[-1]:  # not of pooled texts
-                    found[name] = rows.reshape(*ids_NS.shape, rows.shape[-1]).float()
-                if len(found) == len(self._names):
-                    raise _Seen
-
-            return note
-
-        handles = [
-            self._module.get_submodule(name).register_forward_pre_hook(hook(name))
-            for name in self._names
-        ]
-        was_training = self._module.training
-        self._module.eval()  # the attacker does not know the dropout of others
-        try:
-            with torch.no_grad():
-                self._run(ids_NS)
-        except _Seen:
-            pass
-        finally:
-            self._module.train(was_training)
-            for handle in handles:
-                handle.remove()
-        return found
+    was_training = module.training
+    with ExitStack() as stack:
+        stack.callback(module.train, was_training)
+        for name in names:
+            layer = module.get_submodule(name)
+            stack.callback(layer.register_forward_pre_hook(partial(note, name)).remove)
+        module.eval()  # the attacker does not know the dropout of others
+        with torch.no_grad(), suppress(_AllSeen):
+            run(ids_NS)
+    return inputs
 
 
 def linear_gradients(module: nn.Module, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,7 +215,7 @@ def attack_layers(
     first layer behind an attention gives their order. An encoder's first layers read position
     and token together, so they give the order up to the text that a token belongs to: no texts.
 
-    module, run: see LayerInputs; with the weights that the gradients were computed with.
+    module, run: see layer_inputs; with the weights that the gradients were computed with.
     words_N: ids that may stand in a text (not padding).
     """
     nothing = Recovered(torch.zeros(0, dtype=torch.int64), [])
@@ -255,8 +243,7 @@ def attack_layers(
 def _reader(
     module: nn.Module, run: Callable[[Tensor], object], name: str
 ) -> Callable[[Tensor], Tensor]:
-    inputs = LayerInputs(module, run, [name])
-    return lambda ids_NS: inputs(ids_NS)[name]
+    return lambda ids_NS: layer_inputs(module, run, [name], ids_NS)[name]
 
 
 class _Layers(NamedTuple):
@@ -278,7 +265,7 @@ class _Layers(NamedTuple):
     ) -> _Layers:
         a, b, c = words_N[-3:].tolist()
         ids = torch.tensor([[a, b, a], [c, b, a], [a, b, c]])
-        seen = LayerInputs(module, run, names)(ids)
+        seen = layer_inputs(module, run, names, ids)
         same: dict[str, list[str]] = {}  # by the first layer that reads the input
         for name, rows in seen.items():
             first = next((k for k in same if _equal(seen[k], rows)), name)

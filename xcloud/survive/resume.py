@@ -55,6 +55,10 @@ class RankCheckpoints:
         """settings: the resolved experiment file as plain containers."""
         return cls(CheckpointFolder(run_dir), rank, Places.of(job), compared_settings(settings))
 
+    @property
+    def run_dir(self) -> Path:
+        return self.folder.path.parent
+
     def table(self, is_thorough: bool = True) -> dict[str, str]:
         """Lines for the comparison of all ranks. is_thorough: read every file to the end."""
         lines = {}

@@ -96,14 +96,14 @@ class Classes:
         known = by_number | numbers
         if unknown := set(cells) - known.keys():
             hidden = unknown == {"-1"}
-            said = (
+            reason = (
                 "its labels are hidden (-1); test on the dev set (task.test_file=dev or "
                 "task.test=validation)"
                 if hidden
                 else f"unknown labels: {_some(unknown)}; the classes are "
                 f"{', '.join(self.names[:20])}"
             )
-            raise DataError(f"{where}: {said}")
+            raise DataError(f"{where}: {reason}")
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
 
     def read(self, prediction: Sequence[int]) -> float:

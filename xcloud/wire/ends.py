@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ OnReport = Callable[[int, Frame], None]
 class Ends:
     """Every rank makes its ends at the same time, from the same layout.
 
-    outs, ins: all ends. wan_outs: those that leave the cloud; records: what they sent.
+    wan_outs: the ends of links that leave the cloud; records: what they sent. meters: of real
+    lines that boundaries cross, by sender. lives: signs of life of the other ranks.
     """
 
     def __init__(
@@ -51,15 +53,12 @@ class Ends:
     ) -> None:
         """received: what each kind of message from another cloud carries, where this rank is to
         keep a record of those that it handles, too."""
-        self.rank, self.layout, self.run_dir = transport.rank, layout, run_dir
-        self.outs: list[SendingEnd] = []
-        self.ins: list[ReceivingEnd] = []
+        self.layout = layout
+        self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
         self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
-        self.received: dict[int, LinkRecord] = {}  # by sender
-        self._carries = received
-        self.meters: dict[int, LineMeter] = {}  # of real lines that boundaries cross, by sender
-        self._by_peer: dict[int, list[SendingEnd | ReceivingEnd]] = {}
+        self._received = _Received(received)
+        self.meters: dict[int, LineMeter] = {}
         self.lives = {
             peer: PeerLife(layout.liveness)
             for peer in range(layout.num_ranks)
@@ -67,6 +66,27 @@ class Ends:
         }
         self._transport, self._messages = transport, messages
         self._clocks = LinkClocks(transport, layout, run_dir)
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def run_dir(self) -> Path:
+        return self._clocks.run_dir
+
+    @property
+    def outs(self) -> list[SendingEnd]:
+        return [end for _, end in self._ends if isinstance(end, SendingEnd)]
+
+    @property
+    def _ins(self) -> list[ReceivingEnd]:
+        return [end for _, end in self._ends if isinstance(end, ReceivingEnd)]
+
+    @property
+    def received(self) -> dict[int, LinkRecord]:
+        """By sender, where that is kept."""
+        return self._received.records
 
     @property
     def computing(self) -> AbstractContextManager[object]:
@@ -108,8 +128,7 @@ class Ends:
             self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
         end = self._transport.out(line, peer, settings)
-        self.outs.append(end)
-        self._by_peer.setdefault(peer, []).append(end)
+        self._ends.append((peer, end))
         if record is not None:
             self.wan_outs.append(end)
         return end
@@ -124,13 +143,9 @@ class Ends:
         boundary: int = CONTROL,
         on_end: Callable[[LinkError], None] | None = None,
     ) -> ReceivingEnd:
-        if self._carries is not None and self.leaves_cloud(peer):
+        if self.leaves_cloud(peer):
             here = self.layout.placement(self.rank).cloud
-            record = self.received.setdefault(peer, LinkRecord(here, self.rank, None))
-            handlers = {
-                kind: noting(record, self._carries[kind], handler)
-                for kind, handler in (handlers or {}).items()
-            }
+            handlers = self._received.noting(peer, here, self.rank, handlers or {})
         meter, wan = None, self.layout.wan_between(self.rank, peer)
         if boundary != CONTROL and wan is not None and wan.is_metered:
             meter = self.meters.setdefault(peer, LineMeter())
@@ -140,8 +155,7 @@ class Ends:
             self.layout.overdue_advice(self.rank, peer), meter, wan is not None and wan.emulated,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
-        self.ins.append(end)
-        self._by_peer.setdefault(peer, []).append(end)
+        self._ends.append((peer, end))
         return end
 
     def both(
@@ -168,9 +182,7 @@ class Ends:
 
     def forget(self, peer: int) -> None:
         """A lost rank's ends are not closed. What they sent stays counted."""
-        gone = self._by_peer.pop(peer, [])
-        self.outs = [end for end in self.outs if end not in gone]
-        self.ins = [end for end in self.ins if end not in gone]
+        self._ends = [(other, end) for other, end in self._ends if other != peer]
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""
@@ -187,24 +199,24 @@ class Ends:
         """
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
-        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self.ins]
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self._ins]
         for end in ends:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
     def await_goodbye(self, peer: int) -> None:
         """As long as it sends heartbeats. Raises LinkTimeout."""
-        for end in self._by_peer.get(peer, []):
-            if isinstance(end, ReceivingEnd):
+        for other, end in self._ends:
+            if other == peer and isinstance(end, ReceivingEnd):
                 end.close(self.layout.liveness.lost_after_s)
 
     def part_from(self, peers: Sequence[int], patience_s: float) -> dict[int, str]:
-        """Deliver everything to these and say goodbye, then hear theirs, as long as they give
+        """Deliver everything to these and say goodbye, then hear theirs, as long as they send
         heartbeats. Returns why one said none, by peer: not an error."""
         unheard: dict[int, str] = {}
-        both = [(peer, end) for peer in peers for end in reversed(self._by_peer.get(peer, []))]
+        theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
         for kind in (SendingEnd, ReceivingEnd):
-            for peer, end in both:
+            for peer, end in theirs:
                 if isinstance(end, kind):
                     try:
                         end.close(patience_s)
@@ -229,6 +241,22 @@ class Ends:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
 
+@dataclass(frozen=True)
+class _Received:
+    """carries: of each kind of message that is noted; None: none is. records: by sender."""
+
+    carries: Mapping[Kind, Sequence[str]] | None
+    records: dict[int, LinkRecord] = field(default_factory=dict)
+
+    def noting(
+        self, peer: int, here: str, rank: int, handlers: Mapping[Kind, Callable[[Frame], None]]
+    ) -> Mapping[Kind, Callable[[Frame], None]]:
+        if self.carries is None:
+            return handlers
+        record = self.records.setdefault(peer, LinkRecord(here, rank, None))
+        return {kind: noting(record, self.carries[kind], take) for kind, take in handlers.items()}
+
+
 def noting(
     record: LinkRecord, carries: Sequence[str], handler: Callable[[Frame], None]
 ) -> Callable[[Frame], None]:
@@ -251,7 +279,7 @@ class LinkClocks:
     """Clocks of the emulated links, one for each direction between two clouds."""
 
     def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
-        self._rank, self._layout, self._run_dir = transport.rank, layout, run_dir
+        self._rank, self._layout, self.run_dir = transport.rank, layout, run_dir
         self._clocks: dict[str, LinkClock] = {}
         pairs = combinations(layout.clouds, 2)
         if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
@@ -277,5 +305,5 @@ class LinkClocks:
         there = self._layout.placement(peer).cloud
         name = f"link-{here}-to-{there}.{self._run_number}.clock"
         if name not in self._clocks:
-            self._clocks[name] = LinkClock(wan.profile, self._run_dir / name)
+            self._clocks[name] = LinkClock(wan.profile, self.run_dir / name)
         return self._clocks[name]

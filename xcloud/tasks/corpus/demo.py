@@ -185,12 +185,12 @@ class DemoByLanguage(DemoSized):
             return self.generated(columns, samples, seed=self.corpus_seed)
 
         here = self.train_language
-        found = in_language(here)
+        trained = in_language(here)
         tested = self.languages or sorted(("en", "es"), key=lambda x: (x != here, x))
         test: dict[str, Sequence[Table]] = {
             language: in_language(language).tables["test"][""] for language in tested
         }
-        return SplitTables({**found.tables, "test": test}, found.facts, found.remarks)
+        return SplitTables({**trained.tables, "test": test}, trained.facts, trained.remarks)
 
 
 @settings("task", kw_only=True)
