@@ -30,7 +30,7 @@ from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive import saving
 from xcloud.survive.changes import Places
-from xcloud.survive.checkpointing import Checkpointer, CheckpointPart, News
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, CheckpointPart
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
@@ -478,7 +478,7 @@ def test_a_replica_that_hears_too_late_how_often_to_save_costs_one_checkpoint(
     take = Checkpointer._take
 
     def deaf(checkpointer: Checkpointer, peer: int, step: int, code: int) -> None:
-        if (checkpointer.rank, code) != (2, News.EVERY):
+        if (checkpointer.rank, code) != (2, CheckpointMessage.EVERY):
             take(checkpointer, peer, step, code)
 
     monkeypatch.setattr(Checkpointer, "_take", deaf)

@@ -64,9 +64,9 @@ def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tup
 
 LARGER = {
     "cluster.link_profile.LinkProfile": 15, "comm.step_clock.StepClock": 16,
-    "contracts.model.BuildContext": 13, "job.job.Job": 12,
-    "rank.role.RankContext": 12, "record.events.StepTotals": 15,
-    "training.settings.Training": 12, "watch.monitor.Monitor": 16, "wire.ends.Ends": 15,
+    "contracts.model.BuildContext": 13, "job.job.Job": 12, "rank.role.RankContext": 12,
+    "record.events.StepTotals": 15, "training.settings.Training": 12,
+    "watch.monitor.Monitor": 16,
 }  # fmt: skip
 """Still beyond the bounds: fields of classes."""
 
@@ -79,7 +79,7 @@ def test_the_core_can_be_held_by_one_engineer() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in files())
 
     assert len(CORE) <= 66
-    assert lines <= 14_000
+    assert lines <= 14_100
 
 
 def is_feature(module: str) -> bool:

@@ -32,7 +32,7 @@ from xcloud.parallel.one_way.plan import NOBODY, Order, Source
 from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, News
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints
 
@@ -188,9 +188,9 @@ def test_checkpoint_news_are_one_code_and_of_few_steps(tmp_path: Path) -> None:
 
     with pytest.raises(FrameError, match="rank 3 tells of more than 16 open checkpoints"):
         for step in range(10**6):
-            rank_0._take(3, step, News.DONE)
+            rank_0._take(3, step, CheckpointMessage.DONE)
     with pytest.raises(FrameError, match="rank 3 tells rank 0 what rank 0 decides"):
-        rank_0._take(3, 5, News.AGREED)
+        rank_0._take(3, 5, CheckpointMessage.AGREED)
     rank_0.close()
 
 

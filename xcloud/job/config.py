@@ -119,6 +119,12 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
+def is_planned(config: DictConfig) -> bool:
+    """Whether its `plan` is another than plan=none. Builds nothing."""
+    target = OmegaConf.select(config, "plan._target_")
+    return target is not None and not str(target).endswith(".no_plan")
+
+
 def built(config: DictConfig, key: str) -> Any:
     """One part of a config that job_from_config has checked, such as its cluster as written."""
     return instantiate(OmegaConf.select(config, key), _convert_="all")

@@ -170,9 +170,9 @@ def compose_follow_up(
     runs, if it cannot be composed or what it reads beside that is missing. own: config was
     composed here; what a file asks for is checked as by read_job.
     """
+    if not OmegaConf.select(config, "follow_up"):
+        return None  # and no job is built, which the run does
     experiment = job_from_config(config)
-    if not experiment.next_experiment:
-        return None
     try:
         with _composing(conf_dir):
             following = compose("config", overrides=list(experiment.next_experiment))

@@ -4,8 +4,10 @@ rank/parts.py makes those of a job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -72,8 +74,22 @@ class Part(Director, StatefulParts):
         """After that meeting. is_finished: the run has made all its updates."""
 
 
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _in_turn(hook: F) -> F:
+    """The same call of all parts, in their order."""
+
+    @functools.wraps(hook)
+    def call(self: Parts, *args: Any, **kwargs: Any) -> None:
+        for part in self._parts:
+            getattr(part, hook.__name__)(*args, **kwargs)
+
+    return cast(F, call)
+
+
 class Parts(Part):
-    """Several as one, called in their order."""
+    """Several as one."""
 
     def __init__(self, parts: Sequence[Part] = ()) -> None:
         self._parts = tuple(parts)
@@ -81,29 +97,17 @@ class Parts(Part):
     def parts(self) -> dict[str, Stateful]:
         return {part.name: part for part in self._parts if part.name}
 
-    def before_update(self, step: int) -> None:
-        for part in self._parts:
-            part.before_update(step)
-
-    def begin(self, step: int) -> None:
-        for part in self._parts:
-            part.begin(step)
-
-    def before_pass(self, step: int, batches: Mapping[int, Batch]) -> None:
-        for part in self._parts:
-            part.before_pass(step, batches)
-
-    def after_micro_batch(self, stage: int) -> None:
-        for part in self._parts:
-            part.after_micro_batch(stage)
-
-    def after_backward(self, step: int) -> None:
-        for part in self._parts:
-            part.after_backward(step)
-
-    def after_exchange(self, step: int) -> None:
-        for part in self._parts:
-            part.after_exchange(step)
+    before_update = _in_turn(Part.before_update)
+    begin = _in_turn(Part.begin)
+    before_pass = _in_turn(Part.before_pass)
+    after_micro_batch = _in_turn(Part.after_micro_batch)
+    after_backward = _in_turn(Part.after_backward)
+    after_exchange = _in_turn(Part.after_exchange)
+    follow = _in_turn(Part.follow)
+    after_update = _in_turn(Part.after_update)
+    finish = _in_turn(Part.finish)
+    settle = _in_turn(Part.settle)
+    close = _in_turn(Part.close)
 
     def signal(self, step: int) -> Signal:
         return max((part.signal(step) for part in self._parts), default=Signal.GO_ON)
@@ -115,23 +119,3 @@ class Parts(Part):
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
         choices = [part.decide(step, measured) for part in self._parts]
         return next((choice for choice in choices if choice is not None), None)
-
-    def follow(self, step: int, choice: int) -> None:
-        for part in self._parts:
-            part.follow(step, choice)
-
-    def after_update(self, step: int, report: StepReport) -> None:
-        for part in self._parts:
-            part.after_update(step, report)
-
-    def finish(self) -> None:
-        for part in self._parts:
-            part.finish()
-
-    def settle(self) -> None:
-        for part in self._parts:
-            part.settle()
-
-    def close(self, is_finished: bool) -> None:
-        for part in self._parts:
-            part.close(is_finished)

@@ -53,9 +53,10 @@ PICTURE = "plan.png"
 def planned(config: Any, run_dir: Path) -> Any:
     """The config to run: as it is without a plan, that of the best plan with plan=apply, None with
     plan=show. Leaves plan.json and plan.png in run_dir. Raises ConfigError."""
+    if not configs.is_planned(config):
+        return config  # and no job is built, which the run does
     job = configs.job_from_config(config)
-    if job.plan is None:
-        return config
+    assert job.plan is not None
     if not isinstance(job, Experiment):
         raise ConfigError("plan= knows jobs whose model is cut into stages, and this is another")
     job.check()

@@ -21,7 +21,7 @@ from xcloud.parallel.control import Control
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Changes
-from xcloud.survive.checkpointing import Checkpointer, Post
+from xcloud.survive.checkpointing import Checkpointer, Messenger
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
@@ -110,7 +110,7 @@ class Role(ABC, Generic[JobT]):
 def restored(
     context: RankContext[JobT],
     parts: Mapping[str, Stateful],
-    post: Post | None,
+    messenger: Messenger | None,
     facts: Mapping[str, str],
 ) -> Checkpointer:
     """Of all that this rank goes on from, which takes over its state if the ranks have agreed
@@ -142,5 +142,5 @@ def restored(
     return Checkpointer(
         Timing(job.checkpoint, step, job.max_steps),
         CheckpointWriter(holder.folder, rank, about),
-        post, parts, reporter, context.asked, job.saving_ranks,
+        messenger, parts, reporter, context.asked, job.saving_ranks,
     )  # fmt: skip

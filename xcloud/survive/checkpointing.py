@@ -36,21 +36,24 @@ from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 _MOST_OPEN = 16  # checkpoints of which a rank may report before all have
 
 
-class News(IntEnum):
+class CheckpointMessage(IntEnum):
     """What ranks tell each other of a checkpoint."""
 
     DONE = 1  # to rank 0: my part is on the disk
     FAILED = 2  # to rank 0: I have none
     AGREED = 3  # from rank 0: every rank has its part
     STOP = 4  # to rank 0: I was asked to end
-    SAVE = 5  # from rank 0, where the word does not come with the step (one-way jobs)
+    SAVE = 5  # from rank 0, where no signal comes with the step (one-way jobs)
     SAVE_AND_STOP = 6
     LOST = 7  # from rank 0: some rank has no part
     EVERY = 8  # from rank 0, in place of a step: replicas save at multiples of this number
 
 
-class Post(Protocol):
-    """Carries news between rank 0 and the others."""
+_OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
+
+
+class Messenger(Protocol):
+    """Carries these between rank 0 and the others."""
 
     def listen(self, take: Callable[[int, int, int], None]) -> None:
         """From now on `take` is called with the peer, the step and the code of what one tells, in
@@ -111,18 +114,18 @@ class Checkpointer:
         self,
         timing: Timing,
         writer: CheckpointWriter,
-        post: Post | None,
+        messenger: Messenger | None,
         parts: Mapping[str, Stateful],
         reporter: Reporter,
         asked: StopSignal | None = None,
         among: Collection[int] | None = None,
     ) -> None:
         self.timing, self.writer, self.rank = timing, writer, writer.rank
-        self._post, self._among, self._parts = post, among, parts
+        self._messenger, self._among, self._parts = messenger, among, parts
         self._notes, self._asked = Notes(reporter), asked or StopSignal()
         self._ledger, self._stops = Ledger(), False
-        if post is not None:
-            post.listen(self._take)
+        if messenger is not None:
+            messenger.listen(self._take)
 
     def decide(self, step: int) -> Signal:
         """In rank 0: what all ranks do after this update."""
@@ -148,7 +151,7 @@ class Checkpointer:
             if every is not None:
                 self.timing.every = every
                 for peer in self._others:
-                    self._tell(peer, every, News.EVERY)
+                    self._tell(peer, every, CheckpointMessage.EVERY)
         return Signal.CHECKPOINT if is_multiple else Signal.GO_ON
 
     def after(self, step: int, signal: Signal) -> bool:
@@ -157,7 +160,7 @@ class Checkpointer:
         if self._asked.was_asked and not self._asked.is_reported:
             self._asked.is_reported = True
             if self.rank != 0:
-                self._tell(0, step, News.STOP)
+                self._tell(0, step, CheckpointMessage.STOP)
         if signal is Signal.GO_ON:
             if self.timing.is_half_way(step):
                 self.writer.prepare(self._parts)
@@ -191,7 +194,7 @@ class Checkpointer:
                 self._notes.reporter.event, "checkpoint", step=step, num_bytes=outcome,
                 pause_s=round(pause_s, 4), write_s=round(write_s, 3),
             ))  # fmt: skip
-            self._report(step, News.DONE)
+            self._report(step, CheckpointMessage.DONE)
 
         self.writer.write(step, state, written)
 
@@ -216,7 +219,7 @@ class Checkpointer:
         """Rank 0: a rank is gone, and the run goes on without it."""
         for step, ranks in self._ledger.missing.items():
             if peer in ranks:
-                self._take(peer, step, News.FAILED)
+                self._take(peer, step, CheckpointMessage.FAILED)
 
     def wait(self, is_urgent: bool = True) -> None:
         """Until this rank has written what it began; see CheckpointWriter.wait."""
@@ -236,18 +239,18 @@ class Checkpointer:
 
     @property
     def _others(self) -> frozenset[int]:
-        peers = frozenset(self._post.peers if self._post is not None else ())
+        peers = frozenset(self._messenger.peers if self._messenger is not None else ())
         return peers if self._among is None else peers & frozenset(self._among)
 
-    def _tell(self, peer: int, step: int, news: News) -> None:
-        if self._post is not None:
-            self._post.tell(peer, step, news)
+    def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
+        if self._messenger is not None:
+            self._messenger.tell(peer, step, message)
 
-    def _report(self, step: int, news: News) -> None:
+    def _report(self, step: int, message: CheckpointMessage) -> None:
         if self.rank == 0:
-            self._take(0, step, news)
+            self._take(0, step, message)
         else:
-            self._tell(0, step, news)
+            self._tell(0, step, message)
 
     def _begin(self, step: int, ranks: Collection[int]) -> None:
         if self.rank == 0:
@@ -255,27 +258,31 @@ class Checkpointer:
 
     def _lack(self, step: int, why: Exception | str) -> None:
         self._notes.later(partial(self._notes.lost, step, why))
-        self.writer.later(lambda: self._report(step, News.FAILED))
+        self.writer.later(lambda: self._report(step, CheckpointMessage.FAILED))
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """In a link's thread, or in the one that writes."""
-        news, folder = News(code), self.writer.folder
-        if news is News.STOP:
+        message, folder = CheckpointMessage(code), self.writer.folder
+        if message is CheckpointMessage.STOP:
             self._stops = True
-        elif self.rank == 0 and news in (News.EVERY, News.AGREED, News.LOST):
+        elif self.rank == 0 and message in (
+            CheckpointMessage.EVERY,
+            CheckpointMessage.AGREED,
+            CheckpointMessage.LOST,
+        ):
             raise FrameError(f"rank {peer} tells rank 0 what rank 0 decides of checkpoint {step}")
-        elif news is News.EVERY:
+        elif message is CheckpointMessage.EVERY:
             self.timing.every = step
-        elif news is News.AGREED:
+        elif message is CheckpointMessage.AGREED:
             self.writer.later(lambda: self._agree(step))
-        elif news is News.LOST:
+        elif message is CheckpointMessage.LOST:
             self.writer.later(partial(folder.delete, step, self.rank))
-        elif reports := self._ledger.report(peer, step, news is News.DONE):
+        elif reports := self._ledger.report(peer, step, message is CheckpointMessage.DONE):
             if all(reports.values()):
-                verdict, others = News.AGREED, frozenset(reports)
+                verdict, others = CheckpointMessage.AGREED, frozenset(reports)
                 self.writer.later(lambda: self._agree(step, others))
             else:
-                verdict, others = News.LOST, self._others
+                verdict, others = CheckpointMessage.LOST, self._others
                 self.writer.later(partial(folder.delete, step, self.rank))
             for other in sorted(others - {0}):
                 with contextlib.suppress(LinkError):  # it is gone, and its part is there

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
+from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.link_end import ReceivingEnd
 from xcloud.comm.activation_cache import MEGABYTE, ActivationCache, CachingChannel
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
 from xcloud.comm.channel import (
     PLAIN,
     Codec,
@@ -30,10 +32,9 @@ from xcloud.comm.compression import Compression, CompressionPlan, Selectable, Se
 from xcloud.comm.compressor import ChannelId
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.guard import Guard
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.schedule import most_in_flight
-from xcloud.security.defences import Defence
+from xcloud.security.defences import LABEL, Defence
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
 _FORWARD_AHEAD = 32
@@ -63,6 +64,32 @@ def join_boundaries(
         for replica in range(job.cluster.num_replicas):
             _Joint(job, ends, clock, device, joined, stage, replica).join()
     return joined
+
+
+class Guard:
+    """A Sender. Noise is part of the graph: the gradient that returns is of what was sent."""
+
+    def __init__(self, channel: SendChannel, defence: Defence) -> None:
+        self.fields, self.identity = channel.fields, channel.identity
+        self._channel, self._defence = channel, defence
+        self.send_start = channel.send_start
+        # Not drawn from the run's seed: the receiver knows that one too.
+        self._chance = np.random.default_rng()
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        return self._channel.send(key, self._protected(message, samples), samples)
+
+    def _protected(self, message: Message, samples: Samples) -> Message:
+        labels = samples[LABEL] if self._defence.needs_labels else None
+        protected = dict(message)
+        with self._channel.clock.during("compress"):
+            for field in self.fields:
+                if field.dtype.is_floating_point:
+                    counts = field.counts(message.get("counts"))
+                    protected[field.name] = self._defence.protect(
+                        message[field.name], counts, labels, self._chance
+                    )
+        return protected
 
 
 @dataclass

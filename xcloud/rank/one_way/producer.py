@@ -34,7 +34,7 @@ from xcloud.rank.role import RankContext, restored
 from xcloud.record.events import TIMES
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
-from xcloud.survive.checkpointing import Checkpointer, News
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
 
 @dataclass
@@ -189,7 +189,7 @@ def feed(run: ProducerRun, links: ProducerLinks, checkpoints: Checkpointer) -> b
             return is_stopped
         if isinstance(order, SaveNow):
             run.report()
-            is_stopped = order.code == News.SAVE_AND_STOP
+            is_stopped = order.code == CheckpointMessage.SAVE_AND_STOP
             checkpoints.after(order.step, Signal.STOP if is_stopped else Signal.CHECKPOINT)
         else:
             checkpoints.after(0, Signal.GO_ON)

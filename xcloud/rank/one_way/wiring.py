@@ -29,7 +29,7 @@ from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.rank.role import RankContext, Role
 from xcloud.record.rank_state import failure_of
-from xcloud.survive.checkpointing import Checkpointer, News
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 from xcloud.training.memory_meter import MemoryMeter, bytes_of
 from xcloud.training.trainer import DivergenceGuard
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
@@ -179,7 +179,7 @@ class ConsumerLinks:
 
     def send_save(self, step: int, is_last: bool) -> None:
         """After all that was ordered so far."""
-        code = News.SAVE_AND_STOP if is_last else News.SAVE
+        code = CheckpointMessage.SAVE_AND_STOP if is_last else CheckpointMessage.SAVE
         for source in self.out:
             self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step=step)
 
