@@ -63,14 +63,14 @@ class ToyFeed:
             raise ConfigError(f"model.fail_cloud must be one of {', '.join(producers)}")
 
     def producer(
-        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
+        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
     ) -> ToyProducer:
         time.sleep(self.late_s.get(cloud, 0.0))
         if self.fail_how == "load" and self.fail_cloud == cloud:
             raise DataError("the toy producer finds no data")
-        return ToyProducer(self, index, cloud, lane, context)
+        return ToyProducer(self, index, cloud, group_rank, context)
 
-    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> ToyConsumer:
+    def consumer(self, group_rank: int, group_size: int, context: OneWayContext) -> ToyConsumer:
         return ToyConsumer(self, context)
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
@@ -91,9 +91,9 @@ class ToyFeedThatNeverMeets(ToyFeed):
 
 class ToyProducer:
     def __init__(
-        self, model: ToyFeed, index: int, cloud: str, lane: int, context: OneWayContext
+        self, model: ToyFeed, index: int, cloud: str, group_rank: int, context: OneWayContext
     ) -> None:
-        self.model, self.cloud, self.lane = model, cloud, lane
+        self.model, self.cloud, self.group_rank = model, cloud, group_rank
         self.seed = 1000 * context.seed + 100 * index
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -109,7 +109,7 @@ class ToyProducer:
         self._fail_if_asked(number)
         time.sleep(self.model.batch_s.get(self.cloud, 0.0))
         busy(self.model.work)
-        generator = torch.Generator().manual_seed(self.seed + 10 * number + self.lane)
+        generator = torch.Generator().manual_seed(self.seed + 10 * number + self.group_rank)
         values = torch.randint(0, 50, (self.model.rows, WIDTH), generator=generator)
         loss = (self.net(values / 50) - values.float().mean(1, keepdim=True) / 50).pow(2).mean()
         if not self.model.frozen:
@@ -132,15 +132,15 @@ class ToyProducer:
     def load_state_dict(self, state: State) -> None:
         TrainedModule(self.net, self.optimizer).load_state_dict(state)
 
-    def finish(self, run_dir: Path, lane: int) -> None:
+    def finish(self, run_dir: Path, group_rank: int) -> None:
         time.sleep(self.model.export_s.get(self.cloud, 0.0))
-        if lane == 0:
+        if group_rank == 0:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
 
     def _fail_if_asked(self, number: int) -> None:
         model = self.model
-        if model.fail_cloud != self.cloud or number != model.fail_at or self.lane:
+        if model.fail_cloud != self.cloud or number != model.fail_at or self.group_rank:
             return
         if model.fail_how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -196,12 +196,12 @@ class ToyConsumer:
     def load_state_dict(self, state: State) -> None:
         TrainedModule(self.module, self.optimizer).load_state_dict(state)
 
-    def export(self, run_dir: Path, lane: int) -> None:
-        if lane == 0:
+    def export(self, run_dir: Path, group_rank: int) -> None:
+        if group_rank == 0:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
 
-    def evaluate(self, lane: int) -> dict[str, float]:
+    def evaluate(self, group_rank: int) -> dict[str, float]:
         time.sleep(self.model.evaluate_s)
         if self.model.fail_evaluation:
             raise RuntimeError("the toy consumer was asked to fail")

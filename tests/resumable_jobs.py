@@ -21,13 +21,13 @@ from xcloud.training.settings import Optimizer, Training
 
 
 class Shape(NamedTuple):
-    """num_lanes: groups of lanes that keep their samples; 0: there is one lane everywhere. layout:
-    as the strategy arranges it."""
+    """group_size: groups of ranks that keep their samples; 0: each group is one rank. layout: as
+    the strategy arranges it."""
 
     layout: ClusterLayout
     schedule: Schedule
     passes: int = 1
-    num_lanes: int = 0
+    group_size: int = 0
     strategy: Strategy = Strategy()
 
 
@@ -84,8 +84,8 @@ TRAINING = {"batch_size": 8, "optimizer": Optimizer(0.05, 3, weight_decay=0.1, c
 def job(shape: Shape, compression: Compression | Phased) -> list[Rank]:
     training = Training(9, accumulate_steps=shape.passes, **TRAINING)  # type: ignore[arg-type]
     plan = BatchPlan(16, training.batch_size, 1)
-    if shape.num_lanes:
+    if shape.group_size:
         num_pieces = shape.passes * shape.schedule.num_micro_batches
-        lanes = [number % shape.num_lanes for number in range(num_pieces)]
+        lanes = [number % shape.group_size for number in range(num_pieces)]
         plan = PinnedBatchPlan(16, training.batch_size, 1, lanes)
     return ranks(shape.layout, training, compression, shape.schedule, plan, shape.strategy)

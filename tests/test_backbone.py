@@ -83,10 +83,10 @@ def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:
     found: dict[int, Any] = {}
     said: dict[int, list[str]] = {lane: [] for lane in range(3)}
 
-    def work(lane: int) -> None:
+    def work(group_rank: int) -> None:
         where = context(
             tmp_path,
-            lane=lane,
+            group_rank=lane,
             barrier=lambda: meeting.wait(20) and None,
             report=said[lane].append,
         )
@@ -104,7 +104,7 @@ def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_share_the_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rank 1 .* does not find .* share one cache folder"):
-        SMALL.weights("source", context(tmp_path, lane=1))
+        SMALL.weights("source", context(tmp_path, group_rank=1))
 
 
 def test_a_cloud_that_may_not_see_the_text_is_refused_in_words(tmp_path: Path) -> None:

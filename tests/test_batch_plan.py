@@ -49,9 +49,9 @@ def pinned(num_samples: int = 97, batch_size: int = 10, seed: int = 1) -> Pinned
     return PinnedBatchPlan(num_samples, batch_size, seed, [0, 1, 2, 0])
 
 
-def groups_of_places(plan: PinnedBatchPlan, lanes_of_piece: list[int]) -> list[int]:
-    pieces = cut(torch.arange(plan.batch_size), len(lanes_of_piece))
-    return [lane for lane, piece in zip(lanes_of_piece, pieces, strict=True) for _ in piece]
+def groups_of_places(plan: PinnedBatchPlan, group_of_piece: list[int]) -> list[int]:
+    pieces = cut(torch.arange(plan.batch_size), len(group_of_piece))
+    return [lane for lane, piece in zip(group_of_piece, pieces, strict=True) for _ in piece]
 
 
 def test_a_pinned_sample_never_changes_its_lanes_and_comes_once_in_each_epoch_of_them() -> None:
@@ -100,7 +100,7 @@ def test_few_samples_are_dealt_to_all_groups(num_samples: int) -> None:
 
 
 def test_fewer_samples_than_lanes_cannot_be_pinned() -> None:
-    with pytest.raises(ConfigError, match=r"2 training samples are too few.*3 groups of lanes"):
+    with pytest.raises(ConfigError, match=r"2 training samples are too few.*3 groups of ranks"):
         pinned(num_samples=2)
 
 

@@ -66,7 +66,7 @@ def test_pretraining_learns(tmp_path: Path) -> None:
 def test_ranks_wait_for_the_first_one_and_name_a_cache_that_is_not_shared(tmp_path: Path) -> None:
     waited: list[int] = []
     with pytest.raises(DataError, match=r"rank 1 .* does not find .* share one cache folder"):
-        own().folder(where(tmp_path, lane=1, barrier=lambda: waited.append(1)))
+        own().folder(where(tmp_path, group_rank=1, barrier=lambda: waited.append(1)))
     assert waited == [1]
 
 

@@ -104,9 +104,9 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
         for _ in range(2):
             buffer.zero()
             early.begin(1)
-            used = layers[: 3 - group.lane]
-            (nn.Sequential(*used)(torch.ones(1, 3)) * 10.0**group.lane).sum().backward()
-            assert len(early._waits) == (3 if group.lane == 0 else 0)
+            used = layers[: 3 - group.group_rank]
+            (nn.Sequential(*used)(torch.ones(1, 3)) * 10.0**group.group_rank).sum().backward()
+            assert len(early._waits) == (3 if group.group_rank == 0 else 0)
             loss = buffer.sum_over(group, torch.tensor(2.0))
             assert float(loss) == 4.0
         return buffer.flat

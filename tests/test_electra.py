@@ -52,10 +52,14 @@ def tiny(**changes: Any) -> MultilingualElectra:
 
 
 def made_by(
-    model: MultilingualElectra, cache_dir: Path, numbers: range, lane: int = 0, **changes: Any
+    model: MultilingualElectra,
+    cache_dir: Path,
+    numbers: range,
+    group_rank: int = 0,
+    **changes: Any,
 ) -> list[Fed]:
     """A lone producer, which learns from its own batches."""
-    part = model.producer(0, "es", lane, 2, feed_context(cache_dir, **changes))
+    part = model.producer(0, "es", group_rank, 2, feed_context(cache_dir, **changes))
     module = part.parameters_module
     buffer = None if module is None else FlatBuffer(module.parameters())
     made = []
@@ -107,7 +111,7 @@ def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Pa
 
 def test_a_batch_follows_from_seed_lane_and_number(cache_dir: Path) -> None:
     first, again = (made_by(tiny(), cache_dir, range(1, 4)) for _ in range(2))
-    other_lane = made_by(tiny(), cache_dir, range(1, 4), lane=1)
+    other_lane = made_by(tiny(), cache_dir, range(1, 4), group_rank=1)
     other_seed = made_by(tiny(), cache_dir, range(1, 4), seed=2)
 
     for number in range(3):

@@ -89,7 +89,7 @@ def test_micro_batches_are_dealt_to_replicas_and_in_each_to_its_lanes() -> None:
     assert [layout.owner(1, i) for i in range(4)] == [2, 3, 2, 3]
     assert layout.stage_cloud(1, replica=1) == "c" and layout.placement(3).replica == 1
     assert [layout.leaders(replica) for replica in (0, 1)] == [(0, 2), (3,)]
-    period = layout.lane_period(0)
+    period = layout.rank_period(0)
     for stage in (0, 1):
         owners = [layout.owner(stage, i) for i in range(3 * period)]
         assert owners == 3 * owners[:period]

@@ -124,7 +124,7 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
     assert {record.to for record in away.ends.records} == {"a"}
     sent = sum(r.bytes_of[Kind.REPORT] for r in away.ends.records)
     assert sent == sum(s.num_bytes[Kind.REPORT] for s in away.wan_stats) > 0
-    assert ranks[0].wiring.lanes[0].group is not None
+    assert ranks[0].wiring.groups[0].group is not None
 
 
 def test_a_line_with_a_speed_is_refused_in_memory(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class ToyModelThatStops(ToyModel):
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         if stage == num_stages - 1:
-            if context.lane == 1:
+            if context.group_rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             context.barrier()
         return super().build_stage(stage, num_stages, context)

@@ -107,18 +107,18 @@ def ranks(
             (place.replica, layout.num_replicas) if strategy.is_apart else (0, 1),
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
-        exchange: Exchange = AllReduce(wiring.lanes)
+        exchange: Exchange = AllReduce(wiring.groups)
         if wiring.replicas is not None and strategy.averaging is not None:
             of_cloud = privacy if isinstance(privacy, CloudPrivacy) else None
             exchange = strategy.averaging.join(
                 Replicas(
-                    wiring.replicas, wiring.lanes[min(held.stages)], held.stages, choose, 7,
+                    wiring.replicas, wiring.groups[min(held.stages)], held.stages, choose, 7,
                     training.max_steps, Work(training.batch_size, 1e6), reporter, of_cloud,
                 )
             )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
-            held, schedule, training, feed, wiring.lanes, exchange, wiring.sums,
+            held, schedule, training, feed, wiring.groups, exchange, wiring.sums,
             LossReport(place.replica, strategy.is_apart, is_private),
         )  # fmt: skip
         buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
@@ -126,7 +126,7 @@ def ranks(
         if isinstance(privacy, SamplePrivacy):
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
-            groups = {stage: wiring.lanes[stage] for stage in held.stages}
+            groups = {stage: wiring.groups[stage] for stage in held.stages}
             parts.append(OverlappedSums(buffers, groups, lambda: trainer.num_backwards))
         if (tied := join_tied(wiring, held.stages, choose, 7, buffers)) is not None:
             parts.append(tied)

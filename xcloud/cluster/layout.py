@@ -315,8 +315,8 @@ class ClusterLayout(Layout[Cloud]):
         ]
         return math.lcm(*sizes)
 
-    def lane_period(self, stage: int) -> int:
-        """Micro-batches i and i + lane_period meet the same ranks on both sides of the boundary
+    def rank_period(self, stage: int) -> int:
+        """Micro-batches i and i + rank_period meet the same ranks on both sides of the boundary
         after `stage`."""
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))

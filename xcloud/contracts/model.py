@@ -120,8 +120,8 @@ class BuildContext:
 
     vocabularies: field name -> special ids, visible fields only.
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
-    lane: index among the ranks that hold the same stage; lane 0 fills the cache.
-    barrier: waits for the other lanes. report: one line of progress for the user.
+    group_rank: index among the ranks that hold the same stage; the first fills the cache.
+    barrier: waits for the other ranks. report: one line of progress for the user.
     setting: dotted name of what is being built, to name its settings in messages.
     head: what the last stage predicts; None if labels are not visible, and in translation.
     samples: n -> a batch of n evenly spaced training samples, visible fields only.
@@ -136,7 +136,7 @@ class BuildContext:
     vocabularies: Mapping[str, TokenIds]
     sentences: Callable[[str], Sequence[Sequence[int]]]
     max_length: int
-    lane: int
+    group_rank: int
     barrier: Callable[[], None]
     report: Callable[[str], None]
     setting: str = "model.backbone"

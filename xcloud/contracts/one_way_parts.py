@@ -1,7 +1,7 @@
 """The contract between a one-way job's parts and whoever runs them: producers make batches of
 integers from their own data, one consumer learns from them. No network, no schedule.
 
-A part is one rank's: of the `num_lanes` ranks of its cloud it is number `lane`.
+A part is one rank's: of the `group_size` ranks of its cloud it is number `group_rank`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Producer(Stateful, Protocol):
     def update(self, number: int) -> None:
         """Optimizer step, once the gradients of batch `number` are averaged."""
 
-    def finish(self, run_dir: Path, lane: int) -> None:
-        """After the last batch: export what is worth keeping (lane 0)."""
+    def finish(self, run_dir: Path, group_rank: int) -> None:
+        """After the last batch: export what is worth keeping (rank 0 of the group)."""
 
 
 class Consumer(Stateful, Protocol):
@@ -105,10 +105,10 @@ class Consumer(Stateful, Protocol):
         """In place of `update`: the step's loss or gradient is not finite in some rank. Forget
         what `consume` noted of it; parameters stay."""
 
-    def export(self, run_dir: Path, lane: int) -> None:
-        """After the last step, in every rank: write what was trained (lane 0)."""
+    def export(self, run_dir: Path, group_rank: int) -> None:
+        """After the last step, in every rank: write what was trained (rank 0 of the group)."""
 
-    def evaluate(self, lane: int) -> Mapping[str, float]:
+    def evaluate(self, group_rank: int) -> Mapping[str, float]:
         """Last of all, in every rank, when nobody feeds any more. Lane 0's quality counts; an
         empty one is not reported."""
 
@@ -132,11 +132,11 @@ class OneWayModel(Protocol):
         DataError if data are missing, as far as that is seen at once."""
 
     def producer(
-        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
+        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
     ) -> Producer:
         """index: position among the clouds that feed."""
 
-    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> Consumer: ...
+    def consumer(self, group_rank: int, group_size: int, context: OneWayContext) -> Consumer: ...
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
         """Settings of another experiment that make it read what a finished run left."""

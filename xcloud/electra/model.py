@@ -86,23 +86,25 @@ class MultilingualElectra:
             self.text.of(generator.source).check(generator.parts)
 
     def producer(
-        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
+        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
     ) -> GeneratorRank:
         settings = self.generators[cloud]
         text = self.text.of(settings.source)
         tokenizer = self._tokenizer(context)
         special = tokenizer.token_ids
-        report = context.report if lane == 0 else _nothing
+        report = context.report if group_rank == 0 else _nothing
         tables = {
             part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
         }
         # Lanes of a cloud share one order; clouds with the same language draw different ones.
         seed = seed_of(context.seed, "texts", cloud)
         stream = TextStream(
-            tables, special, text.language_power, seed, settings.batch_size, lane, num_lanes
+            tables, special, text.language_power, seed, settings.batch_size, group_rank, group_size
         )
         report(f"texts: {stream.describe()}")
-        encoder = _encoder(settings.backbone, "generator", special, text, context, lane, True)
+        encoder = _encoder(
+            settings.backbone, "generator", special, text, context, group_rank, True
+        )
         return GeneratorRank(
             encoder.to(context.device),
             stream,
@@ -110,16 +112,18 @@ class MultilingualElectra:
             self._packing(special.size, tokenizer.digest),
             settings,
             cloud,
-            lane,
+            group_rank,
             context,
         )
 
-    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> DiscriminatorRank:
+    def consumer(
+        self, group_rank: int, group_size: int, context: OneWayContext
+    ) -> DiscriminatorRank:
         settings = self.discriminator
         tokenizer = self._tokenizer(context)
         special = tokenizer.token_ids
         encoder = _encoder(
-            settings.backbone, "discriminator", special, self.text, context, lane, False
+            settings.backbone, "discriminator", special, self.text, context, group_rank, False
         )
         if encoder.config.activation != "gelu":
             raise ConfigError(
@@ -167,7 +171,7 @@ def _encoder(
     special: object,
     text: MultilingualText,
     context: OneWayContext,
-    lane: int,
+    group_rank: int,
     head: bool,
 ) -> Encoder:
     """The encoder with its initial weights, equal in all ranks of its cloud."""
@@ -185,7 +189,7 @@ def _encoder(
         vocabularies={name: special},  # type: ignore[dict-item]
         sentences=lambda field: (),
         max_length=text.max_length,
-        lane=lane,
+        group_rank=group_rank,
         barrier=context.barrier,
         report=report,
         setting=f"model.{'generators.CLOUD' if name == 'generator' else name}.backbone",

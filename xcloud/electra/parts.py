@@ -123,11 +123,16 @@ class GeneratorRank:
         packing: IdPacking,
         settings: Generator,
         cloud: str,
-        lane: int,
+        group_rank: int,
         context: OneWayContext,
     ) -> None:
         self._encoder, self._stream, self._tokenizer = encoder, stream, tokenizer
-        self._packing, self._settings, self._cloud, self._lane = packing, settings, cloud, lane
+        self._packing, self._settings, self._cloud, self._group_rank = (
+            packing,
+            settings,
+            cloud,
+            group_rank,
+        )
         self._seed, self._num_steps = context.seed, context.num_steps
         self._device = context.device
         self._autocast = autocast_for(settings.precision, context.device)
@@ -144,7 +149,7 @@ class GeneratorRank:
         return None if self._settings.frozen else self._encoder
 
     def produce(self, number: int) -> Fed:
-        """Texts, masks, sampled ids and dropout depend only on seed, cloud, lane and number."""
+        """Texts, masks, ids and dropout depend on seed, cloud, group rank and number alone."""
         settings, special = self._settings, self._tokenizer.token_ids
         ids_R, counts_B = self._stream.batch(number)
         draw = torch.Generator().manual_seed(self._random("masks", number))
@@ -194,16 +199,16 @@ class GeneratorRank:
     def load_state_dict(self, state: State) -> None:
         self._trained.load_state_dict(state)
 
-    def finish(self, run_dir: Path, lane: int) -> None:
+    def finish(self, run_dir: Path, group_rank: int) -> None:
         """Export a trained generator as a BertForMaskedLM, in its own cloud."""
-        if lane or self._settings.frozen:
+        if group_rank or self._settings.frozen:
             return
         folder = run_dir / MODEL_DIR / f"generator_{self._cloud}"
         export_bert(self._encoder, folder, self._tokenizer.token_ids.pad)
         self._tokenizer.save_pretrained(folder, self._encoder.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
-        return seed_of(self._seed, what, self._cloud, self._lane, number)
+        return seed_of(self._seed, what, self._cloud, self._group_rank, number)
 
 
 class DiscriminatorRank:
@@ -295,9 +300,9 @@ class DiscriminatorRank:
         rows = [Counter(dict(zip(SUMS, row, strict=True))) for row in recent.tolist()]
         self._recent = deque(rows, maxlen=SCORED_STEPS)
 
-    def export(self, run_dir: Path, lane: int) -> None:
+    def export(self, run_dir: Path, group_rank: int) -> None:
         """Write model/discriminator, a checkpoint with its tokenizer."""
-        if lane:
+        if group_rank:
             return
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
         encoder, head = self._network.encoder, self._network.head
@@ -305,10 +310,10 @@ class DiscriminatorRank:
         export_electra(encoder, head.dense, head.score, folder, special.pad)
         self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
 
-    def evaluate(self, lane: int) -> Mapping[str, float]:
+    def evaluate(self, group_rank: int) -> Mapping[str, float]:
         """Replaced-token detection over this rank's batches of the last steps: percent, and
         nats per token."""
-        if lane:
+        if group_rank:
             return {}
         sums: Counter[str] = sum(self._recent, Counter())
         hits = sums["true_positives"]

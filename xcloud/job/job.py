@@ -279,11 +279,11 @@ class PipelineJob(Job):
         return self.schedule.num_micro_batches * self.training.accumulate_steps
 
     def batch_plan(self, num_samples: int) -> BatchPlan:
-        """The batches of training. A sample keeps its lanes where a memory is kept for it: both
+        """The batches of training. A sample keeps its ranks where a memory is kept for it: both
         ends of a channel must meet it again."""
         layout, size = self.cluster, self.training.batch_size
         periods = [
-            layout.lane_period(stage)
+            layout.rank_period(stage)
             for stage in range(layout.num_stages - 1)
             if layout.leaves_cloud(stage)
             and (self.compression.at_boundary(stage).has_memory or stage in self.cached_boundaries)
@@ -291,8 +291,8 @@ class PipelineJob(Job):
         period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
         if period == 1:
             return BatchPlan(num_samples, size, self.seed)
-        lanes = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
-        return PinnedBatchPlan(num_samples, size, self.seed, lanes)
+        ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
+        return PinnedBatchPlan(num_samples, size, self.seed, ranks)
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
         """Batch fields that any rank of the cloud reads."""

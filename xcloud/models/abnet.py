@@ -199,7 +199,7 @@ class AbNet(EncoderDecoder):
         if architecture is None:
             where = replace(context, setting=f"model.{side}")
             weights = backbone.weights(TARGET if is_last else SOURCE, where)
-            if is_last and context.lane == 0 and not weights.have_head:
+            if is_last and context.group_rank == 0 and not weights.have_head:
                 context.report("the decoder's checkpoint has no tied output head: training one")
         else:
             weights = Weights(EncoderConfig(**architecture["backbone"]), None)

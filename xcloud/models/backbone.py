@@ -147,7 +147,7 @@ class OwnBackbone(OwnSizes):
 
         file = f"backbones/{self._key(config, ids, sentences)}.safetensors"
         path, made = made_once(file, context, build)
-        if context.lane == 0:
+        if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
                 about = kept.metadata()
             score = HeldOutScore(float(about["loss"]), float(about["accuracy"]))
@@ -263,7 +263,7 @@ class PretrainedBackbone(Source):
             self._check_length(self._checkpoint, max_length)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
-        if context.lane == 0:
+        if context.group_rank == 0:
             context.report(f"backbone for {name!r}: reading {self.name_or_path}")
         checkpoint, tensors = read_weights(resolve(self.name_or_path))
         self._check(checkpoint, context.vocabularies.get(name), context.max_length)

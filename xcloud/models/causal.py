@@ -193,7 +193,7 @@ class CausalLM(TextModel):
         self._part(self._config(context.max_length), stage, num_stages)
         name = self.checkpoint if self.own is None else str(self.own.folder(context))
         assert name is not None
-        if context.lane == 0:
+        if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
         config = read_config(name)
         ids = context.vocabularies.get(TEXT)

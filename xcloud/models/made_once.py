@@ -57,14 +57,14 @@ def made_once(
     """
     path = context.cache_dir / name
     unfinished = path.with_suffix(".unfinished")
-    made = context.lane == 0 and make_once(path, lambda part: build(part, unfinished))
+    made = context.group_rank == 0 and make_once(path, lambda part: build(part, unfinished))
     if made:
         shutil.rmtree(unfinished, ignore_errors=True)
     context.barrier()  # Every rank must reach this line, cached or not, or the others hang.
     if not path.exists():
         raise DataError(
-            f"rank {context.lane} of the stage does not find {path}, which its rank 0 wrote: the "
-            "ranks of a stage must share one cache folder"
+            f"rank {context.group_rank} of the stage does not find {path}, which its rank 0 "
+            "wrote: the ranks of a stage must share one cache folder"
         )
     return path, made
 

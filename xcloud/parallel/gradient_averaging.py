@@ -89,8 +89,8 @@ class AveragedGradients(Exchange):
         loss = Piece(LOSS, len(shapes), 0, 1, torch.Size([1]))
         self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
         self._averager = None
-        if self._alike.lane < num_shares:
-            self._mine = self._shares[self._alike.lane]
+        if self._alike.group_rank < num_shares:
+            self._mine = self._shares[self._alike.group_rank]
             self._averager = replicas.averager(
                 lambda s: replicas.codec(s, averaging.feedback, "averaging", plain={LOSS}),
                 {piece.name: piece.shape for piece in self._mine},

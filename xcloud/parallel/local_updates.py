@@ -300,10 +300,10 @@ class LocalRounds(Exchange):
         averager: Averager | None = None
         if averaging.is_elastic and replicas.group.leads:
             averager = self._elastic_averager(shapes, values, terms)
-        elif replicas.group.lane < num_shares:
+        elif replicas.group.group_rank < num_shares:
             averager = replicas.averager(
                 lambda s: replicas.codec(s, averaging.feedback, "local updates", number),
-                {piece.name: piece.shape for piece in shares[replicas.group.lane]},
+                {piece.name: piece.shape for piece in shares[replicas.group.group_rank]},
                 terms,
                 averaging.fragments,
             )

@@ -81,7 +81,7 @@ class OuterParameters:
         optimizer: OuterOptimizer,
     ) -> None:
         self._parameters, self._shares = list(parameters.values()), shares
-        self._mine = shares[group.lane] if group.lane < len(shares) else ()
+        self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
         self._group, self._optimizer = group, optimizer
         self.outer = [p.detach().clone() for p in self._own]
         self.velocity = [

@@ -107,7 +107,7 @@ def gather_shares(
 ) -> list[tuple[Piece, Tensor]]:
     """All pieces with their tensors, in every rank of the group, of which the first hold a share
     each. mine: this rank's share; empty without one. like: of the same dtype and device."""
-    if group.num_lanes == 1:
+    if group.group_size == 1:
         return list(zip(shares[0], mine, strict=True))
     # Gathered, not summed: adding zeros would change the sign of a zero.
     sizes = [[piece.shape.numel() for piece in share] for share in shares]

@@ -172,7 +172,7 @@ class Pipeline:
         for stage, module in sorted(self.stages.items()):
             before, after = self.ports.get(stage - 1), self.ports.get(stage)
             if before is not None and before.boundary.start:
-                for giver in before.forward_in.values():  # every lane before hands over the same
+                for giver in before.forward_in.values():  # every rank before hands over the same
                     module.take_over(giver.recv_start(before.boundary.start))
             if after is not None and after.boundary.start:
                 handed = tuple(tensor.detach() for tensor in module.hand_over())

@@ -1,4 +1,4 @@
-"""Ranks that share one part of the work: the lanes of a stage, the ranks of a cloud."""
+"""Ranks that share one part of the work: the ranks of a stage, the ranks of a cloud."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xcloud.cluster.transport import Collectives
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`rank` is this rank, one of `ranks`, which are in the order of their lanes. group: what
+    """`rank` is this rank, one of `ranks`, in the order of their group ranks. group: what
     joins them; None where the rank is alone, and then every method returns at once. lives: of the
     others, by rank, where they are noted as waited for."""
 
@@ -28,11 +28,11 @@ class RankGroup:
         return RankGroup(rank, (rank,))
 
     @property
-    def lane(self) -> int:
+    def group_rank(self) -> int:
         return self.ranks.index(self.rank)
 
     @property
-    def num_lanes(self) -> int:
+    def group_size(self) -> int:
         return len(self.ranks)
 
     @property
@@ -76,7 +76,7 @@ class RankGroup:
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Of every lane, in order; all must be of one shape."""
+        """Of every rank, in order; all must be of one shape."""
         if self.group is None:
             return [values]
         with self._awaiting("gathering"):

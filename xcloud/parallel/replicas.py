@@ -58,7 +58,7 @@ class Replicas:
 
     @property
     def has_counterparts(self) -> bool:
-        return self.group.lane < self.links.num_shares
+        return self.group.group_rank < self.links.num_shares
 
     @cached_property
     def mail(self) -> Mailbox:
@@ -75,7 +75,7 @@ class Replicas:
         return TensorCodec(
             shapes,
             lambda name, shape: Nothing() if name in plain else self.choose(name, shape),
-            seed_from(self.seed, name, min(self.stages), self.group.lane, *number),
+            seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number),
             feedback,
             first.dtype,
             first.device,

@@ -1,7 +1,7 @@
 """Schedules as data: in which order a stage computes its micro-batches. Nothing is computed here.
 
-A schedule is written for a whole stage; the ranks (lanes) of the stage take their own
-micro-batches out of that one order, which keeps any number of lanes free of deadlock.
+A schedule is written for a whole stage; the ranks of the stage take their own
+micro-batches out of that one order, which keeps any number of ranks free of deadlock.
 
 A new one is a frozen dataclass with num_micro_batches, a label and actions. It is planned
 (plan=show) as it stands; `variants` offers what else may be tried of it.
@@ -179,17 +179,19 @@ def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Count
     return most
 
 
-def most_kept(actions: Iterable[Action], lanes: int, activations: float, waiting: float) -> float:
-    """Bytes that the fullest of a stage's lanes keeps at most. actions: of one stage, in order.
+def most_kept(
+    actions: Iterable[Action], num_ranks: int, activations: float, waiting: float
+) -> float:
+    """Bytes that the fullest of a stage's ranks keeps at most. actions: of one stage, in order.
     activations: bytes of a micro-batch; waiting: of what remains when its weights are put off."""
     actions = list(actions)
     late = put_off(actions)
-    kept, most = [0.0] * lanes, 0.0
+    kept, most = [0.0] * num_ranks, 0.0
     for kind, stage, i in actions:
         waits = waiting if (stage, i) in late else 0.0
         change = {"forward": activations, "backward": waits - activations, "weights": -waits}
-        kept[i % lanes] += change[kind]
-        most = max(most, kept[i % lanes])
+        kept[i % num_ranks] += change[kind]
+        most = max(most, kept[i % num_ranks])
     return most
 
 
@@ -199,11 +201,11 @@ def put_off(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
 
 
 def rank_actions(
-    schedule: Schedule, stages: Sequence[int], num_stages: int, lane_of: dict[int, tuple[int, int]]
+    schedule: Schedule, stages: Sequence[int], num_stages: int, turn_of: dict[int, tuple[int, int]]
 ) -> list[Action]:
     """The order in which one rank works on all stages it holds.
 
-    lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
+    turn_of: stage -> (first, period); only micro-batches i with i mod period = first are the
     rank's own. Several stages (a rank at both ends, interleaved stages, or one that holds all) are
     worked on in the order of an ideal pipeline, which respects every dependency and so cannot
     deadlock; in a tick the later stage comes first, as it is nearer to the gradients that all
@@ -217,8 +219,8 @@ def rank_actions(
     return [
         action
         for action in order
-        if action.stage in lane_of
-        and action.micro_batch % lane_of[action.stage][1] == lane_of[action.stage][0]
+        if action.stage in turn_of
+        and action.micro_batch % turn_of[action.stage][1] == turn_of[action.stage][0]
     ]
 
 

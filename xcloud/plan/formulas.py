@@ -94,13 +94,13 @@ def exchange_of(
     num_replicas, traffic = layout.num_replicas, averaging.traffic
     slowest, num_bytes = Exchange(), defaultdict[str, float](float)
     for clouds, stages in _together(layout, len(shares)).items():
-        lanes = min(
+        num_ranks = min(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
             for replica in range(num_replicas)
         )
         share = sum(shares[stage] for stage in stages) / traffic.fragments
         whole = costs.num_bytes * share
-        encode_s, decode_s = costs.encode_s * share / lanes, costs.decode_s * share / lanes
+        encode_s, decode_s = costs.encode_s * share / num_ranks, costs.decode_s * share / num_ranks
         if traffic.has_hub:
             size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
         elif num_replicas == 2:
@@ -109,7 +109,7 @@ def exchange_of(
             # Of its own part a replica hands back the result in place of sending a contribution.
             size, mergers = whole / num_replicas, clouds
             codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
-        codec_s += around_s * share / lanes
+        codec_s += around_s * share / num_ranks
         took = {}
         for a, b in permutations(clouds, 2):
             if not mergers or a in mergers or b in mergers:
@@ -186,16 +186,21 @@ def _stage_bytes(
     start, end = (0, *plan.ends)[stage], plan.ends[stage]
     pieces = profile.pieces[start:end]
     trained = sum(piece.trained_bytes for piece in pieces)
-    lanes = len(layout.ranks_of(stage)) * layout.num_replicas
+    num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
     activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
-    held = _most_kept(plan.schedule, stage, len(plan.ends), lanes, activations, put_off)
+    held = _most_kept(plan.schedule, stage, len(plan.ends), num_ranks, activations, put_off)
     # Gradients and two moments beside the weights.
     return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
 
 
 @lru_cache(maxsize=65536)
 def _most_kept(
-    schedule: Schedule, stage: int, num_stages: int, lanes: int, activations: float, put_off: float
+    schedule: Schedule,
+    stage: int,
+    num_stages: int,
+    num_ranks: int,
+    activations: float,
+    put_off: float,
 ) -> float:
     """Bytes that a rank keeps for backwards to come."""
-    return most_kept(schedule.actions(stage, num_stages), lanes, activations, put_off)
+    return most_kept(schedule.actions(stage, num_stages), num_ranks, activations, put_off)

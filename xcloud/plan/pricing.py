@@ -187,11 +187,11 @@ class Pricer:
         pairs = list(zip(starts, plan.ends, strict=True))
         updates = []
         for stage, (start, end) in enumerate(pairs):
-            lanes = len(layout.ranks_of(stage))
-            fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / lanes
+            num_ranks = len(layout.ranks_of(stage))
+            fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
             pieces = self.profile.pieces[start:end]
             trained = sum(piece.trained_bytes for piece in pieces)
-            average_s = self._ring_s(layout.stage_cloud(stage), lanes, trained)
+            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, trained)
             optimizer_s = sum(piece.optimizer_s for piece in pieces)
             updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
         forward_s, backward_s, weights_s, splitting_s = (

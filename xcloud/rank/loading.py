@@ -106,7 +106,7 @@ def context_of(
         sentences=data.sentences,
         samples=partial(_spread, data),
         max_length=job.task.max_length,
-        lane=group.lane,
+        group_rank=group.group_rank,
         barrier=group.barrier,
         report=report,
         head=data.head,

@@ -54,7 +54,7 @@ class Features:
         if self.job.cluster.clouds[self.placement.cloud].shard:
             device = context.device
             return_freed_memory(device)
-            self._sharders = {s: Sharder(wiring.lanes[s], device) for s in self.placement.stages}
+            self._sharders = {s: Sharder(wiring.groups[s], device) for s in self.placement.stages}
 
     def stage(self, number: int, context: BuildContext) -> Stage:
         """Build a stage, block by block over the ranks of a cloud that shards it."""
@@ -64,7 +64,7 @@ class Features:
             return model.build_stage(number, num_stages, context).to(context.device)
         context = replace(context, deal=sharder.block)
         stage = model.build_stage(number, num_stages, context).to(context.device)
-        if self.wiring.lanes[number].leads and any(True for _ in whole_blocks(stage)):
+        if self.wiring.groups[number].leads and any(True for _ in whole_blocks(stage)):
             self.reporter.note(
                 f"stage {number}: every rank builds this model whole before it is sharded over "
                 "them, so its weights must fit one rank"
@@ -95,7 +95,7 @@ class Features:
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
         job, size = self.job, self.job.training.batch_size
-        links, averaging, groups = self.wiring.replicas, job.strategy.averaging, self.wiring.lanes
+        links, averaging, groups = self.wiring.replicas, job.strategy.averaging, self.wiring.groups
         if links is None or averaging is None:
             return AllReduce(groups)
         group = groups[min(stages)]  # the same ranks hold all stages of this one
@@ -187,6 +187,6 @@ class Features:
         whole = {n for n, module in stages if not is_sharded(module)}
         buffers = {n: stage.buffer for n, stage in trainer.stages.items() if n in whole}
         groups = {n: trainer.stages[n].group for n in buffers}
-        if all(group.num_lanes == 1 for group in groups.values()):
+        if all(group.group_size == 1 for group in groups.values()):
             return None
         return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)

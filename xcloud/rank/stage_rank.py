@@ -75,7 +75,7 @@ class StageRank(Role[Experiment]):
         job, layout, features = self.job, self.job.cluster, self.features
         device, wiring, note = self.context.device, self.wiring, self.reporter.note
         stages = {
-            stage: features.stage(stage, context_of(job, data, device, note, wiring.lanes[stage]))
+            stage: features.stage(stage, context_of(job, data, device, note, wiring.groups[stage]))
             for stage in self.placement.stages
         }
         leaks = features.leaks(stages, data)
@@ -97,7 +97,7 @@ class StageRank(Role[Experiment]):
         exchange = features.exchange(stages, leaks)
         is_private = job.security.privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
-            pipeline, job.schedule, job.training, feed, wiring.lanes, exchange, wiring.sums,
+            pipeline, job.schedule, job.training, feed, wiring.groups, exchange, wiring.sums,
             LossReport(replica, is_apart, is_private),
         )  # fmt: skip
         meter = WanMeter(wiring, self.reporter, self._reports_skips)
@@ -107,7 +107,7 @@ class StageRank(Role[Experiment]):
             meter.forget()
 
         evaluator = Evaluator(
-            pipeline, wiring.lanes, data, job.training, self.reporter, self.context.run_dir, meet
+            pipeline, wiring.groups, data, job.training, self.reporter, self.context.run_dir, meet
         )
         facts = {"the task's data": data.fingerprint()} if job.fields_of(self.rank) else {}
         parts = features.parts(trainer, leaks, evaluator, meter, facts)
@@ -139,7 +139,7 @@ class StageRank(Role[Experiment]):
         """Export, evaluate through the same links, say goodbye."""
         parts, pipeline = built.parts, built.trainer.pipeline
         for stage, module in pipeline.stages.items():
-            leads = self.placement.replica == 0 and self.wiring.lanes[stage].leads
+            leads = self.placement.replica == 0 and self.wiring.groups[stage].leads
             tensors = whole(module.exported(), keep=leads)
             if leads:
                 export_stage(self.context.run_dir, stage, module, tensors, built.data)

@@ -101,4 +101,4 @@ def join_tied(
         )
         averager = AllToAll(Mailbox(links), codec)
         links.open(averager.max_bytes)
-    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager, buffers)
+    return TiedGradients(held, {stage: wiring.groups[stage] for stage in held}, averager, buffers)

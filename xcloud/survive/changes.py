@@ -155,7 +155,7 @@ class Places:
         return cls(**{**saved, "ranks": ranks})
 
     def holders(self, stage: int, replica: int) -> list[int]:
-        """Ranks, by lane."""
+        """Ranks, in the order of their group ranks."""
         places = enumerate(self.ranks)
         return [r for r, p in places if stage in p.stages and p.replica == replica]
 

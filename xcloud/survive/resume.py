@@ -167,7 +167,7 @@ class RankCheckpoints:
             raise DataError(f"this cluster has {len(self.places.ranks)} ranks")
         stages = self.places.ranks[self.rank].stages
         found = {self._holder(step, stage) for stage in stages}
-        if changed.needs_merge:  # each lane carries a share of what is kept from merge to merge
+        if changed.needs_merge:  # each rank carries a share of what is kept from merge to merge
             replicas = {before.ranks[rank].replica for rank in found}
             mates = {r for s in stages for one in replicas for r in before.holders(s, one)}
             if missing := mates - set(parts):
@@ -178,14 +178,14 @@ class RankCheckpoints:
     def _holder(self, step: int, stage: int) -> int:
         """Of those that have a part here one as near to this rank as there is."""
         before, own = self._before(step), self.places.ranks[self.rank]
-        lane = self.places.holders(stage, own.replica).index(self.rank)
+        group_rank = self.places.holders(stage, own.replica).index(self.rank)
         found = []
         for rank in self.folder.ranks(step):
             there = before.ranks[rank]
             if stage in there.stages:
                 its = before.holders(stage, there.replica).index(rank)
-                if its == lane or not there.is_sharded:
-                    found.append((there.replica != own.replica, its != lane, rank))
+                if its == group_rank or not there.is_sharded:
+                    found.append((there.replica != own.replica, its != group_rank, rank))
         if not found:
             raise DataError(f"stage {stage}, held by other ranks then, is not in this folder")
         return min(found)[2]

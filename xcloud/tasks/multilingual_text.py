@@ -2,7 +2,7 @@
 Sources are in corpus/; masking is in models/pretraining.py.
 
 Shapes: B samples of a batch, R tokens of a batch, L parts (languages and language pairs),
-N samples of a batch over all lanes.
+N samples of a batch over all ranks.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class MultilingualText:
 
 
 class TextStream:
-    """Endless batches of one cloud's texts. Batch `number` of a lane depends only on seed, number
-    and texts. The lanes of a cloud share one order, in which every sample of a part appears once
+    """Endless batches of one cloud's texts. Batch `number` of a rank depends only on seed, number
+    and texts. The ranks of a cloud share one order, in which every sample of a part appears once
     per epoch.
     """
 
@@ -143,12 +143,12 @@ class TextStream:
         power: float,
         seed: int,
         batch_size: int,
-        lane: int = 0,
-        num_lanes: int = 1,
+        group_rank: int = 0,
+        group_size: int = 1,
     ) -> None:
         self._tables, self._special, self._seed = list(tables.values()), special, seed
         self._names = list(tables)
-        self._batch_size, self._lane, self._num_lanes = batch_size, lane, num_lanes
+        self._batch_size, self._group_rank, self._group_size = batch_size, group_rank, group_size
         sizes_L = torch.tensor([len(table) for table in self._tables], dtype=torch.float64)
         self._shares_L = sizes_L**power / (sizes_L**power).sum()
         self._next, self._used_L = 1, torch.zeros(len(self._tables), dtype=torch.int64)
@@ -171,7 +171,9 @@ class TextStream:
         used_L = self._used_L.clone()
         self._count(parts_N)
 
-        mine = slice(self._lane * self._batch_size, (self._lane + 1) * self._batch_size)
+        mine = slice(
+            self._group_rank * self._batch_size, (self._group_rank + 1) * self._batch_size
+        )
         lines: list[Tensor] = [torch.empty(0)] * self._batch_size
         for part in sorted(set(parts_N[mine].tolist())):
             is_part_N = parts_N == part
@@ -185,9 +187,9 @@ class TextStream:
         return torch.cat(lines), torch.tensor([len(line) for line in lines])
 
     def _parts(self, number: int) -> Tensor:
-        """int64 [N]: the part each sample of batch `number` is drawn from, for all lanes."""
+        """int64 [N]: the part each sample of batch `number` is drawn from, for all ranks."""
         draw = torch.Generator().manual_seed(_seed(self._seed, "parts", number))
-        num = self._batch_size * self._num_lanes
+        num = self._batch_size * self._group_size
         return torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
 
     def _count(self, parts_N: Tensor) -> None:

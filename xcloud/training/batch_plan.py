@@ -47,9 +47,9 @@ class BatchPlan:
 
 
 class PinnedBatchPlan(BatchPlan):
-    """A BatchPlan in which a sample always falls to the same lanes, for memories kept by sample.
+    """A BatchPlan in which a sample always falls to the same ranks, for memories kept by sample.
 
-    lanes_of_piece: for each micro-batch of an update, in order, the number of the group of lanes
+    group_of_piece: for each micro-batch of an update, in order, the number of the group of ranks
     that computes it. The samples are dealt to the groups once, at random, in proportion to the
     places that a group has in a batch; then each group draws from its own samples as a BatchPlan.
 
@@ -63,12 +63,12 @@ class PinnedBatchPlan(BatchPlan):
     """
 
     def __init__(
-        self, num_samples: int, batch_size: int, seed: int, lanes_of_piece: list[int]
+        self, num_samples: int, batch_size: int, seed: int, group_of_piece: list[int]
     ) -> None:
         super().__init__(num_samples, batch_size, seed)
         places: dict[int, list[Tensor]] = {}
         for piece, group in zip(
-            cut(torch.arange(batch_size), len(lanes_of_piece)), lanes_of_piece, strict=True
+            cut(torch.arange(batch_size), len(group_of_piece)), group_of_piece, strict=True
         ):
             places.setdefault(group, []).append(piece)
         self._places = [torch.cat(places[group]) for group in sorted(places)]
@@ -137,7 +137,7 @@ def _shares(total: int, weights: list[int]) -> list[int]:
     if total < len(weights):
         raise ConfigError(
             f"{total} training samples are too few for a memory kept by sample "
-            f"(compression.forward_memory or backward_memory): its {len(weights)} groups of lanes "
+            f"(compression.forward_memory or backward_memory): its {len(weights)} groups of ranks "
             "need a sample each; use more samples, fewer ranks or no memory"
         )
     exact = [total * weight / sum(weights) for weight in weights]

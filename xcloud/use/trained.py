@@ -60,7 +60,7 @@ class TrainedRun:
             vocabularies=self.text.vocabularies,
             sentences=lambda name: [],
             max_length=self.experiment.task.max_length,
-            lane=0,
+            group_rank=0,
             barrier=lambda: None,
             report=lambda line: print(line, file=sys.stderr),
         )

@@ -120,7 +120,7 @@ class _Joint:
         # Which ranks meet: those that have a micro-batch in common.
         meets = [
             (layout.owner(stage, i), layout.owner(stage + 1, i))
-            for i in range(layout.lane_period(stage))
+            for i in range(layout.rank_period(stage))
         ]
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in self.job.schedules:

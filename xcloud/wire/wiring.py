@@ -27,13 +27,13 @@ _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, report
 
 @dataclass(frozen=True)
 class Wiring(StatefulParts):
-    """All ends that one rank holds. lanes: by stage, the ranks that hold it. control: None where
+    """All ends that one rank holds. groups: by stage, the ranks that hold it. control: None where
     there is one rank. replicas: links to this rank's counterparts; None where the pipeline stands
     once. tied: to the pipeline's other end, where a matrix is tied over two ranks. is_elastic:
     other clouds may be late or gone, and only merges wait for them."""
 
     ends: Ends
-    lanes: dict[int, RankGroup]
+    groups: dict[int, RankGroup]
     control: Control | None
     sums: StageSums
     replicas: PeerLinks | None
@@ -83,12 +83,12 @@ def wire(
     """Every rank of the job calls it at the same time. on_report: called in rank 0, in a
     background thread, for each report of another rank."""
     layout = job.cluster
-    lanes = {}
+    groups = {}
     for stage in range(layout.num_stages):
         for ranks in layout.replicas_of(stage):
             group = ends.group(ranks)
             if group is not None:
-                lanes[stage] = group
+                groups[stage] = group
     control = join_control(ends, on_report) if layout.num_ranks > 1 else None
     sums = _join_sums(job, ends, control)
     replicas = None
@@ -100,7 +100,7 @@ def wire(
         replicas = replica_links(ends, layout, device, rejoin)
     tied = tied_links(ends, layout, device) if job.ties_ends else None
     boundaries = join_boundaries(job, ends, clock, device)
-    return Wiring(ends, lanes, control, sums, replicas, tied, boundaries, job.is_elastic)
+    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.is_elastic)
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:

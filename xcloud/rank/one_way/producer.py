@@ -65,7 +65,7 @@ class ProducerRun:
     @property
     def may_stop_anywhere(self) -> bool:
         """No other rank waits for this one's gradients."""
-        return self._buffer is None or self._rank.group.num_lanes == 1
+        return self._buffer is None or self._rank.group.group_size == 1
 
     def _replan(self, num_planned: int) -> None:
         """Batches that this rank will make in all, as the consumer plans by now."""
@@ -133,7 +133,7 @@ class ProducerRun:
         """Average the gradients over the ranks of this cloud, and update."""
         loss = fed.loss
         if self._buffer is not None:
-            size = self._rank.group.num_lanes
+            size = self._rank.group.group_size
             with self.clock.during("average"):
                 mine = torch.tensor(fed.loss)
                 summed = self._buffer.sum_over(self._rank.group, mine)
