@@ -53,6 +53,7 @@ def test_faults_that_were_injected_are_counted_by_kind(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # some 40 faults: half a minute, minutes on a machine that is busy
 @pytest.mark.skipif(sys.platform != "linux", reason="forks its ranks, reads /proc")
 def test_runs_with_a_fault_come_to_the_same_weights_or_say_why_not(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def killing(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cloud_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other one makes all of its steps, merges alone meanwhile and takes it in again."""
     started = killing(monkeypatch, "1", lambda: '"event":"merge"' in read(tmp_path / EVENTS_FILE))
@@ -65,6 +66,7 @@ def test_a_cloud_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_of_the_first_cloud_costs_what_it_did_since_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

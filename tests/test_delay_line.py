@@ -12,6 +12,7 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside,
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.xdist_group("measures"),
     pytest.mark.skipif(delay_available() is not None, reason=str(delay_available())),
 ]

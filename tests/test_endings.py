@@ -61,8 +61,11 @@ def steps(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("clusters", "slow_predictions"),
-    [(TWO_CLOUDS, None), (CHAIN, 1), (U_SHAPE, 1)],
-    ids=["dev and test", "dev in a chain of three with lanes", "dev in a U with lanes"],
+    [
+        pytest.param(TWO_CLOUDS, None, id="dev and test"),
+        pytest.param(CHAIN, 1, id="dev in a chain of three", marks=pytest.mark.nightly),
+        pytest.param(U_SHAPE, 1, id="dev in a U", marks=pytest.mark.nightly),
+    ],
 )
 def test_an_evaluation_may_take_longer_than_a_message_and_is_part_of_no_step(
     clusters: dict, slow_predictions: int | None, tmp_path: Path

@@ -224,6 +224,6 @@ def test_a_run_on_a_full_disk_finishes_and_counts_what_it_lost(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_run_that_cannot_export_fails_and_says_where(tmp_path: Path) -> None:
     config: dict[str, Any] = toy_config("local")
-    config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk", "max_bytes": 500}
+    config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk", "max_bytes": 800}
     with pytest.raises(RunFailed, match="the trained model could not be written to"):
         run(OmegaConf.create(config), tmp_path)

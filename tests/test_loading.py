@@ -53,7 +53,7 @@ def test_a_rank_that_reads_nothing_opens_no_file(
     def read(*_: object) -> None:
         raise DataError("a rank without fields has opened the corpus")
 
-    monkeypatch.setattr(type(experiment(task).task.corpus), "read", read)
+    monkeypatch.setattr(type(experiment(task).task), "find", read)
     with pytest.raises(DataError, match="has opened"):
         load(experiment(task), 0, line)
     other = load(experiment(task), 1, line)

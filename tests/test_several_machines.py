@@ -15,6 +15,7 @@ from xcloud.cluster.link_profile import LinkProfile
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(available() is not None, reason=str(available())),
 ]
 CLOUDS = ("cloud_a", "cloud_b")

@@ -16,6 +16,7 @@ from xcloud.report.ui import HOST
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.xdist_group("sweep_ui"),  # one sweep for all of them
     pytest.mark.skipif(chromium() is None, reason="no Chromium here (apt-get install chromium)"),
 ]
