@@ -78,21 +78,21 @@ def test_caches_of_earlier_releases_are_found() -> None:
     assert other._key(config, IDS, [[5, 6]]) != "f7cdbfdd4c9367b9a5fd9958434f330f"
 
 
-def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:
+def test_one_rank_pretrains_and_all_ranks_get_the_same(tmp_path: Path) -> None:
     meeting = threading.Barrier(3)
     found: dict[int, Any] = {}
-    said: dict[int, list[str]] = {lane: [] for lane in range(3)}
+    said: dict[int, list[str]] = {rank: [] for rank in range(3)}
 
-    def work(group_rank: int) -> None:
+    def work(rank: int) -> None:
         where = context(
             tmp_path,
-            group_rank=lane,
+            group_rank=rank,
             barrier=lambda: meeting.wait(20) and None,
-            report=said[lane].append,
+            report=said[rank].append,
         )
-        found[lane] = SMALL.weights("target", where).tensors
+        found[rank] = SMALL.weights("target", where).tensors
 
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(3)]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
