@@ -131,7 +131,7 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
     audit_file(tmp_path, 0).write_text("{}")
 
     def write_later(seconds: float) -> None:
-        for rank, lost in ((0, True), (1, False)):
+        for rank, lost in ((1, False), (0, True)):  # other threads sleep too
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
             error_file(tmp_path, rank).write_text(json.dumps(failure))
 
