@@ -48,7 +48,7 @@ def main() -> None:
     lines = record.read_text().splitlines() if record.exists() else []
     keys = ("task", "row", "seed")
     done = {tuple(line[key] for key in keys) for line in map(json.loads, lines)}
-    cells = {"fig9": fig9, "table3": table3}
+    cells = {"fig9": fig9, "table3": table3, "quick": quick}
     for part, seed in product(given.parts, given.seeds):
         for task, cut, layer in cells[part]():
             row = cut if layer is None else f"{cut}, block {layer}"
@@ -66,6 +66,12 @@ def fig9() -> Iterator[tuple[str, str, int | None]]:
         for cut in ("svd r8", "pca r96, few bits", "svd r32", "svd r16"):
             for layer in range(6):
                 yield task, cut, layer
+
+
+def quick() -> Iterator[tuple[str, str, int | None]]:
+    """The lowest block, where the cuts part."""
+    for task in ("sst2", "qnli"):
+        yield from ((task, "unsplit", None), (task, "svd r8", 0), (task, "pca r96, few bits", 0))
 
 
 def table3() -> Iterator[tuple[str, str, int | None]]:

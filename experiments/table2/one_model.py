@@ -16,13 +16,12 @@ OUT/rows.jsonl; rows that it holds are not run again.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
+from experiments.real_text.word_adapters import columns, further_texts, wikipedia
 from xcloud.claims.reproduce import figures_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -76,7 +75,7 @@ def main() -> None:
 def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
     """By corpus: settings of the pairs, settings of the further text."""
     tatoeba = part(data / "tatoeba_es_en", out / "tatoeba", ("es", "en"), 20_000)
-    german = columns(data / "tatoeba_de_en" / "train.tsv.gz", ("en", "de"))
+    _, german = columns(data / "tatoeba_de_en" / "train.tsv.gz", ("en", "de"))
     half = len(german) // 2
     english = [en for en, _ in german[:half]] + wikipedia(data, "en")
     german_only = [de for _, de in german[half:]] + wikipedia(data, "de")
@@ -85,15 +84,15 @@ def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
     return {
         "tatoeba": (
             [f"task.path={out / 'tatoeba'}", "task.source=es", "task.target=en"],
-            texts(out / "tatoeba", *tatoeba),
+            further_texts(out / "tatoeba", *tatoeba),
         ),
         "multi30k": (
             [*test, f"task.path={data / 'multi30k'}", "task.test_file=test_2016_flickr.tsv.gz"],
-            texts(out / "multi30k", english, german_only),
+            further_texts(out / "multi30k", english, german_only),
         ),
         "multi30k_10k": (
             [*test, f"task.path={out / 'multi30k_10k'}"],
-            texts(out / "multi30k_10k", captions[0] + english, captions[1] + german_only),
+            further_texts(out / "multi30k_10k", captions[0] + english, captions[1] + german_only),
         ),
     }
 
@@ -106,7 +105,7 @@ def part(corpus: Path, out: Path, names: tuple[str, str], num: int) -> tuple[lis
         files = {"train": "train", "dev": "val", "test": "test_2016_flickr"}
     rest = []
     for name, file in files.items():
-        rows = columns(corpus / f"{file}.tsv.gz", names)
+        _, rows = columns(corpus / f"{file}.tsv.gz", names)
         if name == "train":
             rows, rest = rows[:num], rows[num:]
         (out / f"{name}.tsv").write_text(
@@ -114,30 +113,6 @@ def part(corpus: Path, out: Path, names: tuple[str, str], num: int) -> tuple[lis
         )
     half = len(rest) // 2
     return [source for source, _ in rest[:half]], [target for _, target in rest[half:]]
-
-
-def columns(path: Path, wanted: tuple[str, str]) -> list[tuple[str, str]]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        header, *rows = (line.split("\t") for line in file.read().splitlines())
-    one, other = (header.index(name) for name in wanted)
-    return [(row[one], row[other]) for row in rows]
-
-
-def wikipedia(data: Path, language: str) -> list[str]:
-    """Sentences of its paragraphs, without reference marks."""
-    path = data / "wiki_paragraphs" / f"train.{language}.jsonl.gz"
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        paragraphs = [re.sub(r"\[\d+\]", "", json.loads(line)["text"]) for line in file]
-    sentences = (part for text in paragraphs for part in re.split(r"(?<=[.!?])\s+", text))
-    return [" ".join(sentence.split()) for sentence in sentences if len(sentence) > 20]
-
-
-def texts(folder: Path, source: list[str], target: list[str]) -> list[str]:
-    """Write them, one in a line; the settings that name the files."""
-    folder.mkdir(exist_ok=True)
-    for side, found in (("source", source), ("target", target)):
-        (folder / f"{side}.txt").write_text("\n".join(found) + "\n")
-    return [f"task.{side}_monolingual_file={folder / side}.txt" for side in ("source", "target")]
 
 
 def run(setting: tuple[list[str], list[str]], row: str, seed: int, out: Path) -> dict[str, object]:
