@@ -139,5 +139,6 @@ def target_scores(stages: Sequence[Stage], batch: Batch, inputs: Tensor) -> Tens
     with torch.no_grad():
         received = stages[0](None, batch).send
         packing = Packing(torch.full((len(inputs),), inputs.shape[1]))
-        scores = last.scores(packing.pack(inputs), packing, SourceRows.of(received))
+        sources = last.open(SourceRows.of(received))
+        scores = last.scores(packing.pack(inputs), packing, sources)
     return packing.unpack(scores)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from xcloud.base.errors import XcloudError
+
 
 class Command(NamedTuple):
     """module: has main(arguments), which returns an exit code or None."""
@@ -120,7 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
         return 2
     command = importlib.import_module(COMMANDS[name].module)
-    return int(command.main(rest) or 0)
+    try:
+        return int(command.main(rest) or 0)
+    except XcloudError as error:
+        print(f"xcloud: {error}", file=sys.stderr)
+        return 1
 
 
 def overview() -> str:

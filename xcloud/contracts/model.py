@@ -19,6 +19,7 @@ from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
 __all__ = [
     "NO_LABEL",
     "NO_TOKEN",
+    "Architecture",
     "Batch",
     "Boundary",
     "BoundaryField",
@@ -33,6 +34,10 @@ Batch = Samples
 """Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
 
 
+Architecture = Mapping[str, Any]
+"""JSON values from which a stage can be built again without its weights."""
+
+
 class StageOutput(NamedTuple):
     """What a stage sends on and what it loses. The last stage has a loss and sends nothing.
 
@@ -45,13 +50,9 @@ class StageOutput(NamedTuple):
 
 
 class Stage(nn.Module):
-    """One part of a split model.
+    """One part of a split model. architecture: None where the model's settings say all."""
 
-    architecture: JSON values from which it can be built again without its weights; None: the
-    model's settings say all.
-    """
-
-    architecture: Mapping[str, Any] | None = None
+    architecture: Architecture | None = None
 
     def hand_over(self) -> tuple[Tensor, ...]:
         """What the next stage must have before the first step, as its boundary's `start` says."""
@@ -165,7 +166,7 @@ class SplitModel(Protocol):
         """The stage with its initial weights, which depend on the seed but not on the cluster."""
 
     def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
     ) -> Stage:
         """The stage with arbitrary weights, to be filled from an exported file.
 

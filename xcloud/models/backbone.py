@@ -67,11 +67,11 @@ class Source:
 class OwnSizes(Source):
     """An encoder of our own, sized by settings."""
 
-    hidden: Positive
-    num_layers: Positive
-    num_heads: Positive
-    feed_forward: Positive
-    dropout: Fraction
+    hidden: Positive = 192
+    num_layers: Positive = 3
+    num_heads: Positive = 3
+    feed_forward: Positive = 768
+    dropout: Fraction = 0.1
 
     def __post_init__(self) -> None:
         check_heads(f"{type(self).__name__}.num_heads", self.num_heads, self.hidden)
@@ -84,11 +84,7 @@ class OwnSizes(Source):
 
     def config(self, ids: TokenIds, max_length: int, types: int = 1) -> EncoderConfig:
         return EncoderConfig(
-            vocab_size=ids.size,
-            hidden=self.hidden,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            feed_forward=self.feed_forward,
+            *(ids.size, self.hidden, self.num_layers, self.num_heads, self.feed_forward),
             max_positions=max_length,
             dropout=self.dropout,
             type_vocab_size=types,
@@ -105,11 +101,6 @@ class OwnBackbone(OwnSizes):
     type_vocab_size: 2 for tasks with text pairs; pretraining uses only type 0.
     """
 
-    hidden: Positive = 192
-    num_layers: Positive = 3
-    num_heads: Positive = 3
-    feed_forward: Positive = 768
-    dropout: Fraction = 0.1
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
     type_vocab_size: Positive = 1
 
@@ -175,10 +166,8 @@ class SeededBackbone(OwnSizes):
     """An encoder of our own, initialised from the run's seed and trained in the run."""
 
     hidden: Positive = 128
-    num_layers: Positive = 3
     num_heads: Positive = 4
     feed_forward: Positive = 512
-    dropout: Fraction = 0.1
 
     def describe(self) -> str:
         return f"{self.num_layers} x {self.hidden}"

@@ -5,45 +5,23 @@ Vaswani et al., arXiv:1706.03762 ("base": hidden 512, 6 + 6 layers, 8 heads, 204
 pre-LN (Xiong et al., arXiv:2002.04745), x + f(LN(x)), because it trains at learning rates and
 warm-ups where post-LN diverges, so one setting works for all sizes here.
 
-Shapes: R rows of the source, T rows of the target, H features, N rows of a decoding step.
+Shapes: R rows of the source, T rows of the target, H features.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
-from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.model import BuildContext, Stage
-from xcloud.models.attention import (
-    CrossAttention,
-    FixedCache,
-    GrowingCache,
-    Packing,
-    SelfAttention,
-)
-from xcloud.models.decoding import Greedy, Search
+from xcloud.base.settings import Positive, settings
+from xcloud.contracts.model import Architecture, BuildContext, Stage
+from xcloud.models.attention import CrossAttention, LayerCache, Packing, SelfAttention
 from xcloud.models.encoder import check_heads
-from xcloud.models.encoder_decoder import (
-    SOURCE,
-    TARGET,
-    EncoderDecoder,
-    SourceRows,
-    SourceStage,
-    TargetLayer,
-    TargetSettings,
-    TargetStage,
-)
-from xcloud.models.stages import seeded
-
-Layer = TypeVar("Layer", bound=nn.Module)
+from xcloud.models.encoder_decoder import SOURCE, TARGET, EncoderDecoder, TargetStage
+from xcloud.models.stages import RowsStage, seeded
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
@@ -67,18 +45,9 @@ class ScaledEmbeddings(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
-        if packing.longest > self.positions.shape[0]:
-            raise ValueError(
-                f"got a text of {packing.longest} tokens; this network supports at most "
-                f"{self.positions.shape[0]}. Lower the task's max_length."
-            )
-        return self._sum(ids_R, self.positions[packing.positions])
-
-    def step(self, ids_N: Tensor, position: int) -> Tensor:
-        return self._sum(ids_N, self.positions[position])
-
-    def _sum(self, ids: Tensor, positions: Tensor) -> Tensor:
-        rows: Tensor = self.dropout(self.words(ids) * self.scale + positions)
+        packing.check(len(self.positions))
+        words = self.words(ids_R) * self.scale
+        rows: Tensor = self.dropout(words + self.positions[packing.positions])
         return rows
 
 
@@ -98,52 +67,41 @@ class FeedForward(nn.Module):
         return rows
 
 
-class SourceLayer(nn.Module):
-    """x + attention(LN(x)); x + feed(LN(x))."""
+class Layer(nn.Module):
+    """x + attention(LN(x)); x + feed(LN(x)). crosses: in a decoder attention is causal, and
+    x + cross-attention(LN(x), source) comes in between."""
 
-    def __init__(self, hidden: int, num_heads: int, feed_forward: int, dropout: float) -> None:
+    def __init__(
+        self, hidden: int, num_heads: int, feed_forward: int, dropout: float, crosses: bool
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden)
         self.attention = SelfAttention(hidden, num_heads)
+        if crosses:
+            self.cross_norm = nn.LayerNorm(hidden)
+            self.cross = CrossAttention(hidden, hidden, num_heads)
         self.feed_norm = nn.LayerNorm(hidden)
         self.feed = FeedForward(hidden, feed_forward)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        attended = self.attention(self.attention_norm(rows_RH), packing)
+    def forward(
+        self, rows_RH: Tensor, packing: Packing, cache: LayerCache | None = None
+    ) -> Tensor:
+        past = cache.past if cache else None
+        attended = self.attention(self.attention_norm(rows_RH), packing, cache is not None, past)
         rows: Tensor = rows_RH + self.dropout(attended)
+        if cache is not None:
+            attended = self.cross(self.cross_norm(rows), packing, cache.source)
+            rows = rows + self.dropout(attended)
         rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
         return rows
 
 
-class CausalLayer(TargetLayer):
-    """x + causal attention(LN(x)); x + cross-attention(LN(x), source); x + feed(LN(x))."""
+class LastNorm(nn.LayerNorm):
+    """Of the encoder; a layer of its last stage."""
 
-    def __init__(self, hidden: int, num_heads: int, feed_forward: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(hidden)
-        self.attention = SelfAttention(hidden, num_heads)
-        self.cross_norm = nn.LayerNorm(hidden)
-        self.cross = CrossAttention(hidden, hidden, num_heads)
-        self.feed_norm = nn.LayerNorm(hidden)
-        self.feed = FeedForward(hidden, feed_forward)
-        self.dropout = nn.Dropout(dropout)
-
-    def open(self, source: SourceRows) -> FixedCache:
-        return self.cross.open(source.rows, source.packing)
-
-    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
-        attended = self.attention(self.attention_norm(rows_TH), packing, causal=True)
-        rows: Tensor = rows_TH + self.dropout(attended)
-        rows = rows + self.dropout(self.cross(self.cross_norm(rows), packing, source))
-        rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
-        return rows
-
-    def step(self, rows_NH: Tensor, past: GrowingCache, source: FixedCache) -> Tensor:
-        rows: Tensor = rows_NH + self.attention.step(self.attention_norm(rows_NH), past)
-        rows = rows + self.cross.step(self.cross_norm(rows), source)
-        rows = rows + self.feed(self.feed_norm(rows))
-        return rows
+    def forward(self, rows_RH: Tensor, packing: Packing | None = None) -> Tensor:
+        return super().forward(rows_RH)
 
 
 class TiedHead(nn.Module):
@@ -161,8 +119,6 @@ class TiedHead(nn.Module):
 class Transformer(EncoderDecoder):
     """Encoder | decoder from scratch; a SplitModel. Each side has its own vocabulary, because
     neither may see the other's; the target embedding is tied to the output.
-
-    encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """
 
     hidden: Positive = 512
@@ -170,10 +126,6 @@ class Transformer(EncoderDecoder):
     num_decoder_layers: Positive = 6
     num_heads: Positive = 8
     feed_forward: Positive = 2048
-    dropout: Fraction = 0.1
-    label_smoothing: Annotated[float, Field(ge=0.0, le=0.99)] = 0.1
-    encoder_layers_per_stage: Sequence[Positive] | None = None
-    decoding: Search = field(default_factory=Greedy)
 
     def __post_init__(self) -> None:
         check_heads("Transformer.num_heads", self.num_heads, self.hidden)
@@ -186,20 +138,20 @@ class Transformer(EncoderDecoder):
         return self.hidden
 
     def _stage(
-        self,
-        stage: int,
-        num_stages: int,
-        context: BuildContext,
-        architecture: Mapping[str, Any] | None,
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture | None
     ) -> Stage:
         """The settings determine the architecture."""
         is_last = stage == num_stages - 1
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
 
-        def layer(kind: Callable[[int, int, int, float], Layer], i: int) -> Layer:
-            # One random stream per layer: initial weights do not depend on the layout.
-            with seeded(context.seed, f"{end} layer", i):
-                return kind(self.hidden, self.num_heads, self.feed_forward, self.dropout)
+        def layers(numbers: range) -> dict[str, Layer]:
+            made = {}
+            for i in numbers:
+                # One random stream per layer: initial weights do not depend on the layout.
+                with seeded(context.seed, f"{end} layer", i):
+                    sizes = (self.hidden, self.num_heads, self.feed_forward)
+                    made[str(i)] = Layer(*sizes, self.dropout, crosses=is_last)
+            return made
 
         embeddings = None
         if ids := context.vocabularies[name] if is_last or stage == 0 else None:
@@ -208,10 +160,10 @@ class Transformer(EncoderDecoder):
                 embeddings = ScaledEmbeddings(*shape, self.dropout)
         if not is_last:
             numbers = self.encoder_layers(self.num_encoder_layers, stage, num_stages)
-            layers = {str(i): layer(SourceLayer, i) for i in numbers}
-            norm = nn.LayerNorm(self.hidden) if stage == num_stages - 2 else None
-            return SourceStage(embeddings, layers, norm, ids, {})
-        assert ids is not None and embeddings is not None
-        decoder = {str(i): layer(CausalLayer, i) for i in range(self.num_decoder_layers)}
-        settings = TargetSettings(ids, context.max_length, self.label_smoothing, self.decoding)
-        return TargetStage(embeddings, decoder, TiedHead(self.hidden), settings, {})
+            encoder: dict[str, nn.Module] = {**layers(numbers)}
+            if stage == num_stages - 2:
+                encoder["norm"] = LastNorm(self.hidden)
+            return RowsStage({}, embeddings, encoder, SOURCE, ids.pad if ids else 0)
+        assert embeddings is not None
+        decoder, head = layers(range(self.num_decoder_layers)), TiedHead(self.hidden)
+        return TargetStage(embeddings, decoder, head, self, context, {})

@@ -7,12 +7,10 @@ loads, with the base beside them if the run made it; all weights one that transf
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from xcloud.base.errors import XcloudError
 from xcloud.models.causal import CausalLM
 from xcloud.rank.export import exporting
 from xcloud.tasks.causal_text import CausalTokenizer
@@ -36,8 +34,5 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where to write (default: RUN/joined)")
     arguments = parser.parse_args(words)
     out: Path = arguments.out or arguments.run / "joined"
-    try:
-        export(arguments.run, out)
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")
+    export(arguments.run, out)
     print(out)

@@ -12,7 +12,6 @@ training; --no-cache sends the whole text for each token, as an evaluation does.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import DataError, XcloudError
+from xcloud.base.errors import DataError
 from xcloud.comm.boundary import Message
 from xcloud.models.causal_stage import CausalStage, Past
 from xcloud.models.stages import TEXT, TYPES
@@ -73,11 +72,13 @@ class Writer:
             text += new
             yield new[0]
 
+    @torch.no_grad()
     def _next(self, text_BS: Tensor, pasts: Sequence[Past | None]) -> Tensor:
         batch = {"ids": torch.arange(1), TEXT: text_BS, TYPES: torch.zeros_like(text_BS)}
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
-            message = self.carry(number, stage.hand_on(message, batch, pasts[number]))
+            sent = stage(message, batch, pasts[number]).send
+            message = self.carry(number, sent)
         return self.stages[-1].next_words(message, batch, pasts[-1])[0]
 
 
@@ -139,14 +140,10 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"--temperature must be 0 or more, got {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
-    try:
-        compressed, cached = not arguments.uncompressed, not arguments.no_cache
-        generator = Generator(arguments.run, compressed, cached)
-        for text in arguments.text:
-            choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
-            print(text, end=generator.between, flush=True)
-            for piece in generator.pieces(text, arguments.max_new_tokens, choice):
-                print(piece, end="", flush=True)
-            print(flush=True)
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")
+    generator = Generator(arguments.run, not arguments.uncompressed, not arguments.no_cache)
+    for text in arguments.text:
+        choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
+        print(text, end=generator.between, flush=True)
+        for piece in generator.pieces(text, arguments.max_new_tokens, choice):
+            print(piece, end="", flush=True)
+        print(flush=True)

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 
-from xcloud.base.errors import XcloudError
 from xcloud.comm.boundary import Message
 from xcloud.tasks.translation import TranslationText
 from xcloud.use.trained import TrainedRun, parser_of
@@ -45,10 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
     parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
     arguments = parser.parse_args(words)
-    try:
-        translator = Translator(arguments.run, compressed=not arguments.uncompressed)
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")
+    translator = Translator(arguments.run, compressed=not arguments.uncompressed)
     if arguments.text:
         print("\n".join(translator.translate(arguments.text)))
         return

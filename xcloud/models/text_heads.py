@@ -1,27 +1,25 @@
-"""The stages of a cut encoder, and the heads of understanding tasks: pooling, bottleneck, scores,
-loss and prediction. They are built by low_rank_split.py.
+"""What answers an understanding task: pooling, the way to the head, scores, loss and prediction.
+Stages are in low_rank_split.py.
 
 Shapes: B samples, S positions of the longest sample, R rows (tokens that are not padding),
-H features, K features that cross to the next stage.
+H features, K features that cross to the head.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.contracts.model import Batch, Head, Message, StageOutput
+from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
-from xcloud.models.encoder import Embeddings
-from xcloud.models.low_rank_cut import BottomCut, ProjectionTop, TopCut
-from xcloud.models.stages import DescribedStage, seeded
+from xcloud.models.stages import seeded
 
-VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.stage.Head
+VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.model.Head
 SCORE_SCALE = 10_000
 
 Pooling = Literal["first", "mean"]
@@ -165,129 +163,3 @@ def make_head(
     if head.kind == "span":
         return SpanHead(hidden, max_answer_tokens, seed)
     return SampleHead(hidden, head, dropout, seed, pooler)
-
-
-class BottomStage(DescribedStage):
-    """Embeddings, lower blocks, and the cut block up to the boundary. Reads "text" and "types".
-
-    frozen: no training and no dropout.
-    """
-
-    def __init__(
-        self,
-        embeddings: Embeddings,
-        blocks: Mapping[str, nn.Module],
-        cut: BottomCut,
-        pad: int,
-        frozen: bool,
-        architecture: Mapping[str, Any],
-        handed_over: tuple[Tensor, ...] = (),
-    ) -> None:
-        super().__init__(architecture, handed_over, frozen)
-        self.embeddings = embeddings
-        self.blocks = nn.ModuleDict(blocks)
-        self.cut = cut
-        self.pad = pad
-        if frozen:
-            self.requires_grad_(False)
-
-    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        assert received is None
-        packing = Packing.of(batch["text"], self.pad)
-        # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
-        has_types = self.embeddings.types.num_embeddings > 1
-        types = packing.pack(batch["types"]) if has_types else None
-        rows = self.embeddings(packing.pack(batch["text"]), packing, types)
-        for block in self.blocks.values():
-            rows = block(rows, packing)
-        sent = self.cut(rows, packing)
-        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": sent.float()})
-
-
-class TopPart(nn.Module):
-    """The cut block after the boundary, upper blocks, pooling, and the bottleneck to the head.
-
-    pooling: None keeps all rows. narrow: see way_to_head.
-    """
-
-    def __init__(
-        self,
-        cut: TopCut,
-        blocks: Mapping[str, nn.Module],
-        pooling: Pooling | None,
-        narrow: nn.Module,
-    ) -> None:
-        super().__init__()
-        self.cut = cut
-        self.blocks = nn.ModuleDict(blocks)
-        self.pooling = pooling
-        self.narrow = narrow
-
-    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        decode, anchor = tensors
-        assert isinstance(self.cut, ProjectionTop)
-        self.cut.start(decode, anchor)
-
-    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
-        """[R, K] -> [B, H or head_rank], or [R, H or head_rank] without pooling."""
-        rows = self.cut(sent_RK, packing)
-        for block in self.blocks.values():
-            rows = block(rows, packing)
-        if self.pooling is not None:
-            rows = pool(rows, packing, self.pooling)
-        narrow: Tensor = self.narrow(rows)
-        return narrow
-
-
-class HeadPart(nn.Module):
-    """The head and what precedes it. widen: see way_to_head."""
-
-    def __init__(self, widen: nn.Module, answer: TextHead) -> None:
-        super().__init__()
-        self.widen = widen
-        self.answer = answer
-
-    def forward(self, rows: Tensor) -> Tensor:
-        scores: Tensor = self.answer(self.widen(rows))
-        return scores
-
-
-class UpperStage(DescribedStage):
-    """What comes after the cut. top: None in a separate head, which receives its rows.
-    head: in the last stage only.
-    """
-
-    def __init__(
-        self, top: TopPart | None, head: HeadPart | None, architecture: Mapping[str, Any]
-    ) -> None:
-        super().__init__(architecture)
-        self.top = top
-        self.head = head
-
-    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        assert self.top is not None
-        self.top.take_over(tensors)
-
-    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        assert received is not None
-        rows, packing = self._rows(received)
-        if self.head is not None:
-            answer = self.head.answer
-            return StageOutput(loss=answer.loss(self.head(rows), batch["label"], packing))
-        assert self.top is not None
-        if self.top.pooling is not None:
-            return StageOutput({"pooled": rows.float()})
-        return StageOutput({"counts": received["counts"], "hidden": rows.float()})
-
-    @torch.no_grad()
-    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
-        assert self.head is not None and received is not None
-        rows, packing = self._rows(received)
-        return self.head.answer.predict(self.head(rows), batch["label"], packing)
-
-    def _rows(self, received: Message) -> tuple[Tensor, Packing | None]:
-        packing = Packing(received["counts"]) if "counts" in received else None
-        if packing is None:
-            return received["pooled"], None
-        rows = received["hidden"]
-        return (rows if self.top is None else self.top(rows, packing)), packing
