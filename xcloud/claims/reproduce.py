@@ -114,13 +114,7 @@ class Rows:
         name = re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
         print(f"{named}: {' '.join(words)}", flush=True)
         folder = self.work / name
-        command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
-        done = subprocess.run(
-            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
+        self.keep(words, folder)
         kept = self._out / "runs" / name
         kept.mkdir(parents=True, exist_ok=True)
         for file in KEPT_FILES:
@@ -128,6 +122,18 @@ class Rows:
                 shutil.copyfile(folder / file, kept / file)
         self.write({**about, **figures_of(json.loads((kept / "summary.json").read_text("utf-8")))})
         shutil.rmtree(folder)
+
+    def keep(self, words: Sequence[str], folder: Path) -> None:
+        """Run run.py into this folder, unless a run has finished there. Raises RunFailed."""
+        if (folder / "summary.json").exists():
+            return
+        command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
+        done = subprocess.run(
+            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
