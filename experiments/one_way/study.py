@@ -62,7 +62,8 @@ def scaling(rows: Rows, number: int) -> None:
         asleep = ["model.step_s=0.3", "model.batch_s={one: 0.2, two: 0.2}",
                   *(f"cluster.clouds.{name}.num_ranks={ranks}" for name in CLOUDS),
                   f"training.batches_per_step={2 * ranks}"]  # fmt: skip
-        timed(rows, {"row": f"{ranks} ranks a cloud", "seed": number}, asleep, 40, 1e8)
+        row = f"{ranks} rank{'s' * (ranks > 1)} a cloud"
+        timed(rows, {"row": row, "seed": number}, asleep, 40, 1e8)
 
 
 def timed(

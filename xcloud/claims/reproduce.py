@@ -18,6 +18,7 @@ from xcloud.base.project import commit, project_root
 from xcloud.claims.claims import FILE, Claim, ResultRow, read_claims
 from xcloud.claims.records import FOLDER, made
 
+LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -145,6 +146,8 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         "loss": summary["final_loss"],
         "bytes_forward": sent["forward"],
         "bytes_backward": sent["backward"],
+        "bytes": sum(value or 0 for value in sent.values()),
         "ratio": ratio["total"],
         "wall_s": summary["wall_s"],
+        **{name: value for name, value in summary.items() if name in LEAKS},
     }
