@@ -180,7 +180,7 @@ class Claim:
 
     @property
     def command(self) -> str:
-        return f"python -m xcloud reproduce {self.name}"
+        return f"python -m xcloud reproduce {self.name}{' --data DIR' * bool(self.needs)}"
 
 
 @dataclass(frozen=True)
