@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,12 @@ ROWS = [
     for row, bleu in (("ours", 30.0), ("theirs", 26.5))
     for seed in (1, 2, 3)
 ]
+
+
+SUMMARY = {
+    "wan_bytes_per_step": {"forward": 1, "backward": 1}, "compression_ratio": {"total": 2.0},
+    "step_time_s": {"median": 0.1}, "final_loss": 1.0, "wall_s": 3.0,
+}  # fmt: skip
 
 
 def claim(**changed: Any) -> Claim:
@@ -110,16 +118,27 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 ) -> None:
     ran = []
 
-    def run(words: list[str], data: Path | None, folder: Path) -> dict[str, Any]:
+    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        words = command[2:-2]
+        folder = Path(command[-2].removeprefix("hydra.run.dir="))
         ran.append((folder.name, words))
-        return {"bleu": 30.0 if "a=1" in words else 26.0}
+        folder.mkdir(parents=True)
+        (folder / "experiment.yaml").write_text("seed: 1")
+        summary = {**SUMMARY, "quality": {"bleu": 30.0 if "a=1" in words else 26.0}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return subprocess.CompletedProcess(command, 0)
 
     mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
     monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
-    monkeypatch.setattr(reproduce, "_run", run)
+    ours = SimpleNamespace(run=run, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(reproduce, "subprocess", ours)
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
+    kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
+    assert kept == ["experiment.yaml", "summary.json"] and not (tmp_path / "work").exists()
+    assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
+    assert len(ran) == 6, "rows that there are were made again"
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
     assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
     assert "leaves out: everything but one seed" in capsys.readouterr().out

@@ -36,7 +36,7 @@ class Estimate:
         return cls(statistics.fmean(values), error, len(values))
 
     def __str__(self) -> str:
-        digits = 2 if abs(self.mean) >= 1 else 3
+        digits = 2 if abs(self.mean) >= 2 else 3
         if self.error is None:
             return f"{self.mean:.{digits}f} (one seed)"
         return f"{self.mean:.{digits}f} ± {self.error:.{digits}f}"

@@ -31,7 +31,9 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
     if record:
         where = ", ".join(f"{name} {value}" for name, value in record.environment.items())
         facts.append(("Made", f"{record.made_at}, commit {record.commit}; {where}"))
-    tables = [Table("Rules, stated before the run", ("rule", "came to", "met"), rules)]
+        if record.note:
+            facts.append(("Note", record.note))
+    tables = [Table("Rules", ("rule", "came to", "met"), rules)]
     if rows:
         cells = [[Cell(_text(row.get(name))) for name in columns] for row in rows]
         tables.append(Table("Every run", columns, cells))
