@@ -28,7 +28,7 @@ from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
 from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, CheckpointPart
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 
