@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
@@ -55,14 +55,17 @@ class Figure:
 
     def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
         """None without any seed that has what is needed."""
+        values = self.values(rows)
+        return Estimate.of(values) if values else None
+
+    def values(self, rows: Sequence[ResultRow]) -> list[float]:
+        """By seed."""
         own, other = self._by_seed(rows, self.row), self._by_seed(rows, self.minus or self.over)
         if self.minus or self.over:
             seeds = sorted(own.keys() & other.keys())
             pairs = [(own[seed], other[seed]) for seed in seeds]
-            values = [a - b if self.minus else a / b for a, b in pairs]
-        else:
-            values = list(own.values())
-        return Estimate.of(values) if values else None
+            return [a - b if self.minus else a / b for a, b in pairs]
+        return [own[seed] for seed in sorted(own)]
 
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> dict[Any, float]:
         wanted = {"row": name, **self.where}
@@ -105,6 +108,31 @@ class Cell:
     better: Figure | None = None
 
 
+@settings("claim.quotes")
+class Quote:
+    """Where README or docs quote a figure: text of the file, with {} in place of the figure. form:
+    the mean; each seed's value; the mean and the standard deviation over seeds; or by how many
+    percent the mean exceeds 1."""
+
+    file: str
+    text: str
+    figure: Figure
+    decimals: NotNegative = 1
+    form: Literal["mean", "each", "deviation", "more"] = "mean"
+
+    def filled(self, rows: Sequence[ResultRow]) -> str:
+        values, digits = self.figure.values(rows), f".{self.decimals}f"
+        mean = statistics.fmean(values)
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        shown = {
+            "mean": f"{mean:{digits}}",
+            "each": ", ".join(f"{value:{digits}}" for value in values),
+            "deviation": f"{mean:{digits}} ± {deviation:{digits}}",
+            "more": f"{100 * (mean - 1):+{digits}} %",
+        }
+        return self.text.replace("{}", shown[self.form])
+
+
 @settings("claim")
 class Claim:
     """source: where it is published. means: what it says here. runs: settings of run.py by row;
@@ -121,6 +149,7 @@ class Claim:
     machine_minutes: Positive
     rules: Sequence[Rule]
     cells: Sequence[Cell] = ()
+    quotes: Sequence[Quote] = ()
     runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     module: Sequence[str] = ()
     common: Sequence[str] = ()
@@ -174,6 +203,10 @@ def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
             Cell(**{k: Figure(**v) if isinstance(v, dict) else v for k, v in cell.items()})  # type: ignore[arg-type]
             for cell in entry.get("cells", ())
         ]
-        return Claim(name=name, **{**entry, "rules": rules, "cells": cells})
+        quotes = [
+            Quote(**{**quote, "figure": Figure(**quote["figure"])})
+            for quote in entry.get("quotes", ())
+        ]
+        return Claim(name=name, **{**entry, "rules": rules, "cells": cells, "quotes": quotes})
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(f"{FILE}: claim {name!r}: {error}") from None
