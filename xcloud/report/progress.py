@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from xcloud.base.units import human_duration, score_name, score_text
-from xcloud.record.events import AVERAGING, Event, StepTotals
+from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 
 REDRAWS_PER_S = 10
 PRINT_S = 30.0
@@ -117,10 +117,10 @@ class ProgressLine:
         for kind in ("forward", "backward", AVERAGING):
             values[f"sent {kind}"] = totals.numbers.get(("sent", kind), 0)
         # Only emulated lines report how long they were busy.
-        lines = Counter[object](totals.sums("line_s"))
+        lines: dict[object, float] = {**totals.sums("line_s")}
         for key, busy_s in totals.numbers.items():
             if key[0] == "line_busy_s":
-                lines[key[-1]] += busy_s
+                add_to(lines, {key[-1]: busy_s})
         if lines:
             values["line_s"] = max(lines.values())
         for name, (value, weight) in self._sums.items():

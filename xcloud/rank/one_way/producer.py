@@ -164,13 +164,13 @@ class ProducerRun:
         made = self._made
         if not made.num_batches:
             return
-        loss: dict[str, Any] = {}
+        times = {kind: round(seconds, 6) for kind, seconds in self.clock.seconds.items()}
+        more: dict[str, Any] = {**times}
         if made.losses:
-            loss = {"loss": round(sum(made.losses) / len(made.losses), 6)}
+            more["loss"] = round(sum(made.losses) / len(made.losses), 6)
         self._rank.reporter.event(
-            "fed", cloud=self.name, num_batches=made.num_batches, **loss, samples=made.samples,
-            tokens=made.tokens,
-            **{kind: round(seconds, 6) for kind, seconds in self.clock.seconds.items()},
+            "fed", cloud=self.name, num_batches=made.num_batches, samples=made.samples,
+            tokens=made.tokens, **more,
         )  # fmt: skip
         self.clock.begin_step(0)  # start counting anew
         self._made = _Made()
