@@ -133,6 +133,17 @@ class Quote:
         return self.text.replace("{}", shown[self.form])
 
 
+@settings("claim.picture")
+class Drawn:
+    """What the claim's picture shows of its rows: the figure y, and x beside it. Without x rows
+    whose names end in a number, such as a block, are the points of a line, others a list."""
+
+    y: str
+    x: str | None = None
+    log: bool = False
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
 @settings("claim")
 class Claim:
     """source: where it is published. means: what it says here. runs: settings of run.py by row;
@@ -150,6 +161,7 @@ class Claim:
     rules: Sequence[Rule]
     cells: Sequence[Cell] = ()
     quotes: Sequence[Quote] = ()
+    picture: Drawn | None = None
     runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     module: Sequence[str] = ()
     common: Sequence[str] = ()
@@ -168,7 +180,7 @@ class Claim:
 
     @property
     def command(self) -> str:
-        return f"python -m xcloud reproduce {self.name}"
+        return f"python -m xcloud reproduce {self.name}{' --data DIR' * bool(self.needs)}"
 
 
 @dataclass(frozen=True)
@@ -207,6 +219,8 @@ def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
             Quote(**{**quote, "figure": Figure(**quote["figure"])})
             for quote in entry.get("quotes", ())
         ]
-        return Claim(name=name, **{**entry, "rules": rules, "cells": cells, "quotes": quotes})
+        made = {"rules": rules, "cells": cells, "quotes": quotes}
+        picture = Drawn(**entry["picture"]) if "picture" in entry else None
+        return Claim(name=name, **{**entry, **made, "picture": picture})
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(f"{FILE}: claim {name!r}: {error}") from None
