@@ -18,10 +18,11 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
 from xcloud.join.agreement import judge
 from xcloud.parallel.control import Signal
+from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Places
-from xcloud.survive.checkpointing import Checkpointer, CheckpointPart
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
