@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xcloud.contracts.model import Batch, BuildContext, Message, SplitModel, Stage, TokenIds
 from xcloud.models.attention import Packing
-from xcloud.models.encoder_decoder import SourceRows, TargetStage
+from xcloud.models.transformer import TargetStage
 
 IDS = TokenIds(size=24, pad=0, bos=1, eos=2, mask=3)
 FIRST_WORD = 4
@@ -139,6 +139,5 @@ def target_scores(stages: Sequence[Stage], batch: Batch, inputs: Tensor) -> Tens
     with torch.no_grad():
         received = stages[0](None, batch).send
         packing = Packing(torch.full((len(inputs),), inputs.shape[1]))
-        sources = last.open(SourceRows.of(received))
-        scores = last.scores(packing.pack(inputs), packing, sources)
+        scores = last.scores(packing.pack(inputs), packing, last.open(received))
     return packing.unpack(scores)

@@ -16,11 +16,12 @@ from xcloud.base.errors import XcloudError
 
 
 class Command(NamedTuple):
-    """module: has main(arguments), which returns an exit code or None."""
+    """function: of (arguments) in the module, which returns an exit code or None."""
 
     module: str
     summary: str
     example: str
+    function: str = "main"
 
 
 COMMANDS = {
@@ -50,9 +51,10 @@ COMMANDS = {
         "site --out site",
     ),
     "translate": Command(
-        "xcloud.use.translate",
+        "xcloud.use.trained",
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
+        "translate",
     ),
     "plan": Command(
         "xcloud.planner.what_if",
@@ -85,9 +87,10 @@ COMMANDS = {
         'generate outputs/DATE/TIME "The doctor"',
     ),
     "export": Command(
-        "xcloud.use.export",
+        "xcloud.use.trained",
         "join the clouds' parts of a trained causal language model",
         "export outputs/DATE/TIME",
+        "export",
     ),
     "train-tokenizer": Command(
         "xcloud.tasks.train_tokenizer",
@@ -121,9 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
         return 2
-    command = importlib.import_module(COMMANDS[name].module)
+    command = COMMANDS[name]
+    run = getattr(importlib.import_module(command.module), command.function)
     try:
-        return int(command.main(rest) or 0)
+        return int(run(rest) or 0)
     except XcloudError as error:
         print(f"xcloud: {error}", file=sys.stderr)
         return 1

@@ -50,13 +50,27 @@ class StageOutput(NamedTuple):
 
 
 class Stage(nn.Module):
-    """One part of a split model. architecture: None where the model's settings say all."""
+    """One part of a split model.
 
-    architecture: Architecture | None = None
+    architecture: empty where the model's settings say all. handed_over: what the next stage must
+    have before the first step, as its boundary's `start` says. frozen: it has no dropout.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture | None = None,
+        handed_over: tuple[Tensor, ...] = (),
+        frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        self.architecture: Architecture = dict(architecture or {})
+        self._handed_over, self._frozen = handed_over, frozen
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(mode and not self._frozen)
 
     def hand_over(self) -> tuple[Tensor, ...]:
-        """What the next stage must have before the first step, as its boundary's `start` says."""
-        return ()
+        return self._handed_over
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         """What the stage before handed over. Called only where its boundary has a `start`."""

@@ -21,8 +21,8 @@ from xcloud.contracts.model import Architecture, BuildContext, Stage
 from xcloud.models.attention import CrossAttention, LayerCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
-from xcloud.models.encoder_decoder import SOURCE, TARGET, EncoderDecoder, TargetStage
 from xcloud.models.stages import RowsStage, seeded
+from xcloud.models.transformer import SOURCE, TARGET, EncoderDecoder, TargetStage
 
 
 class EncoderAdapter(nn.Module):

@@ -5,7 +5,7 @@ from the run's seed; or a checkpoint. The network is in encoder.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -83,12 +83,8 @@ class OwnSizes(Source):
         return self.num_layers
 
     def config(self, ids: TokenIds, max_length: int, types: int = 1) -> EncoderConfig:
-        return EncoderConfig(
-            *(ids.size, self.hidden, self.num_layers, self.num_heads, self.feed_forward),
-            max_positions=max_length,
-            dropout=self.dropout,
-            type_vocab_size=types,
-        )
+        sizes = {size.name: getattr(self, size.name) for size in fields(OwnSizes)}
+        return EncoderConfig(ids.size, max_positions=max_length, type_vocab_size=types, **sizes)
 
 
 @settings("OwnBackbone")

@@ -340,9 +340,9 @@ class CausalLM(TextModel):
         return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
 
     def num_blocks(self, max_length: int) -> int:
-        return (
-            0 if self.split.layer is not None else int(self._config(max_length).num_hidden_layers)
-        )
+        if self.split.layer is not None:
+            return 0
+        return int(self._config(max_length).num_hidden_layers)
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
         config = self._config(max_length)

@@ -253,32 +253,28 @@ def write_checkpoint(network: Any, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def _file_of(name_or_path: str, file_name: str) -> Path:
-    from transformers.utils.hub import cached_file
-
-    return Path(
-        fetch(name_or_path, lambda name, **where: str(cached_file(name, file_name, **where)))
-    )
-
-
 class WeightFiles:
     """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub. A shard is
     looked for when something in it is asked for, so others' shards are not fetched."""
 
     def __init__(self, name_or_path: str) -> None:
         self._name = name_or_path
-        self._shards: dict[str, str] = {}
         try:
-            index = _file_of(name_or_path, "model.safetensors.index.json")
-            self._shards = json.loads(index.read_text())["weight_map"]
+            index = self._file("model.safetensors.index.json")
+            self._shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except DataError:  # one file then
-            with safe_open(_file_of(name_or_path, "model.safetensors"), "pt") as file:
+            with safe_open(self._file("model.safetensors"), "pt") as file:
                 self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _file(self, name: str) -> Path:
+        from transformers.utils.hub import cached_file
+
+        return Path(fetch(self._name, lambda at, **where: str(cached_file(at, name, **where))))
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards
 
     def tensor(self, name: str) -> Tensor:
-        with safe_open(_file_of(self._name, self._shards[name]), "pt") as file:
+        with safe_open(self._file(self._shards[name]), "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor

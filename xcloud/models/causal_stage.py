@@ -18,17 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Architecture, Batch, Message, StageOutput
-from xcloud.models.attention import Packing
-from xcloud.models.causal_network import (
-    HEAD,
-    KINDS,
-    Part,
-    ties_embeddings,
+from xcloud.contracts.model import (
+    NO_LABEL,
+    NO_TOKEN,
+    Architecture,
+    Batch,
+    Message,
+    Stage,
+    StageOutput,
 )
+from xcloud.models.attention import Packing
+from xcloud.models.causal_network import HEAD, KINDS, Part, ties_embeddings
 from xcloud.models.lora import adapter_tensors
 from xcloud.models.split_point import ProjectionBottom, ProjectionTop
-from xcloud.models.stages import LABEL, TEXT, TYPES, DescribedStage
+from xcloud.models.stages import LABEL, TEXT, TYPES
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
@@ -123,7 +126,7 @@ def run(
     return rows
 
 
-class CausalStage(DescribedStage):
+class CausalStage(Stage):
     """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
 
     cut: what reduces rows on their way out, or restores them on their way in. handed_over: see

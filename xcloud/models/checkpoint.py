@@ -78,7 +78,6 @@ class Checkpoint:
     """A checkpoint's config.json in our terms."""
 
     config: EncoderConfig
-    model_type: str
     pad: int | None
     position_offset: int
 
@@ -106,7 +105,7 @@ def read_config(name_or_path: str) -> Checkpoint:
     values = {ours: getattr(given, theirs) for ours, theirs in CONFIG_NAMES.items()}
     values["activation"] = ACTIVATION_NAMES[given.hidden_act]
     values["max_positions"] -= offset
-    return Checkpoint(EncoderConfig(**values), model_type, given.pad_token_id, offset)
+    return Checkpoint(EncoderConfig(**values), given.pad_token_id, offset)
 
 
 def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
@@ -181,15 +180,8 @@ def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
     """Write a whole Encoder as a transformers BertForMaskedLM: config.json and
     model.safetensors, no tokenizer.
     """
-    theirs = _their_weights(encoder, "bert", HEAD_NAMES[0])
-    _write(
-        folder,
-        encoder.config,
-        theirs,
-        model_type="bert",
-        architectures=["BertForMaskedLM"],
-        pad_token_id=pad,
-    )
+    about = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "pad_token_id": pad}
+    _export(encoder, folder, about, HEAD_NAMES[0], {})
 
 
 def export_electra(
@@ -198,35 +190,30 @@ def export_electra(
     """Write an Encoder and its replaced-token head as a transformers ElectraForPreTraining:
     config.json and model.safetensors, no tokenizer.
     """
-    theirs = _their_weights(encoder, "electra", None)
-    for name, layer in (("dense", dense), ("dense_prediction", score)):
-        theirs |= layer.state_dict(prefix=f"discriminator_predictions.{name}.")
-    _write(
-        folder,
-        encoder.config,
-        theirs,
-        model_type="electra",
-        architectures=["ElectraForPreTraining"],
-        pad_token_id=pad,
-        embedding_size=encoder.config.hidden,
-    )
+    about = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
+    about |= {"pad_token_id": pad, "embedding_size": encoder.config.hidden}
+    prefix = "discriminator_predictions.dense"
+    head = dense.state_dict(prefix=f"{prefix}.") | score.state_dict(prefix=f"{prefix}_prediction.")
+    _export(encoder, folder, about, None, head)
 
 
-def _their_weights(
-    encoder: Encoder, model_type: str, head: Sequence[str] | None
-) -> dict[str, Tensor]:
-    weights, theirs = encoder.state_dict(), dict[str, Tensor]()
-    for ours, names in _names(encoder.config.num_layers, head).items():
-        inside = "" if ours.startswith("head.") else f"{model_type}."
+def _export(
+    encoder: Encoder,
+    folder: Path,
+    about: Mapping[str, Any],
+    head_names: Sequence[str] | None,
+    head: Mapping[str, Tensor],
+) -> None:
+    """about: of the config, beside sizes. head_names: of the encoder's own head, if it goes with
+    it. head: another one, named as theirs."""
+    weights, theirs, config = encoder.state_dict(), dict(head), encoder.config
+    for ours, names in _names(config.num_layers, head_names).items():
+        inside = "" if ours.startswith("head.") else f"{about['model_type']}."
         parts = weights[ours].chunk(len(names))
         theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
-    return theirs
-
-
-def _write(folder: Path, config: EncoderConfig, theirs: Mapping[str, Tensor], **more: Any) -> None:
     activation = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
     described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
-    described |= {"hidden_act": activation[config.activation], "dtype": "float32", **more}
+    described |= {"hidden_act": activation[config.activation], "dtype": "float32", **about}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}

@@ -97,8 +97,7 @@ class Lora:
         if self.layers is not None:
             settings.layers_to_transform = sorted(self.layers)
             settings.layers_pattern = KINDS[config.model_type].blocks
-        settings.base_model_name_or_path = base
-        settings.inference_mode = True
+        settings.base_model_name_or_path, settings.inference_mode = base, True
         return settings
 
     def _settings(self, config: Any, targets: Sequence[str]) -> Any:

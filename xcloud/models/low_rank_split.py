@@ -42,16 +42,8 @@ from xcloud.models.calibration import basis_of
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, ProjectionTop, Split, make_cut
-from xcloud.models.stages import (
-    LABEL,
-    TEXT,
-    DescribedStage,
-    RowsStage,
-    TextModel,
-    rows_boundary,
-    seeded,
-)
-from xcloud.models.text_heads import Pooling, TextHead, make_head, pool, way_to_head
+from xcloud.models.stages import LABEL, TEXT, RowsStage, TextModel, rows_boundary, seeded
+from xcloud.models.text_heads import Pooling, SampleHead, SpanHead, TextHead, pool, way_to_head
 
 Dropout = Annotated[float, Field(ge=0.0, le=0.99)]
 
@@ -99,7 +91,6 @@ class LowRankSplit(TextModel):
         return super().fields(stage, num_stages)
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        check_stage(stage, num_stages)
         return frozenset({"head"}) if stage == 2 else super().parts(stage, num_stages)
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
@@ -242,7 +233,9 @@ class LowRankSplit(TextModel):
             raise ConfigError(
                 f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
-        return make_head(hidden, head, self.dropout, self.max_answer_tokens, context.seed, pooler)
+        if head.kind == "span":
+            return SpanHead(hidden, self.max_answer_tokens, context.seed)
+        return SampleHead(hidden, head, self.dropout, context.seed, pooler)
 
 
 def check_stage(stage: int, num_stages: int) -> None:
@@ -255,7 +248,7 @@ def check_stage(stage: int, num_stages: int) -> None:
     assert 0 <= stage < num_stages
 
 
-class UpperStage(DescribedStage):
+class UpperStage(Stage):
     """What stands after the boundary, upper blocks, pooling, the way to the head and the head. A
     separate head has the last two only, and the stage before it all but the head.
 

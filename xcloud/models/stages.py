@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,28 +29,7 @@ from xcloud.models.attention import Packing
 TEXT, TYPES, LABEL = "text", "types", "label"
 
 
-class DescribedStage(Stage):
-    """architecture: JSON values from which the stage can be built again without its weights.
-    handed_over: see Stage.hand_over. frozen: it has no dropout in training."""
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        handed_over: tuple[Tensor, ...] = (),
-        frozen: bool = False,
-    ) -> None:
-        super().__init__()
-        self.architecture: dict[str, Any] = dict(architecture)
-        self._handed_over, self._frozen = handed_over, frozen
-
-    def hand_over(self) -> tuple[Tensor, ...]:
-        return self._handed_over
-
-    def train(self, mode: bool = True) -> Self:
-        return super().train(mode and not self._frozen)
-
-
-class RowsStage(DescribedStage):
+class RowsStage(Stage):
     """Embeddings, which only the first stage has, and layers: a text, or rows, in; rows out.
 
     layers: modules of (rows, packing) -> rows. field: of the batch, with the text; pad: its id.

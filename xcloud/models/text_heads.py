@@ -7,7 +7,6 @@ H features, K features that cross to the head.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Literal
 
@@ -46,7 +45,7 @@ def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn
         down.weight.copy_(rows_KH)
         up.weight.copy_(rows_KH.T)
         nn.init.zeros_(up.bias)
-    return nn.Sequential(OrderedDict(down=down)), nn.Sequential(OrderedDict(up=up))
+    return down, up
 
 
 def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:
@@ -72,10 +71,8 @@ class SampleHead(nn.Module):
     ) -> None:
         super().__init__()
         self.is_value = head.kind == "value"
-        with seeded(seed, "pooler"):
-            self.dense = fresh_linear(hidden, hidden)
-        with seeded(seed, "classifier"):
-            self.classifier = fresh_linear(hidden, head.num_outputs)
+        self.dense = fresh_linear(hidden, hidden, seed, "pooler")
+        self.classifier = fresh_linear(hidden, head.num_outputs, seed, "classifier")
         if pooler is not None:
             self.dense.load_state_dict(dict(pooler))
         self.dropout = nn.Dropout(dropout)
@@ -106,8 +103,7 @@ class SpanHead(nn.Module):
     def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
         super().__init__()
         self.max_answer_tokens = max_answer_tokens
-        with seeded(seed, "classifier"):
-            self.classifier = fresh_linear(hidden, 2)
+        self.classifier = fresh_linear(hidden, 2, seed, "classifier")
 
     def forward(self, rows_RH: Tensor) -> Tensor:
         scores: Tensor = self.classifier(rows_RH)
@@ -144,22 +140,10 @@ TextHead = SampleHead | SpanHead
 """Rows -> scores; `loss` sums over samples, `predict` is as contracts.model.Head says."""
 
 
-def fresh_linear(in_features: int, out_features: int) -> nn.Linear:
+def fresh_linear(in_features: int, out_features: int, seed: int, name: str) -> nn.Linear:
     """BERT's initialisation: normal with std 0.02, bias zero."""
-    linear = nn.Linear(in_features, out_features)
-    nn.init.normal_(linear.weight, std=0.02)
+    with seeded(seed, name):
+        linear = nn.Linear(in_features, out_features)
+        nn.init.normal_(linear.weight, std=0.02)
     nn.init.zeros_(linear.bias)
     return linear
-
-
-def make_head(
-    hidden: int,
-    head: Head,
-    dropout: float,
-    max_answer_tokens: int,
-    seed: int,
-    pooler: Mapping[str, Tensor] | None,
-) -> TextHead:
-    if head.kind == "span":
-        return SpanHead(hidden, max_answer_tokens, seed)
-    return SampleHead(hidden, head, dropout, seed, pooler)

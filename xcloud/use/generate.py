@@ -13,7 +13,7 @@ training; --no-cache sends the whole text for each token, as an evaluation does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -31,25 +31,22 @@ from xcloud.use.trained import TrainedRun, parser_of
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
-@dataclass(frozen=True)
 class Choice:
     """How the next token is chosen. temperature 0: the most probable one. Else one is drawn from
     softmax(logits / temperature), of the fewest tokens whose probabilities reach top_p
     (arXiv:1904.09751); equal seeds draw alike."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    _draw: torch.Generator = field(default_factory=torch.Generator, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._draw.manual_seed(self.seed)
+    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+        self._temperature, self._top_p = temperature, top_p
+        self._draw = torch.Generator().manual_seed(seed)
 
     def of(self, logits_V: Tensor) -> int:
-        if not self.temperature:
+        if not self._temperature:
             return int(logits_V.argmax())
-        shares_V, words_V = (logits_V.double() / self.temperature).softmax(0).sort(descending=True)
-        kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self.top_p)
+        shares_V, words_V = (
+            (logits_V.double() / self._temperature).softmax(0).sort(descending=True)
+        )
+        kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self._top_p)
         return int(words_V[torch.multinomial(kept_V, 1, generator=self._draw)])
 
 
@@ -67,19 +64,16 @@ class Writer:
         text, new = list(ids), list(ids)
         pasts = [Past() if self.cached else None for _ in self.stages]
         while True:
-            logits_V = self._next(torch.tensor([new if self.cached else text]), pasts)
-            new = [choice.of(logits_V)]
+            given = torch.tensor([new if self.cached else text])
+            batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
+            message: Message | None = None
+            with torch.no_grad():
+                for number, stage in enumerate(self.stages[:-1]):
+                    message = self.carry(number, stage(message, batch, pasts[number]).send)
+                logits_BV = self.stages[-1].next_words(message, batch, pasts[-1])
+            new = [choice.of(logits_BV[0])]
             text += new
             yield new[0]
-
-    @torch.no_grad()
-    def _next(self, text_BS: Tensor, pasts: Sequence[Past | None]) -> Tensor:
-        batch = {"ids": torch.arange(1), TEXT: text_BS, TYPES: torch.zeros_like(text_BS)}
-        message: Message | None = None
-        for number, stage in enumerate(self.stages[:-1]):
-            sent = stage(message, batch, pasts[number]).send
-            message = self.carry(number, sent)
-        return self.stages[-1].next_words(message, batch, pasts[-1])[0]
 
 
 class Generator:
@@ -95,14 +89,10 @@ class Generator:
         config = stages[-1].architecture["config"]
         self._longest = int(config["max_position_embeddings"])
 
-    def write_on(self, prompt: str, max_new_tokens: int, choice: Choice | None = None) -> str:
-        """What follows the prompt, up to the end token."""
-        return "".join(self.pieces(prompt, max_new_tokens, choice))
-
     def pieces(
         self, prompt: str, max_new_tokens: int, choice: Choice | None = None
     ) -> Iterator[str]:
-        """The same as it comes."""
+        """What follows the prompt, up to the end token, as it comes."""
         tokenizer = self._tokenizer
         given = tokenizer.prompt(prompt)
         ids, written = list(given), tokenizer.decode(given)
