@@ -38,9 +38,8 @@ class RankContext(Generic[JobT]):
     on_report: rank 0 writes other ranks' reports with it, as they come.
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
-    an earlier attempt, which may have left no checkpoint. transport: joins
-    this rank to the others; None where all are in one process group. turns: waits between steps,
-    in a sweep that times its points together.
+    an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
+    others. turns: waits between steps, in a sweep that times its points together.
     """
 
     job: JobT
@@ -52,8 +51,8 @@ class RankContext(Generic[JobT]):
     verdict: Verdict
     holder: RankCheckpoints
     asked: StopSignal
+    transport: Transport
     is_resumed: bool = False
-    transport: Transport | None = None
     turns: Part = field(default_factory=Part)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import SendingEnd
-from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import OneWayContext
@@ -60,11 +59,13 @@ class OneWayRank(Role[OneWayExperiment]):
         self.place = layout.placement(self.rank)
         # The consumer notes what it gets: a producer that is lost leaves no record of its own.
         self.ends = Ends(
-            context.transport or GlooTransport(self.rank, context.device), layout, context.run_dir,
+            context.transport, layout, context.run_dir,
             received=CARRIES if self.place.producer is None else None,
         )  # fmt: skip
         self.computing = self.ends.computing
-        groups = [self.ends.group(layout.ranks_in(cloud)) for cloud in layout.clouds]
+        groups = [
+            self.ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds
+        ]
         (self.group,) = (group for group in groups if group is not None)
         for line in ("batches", "orders"):
             self.ends.line(line, range(layout.num_ranks))
