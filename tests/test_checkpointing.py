@@ -20,6 +20,7 @@ from tests.trainers import Rank
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import load_states, states_of
+from xcloud.job.places import Places
 from xcloud.join.agreement import judge
 from xcloud.parallel.control import Signal
 from xcloud.parallel.local_updates import LocalUpdates
@@ -29,7 +30,6 @@ from xcloud.record import checkpoints
 from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive import saving
-from xcloud.survive.changes import Places
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, CheckpointPart
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing

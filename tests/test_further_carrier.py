@@ -104,7 +104,9 @@ class SocketIn(ReceivingEnd):
 
 
 def job_of(**cluster: Any) -> Job:
-    config = OmegaConf.create(toy_config("two_clouds", ["training.max_steps=6"]))
+    config = OmegaConf.create(
+        toy_config("two_clouds", ["training.max_steps=6", "model.dropout=0.0"])
+    )
     for name, value in cluster.items():
         OmegaConf.update(config, f"cluster.{name}", value, force_add=True)
     return job_from_config(config)

@@ -108,8 +108,7 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert "samples_text" not in audit["reports"].get("quality", [])
     assert "SECRET" in (tmp_path / "run" / "samples.txt").read_text()
     assert "SECRET" not in (tmp_path / "run" / "events.jsonl").read_text()
-    collectives = {(e.call, e.dtype, len(e.data)) for e in tape if e.call != "isend"}
-    assert collectives == {("all_reduce", "torch.float64", 128)}
+    assert {entry.call for entry in tape} == {"isend", "store"}  # and no collective
     assert summary["wire"] == compact(audit)
 
 
