@@ -29,7 +29,6 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict, agree
 from xcloud.join.joining import join
 from xcloud.launch.processes import EXIT_START_AGAIN
-from xcloud.rank.interleaved import join_turns
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import role_of
 from xcloud.record.events import EVENTS_FILE
@@ -87,12 +86,10 @@ def live(
         rank, layout.cloud_of(rank),
         events.append if events else lambda lines: role.report(lines), process.state,
     )  # fmt: skip
-    turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
+    device, take = _device_of(job, rank), intake.take if intake else lambda peer, frame: None
     context = RankContext(
-        job, rank, run_dir, _device(layout.clouds[layout.cloud_of(rank)].device), reporter,
-        intake.take if intake else lambda peer, frame: None, verdict, holder, process.asked,
-        transport, is_resumed, turns,
-    )  # fmt: skip
+        job, device, reporter, take, verdict, holder, process.asked, transport, is_resumed
+    )
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -115,7 +112,6 @@ def live(
         last_words()  # the threads end with this process
         raise
     finally:
-        turns.close(is_finished=False)
         if intake is not None and events is not None:
             intake.close()
             events.close()
@@ -165,8 +161,9 @@ def live_in_threads(
     return is_stopped
 
 
-def _device(wanted: str) -> torch.device:
-    """The device of this rank; "auto" takes a GPU if there is one."""
+def _device_of(job: Job, rank: int) -> torch.device:
+    """What its cloud's settings say; "auto" takes a GPU if there is one."""
+    wanted = job.cluster.clouds[job.cluster.cloud_of(rank)].device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
