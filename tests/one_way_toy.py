@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.state import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
 from xcloud.training.trained_module import TrainedModule
@@ -220,6 +221,13 @@ def cloud(num_ranks: int = 1, share: float | None = None) -> dict[str, object]:
         "_target_": "xcloud.cluster.one_way_layout.OneWayCloud",
         "num_ranks": num_ranks, "share": share,
     }  # fmt: skip
+
+
+def feeding(shares: Sequence[float], lanes: Sequence[int], consumers: int = 1) -> OneWayLayout:
+    """Producers with these shares and numbers of ranks, and one consumer."""
+    producers = map(OneWayCloud, lanes, shares)
+    named = {f"p{number}": cloud for number, cloud in enumerate(producers)}
+    return OneWayLayout({"d": OneWayCloud(consumers), **named}, "free")
 
 
 def feed_config(

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 
@@ -22,7 +21,7 @@ from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.rank.one_way.wiring import OneWayRank
+from xcloud.rank.one_way.one_way_rank import OneWayRank
 from xcloud.security.wire_audit import compact
 from xcloud.watch.monitor import Monitor
 
@@ -49,7 +48,7 @@ def in_threads(
 ) -> dict:
     """As `start`, with the ranks in threads of this process, over links in memory. They take no
     turns, so that one can be slow."""
-    patch.setattr(OneWayRank, "computing_in", lambda rank, clock: nullcontext())
+    patch.setattr(OneWayRank, "computing_in", lambda rank, clock, what: clock.during(what))
     job = job_from_config(OmegaConf.create(feed_config(clouds, form, **groups)))
     monitor = Monitor(job, {}, run_dir)
     run_in_threads(job, run_dir, patch)
