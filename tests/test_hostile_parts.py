@@ -31,7 +31,6 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import NOBODY, Order
-from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
@@ -226,9 +225,7 @@ def test_a_weight_that_would_decide_a_merge_is_refused(weight: float) -> None:
     shapes = {"w": torch.Size([3])}
     links = connected(2)
     one, other = (
-        AllToAll(
-            Mailbox(own), TensorCodec(shapes, lambda *_: Chain(), 7, False), Terms(weighted_mean)
-        )
+        AllToAll(own, TensorCodec(shapes, lambda *_: Chain(), 7, False), Terms(weighted_mean))
         for own in links
     )
     one.start(2, [torch.zeros(3)])

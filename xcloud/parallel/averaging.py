@@ -24,7 +24,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
 from xcloud.parallel.partition import by_rows, joined
-from xcloud.parallel.replica_links import Mailbox, first_part
+from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 
 _WEIGHT = TensorSpec((1,), torch.float64)
@@ -173,14 +173,14 @@ class AllToAll(Averager):
 
     own_names = (MEMORY,)
 
-    def __init__(self, mail: Mailbox, codec: TensorCodec, terms: Terms = SUM) -> None:
-        self._join(mail, {"all": codec}, terms)
+    def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
+        self._join(links, {"all": codec}, terms)
 
-    def _join(self, mail: Mailbox, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
-        self._mail, self._codecs, self._terms = mail, codecs, terms
-        check_merge(terms.merge, mail.num_replicas)
+    def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
+        self._links, self._codecs, self._terms = links, codecs, terms
+        check_merge(terms.merge, links.num_replicas)
         for codec in codecs.values():
-            codec.of_replica(mail.replica)
+            codec.of_replica(links.replica)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 
@@ -220,11 +220,11 @@ class AllToAll(Averager):
         for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
             step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
             messages = steps.setdefault(int(step), {})
-            messages.setdefault(name, []).append(torch.as_tensor(own[key]).to(device))
+            messages.setdefault(name, []).append(torch.as_tensor(own[key]))
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])
-            sent = {name: tuple(parts) for name, parts in messages.items()}
+            sent = {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
             self._steps[number] = _UnderWay(weight, self._own_of(sent), sent, number)
             self._send(number)
 
@@ -242,7 +242,7 @@ class AllToAll(Averager):
 
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
-        for replica in self._mail.others:
+        for replica in self._links.others:
             name = self._codec_to(replica)
             codec, parts = self._codecs[name], under_way.sent[name]
             self._post(replica, self._key(step), codec, parts, under_way.weight)
@@ -252,22 +252,22 @@ class AllToAll(Averager):
     ) -> None:
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
-        self._mail.send(replica, key, message, carries, codec.raw_bytes)
+        self._links.send(replica, key, message, carries, codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[float, Parts]:
-        parts = self._mail.recv(replica, key)
+        parts = self._links.recv(replica, key)
         weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
         return float(weight), rest
 
     def _merged(self, step: int) -> list[Tensor]:
-        replicas = range(self._mail.num_replicas)
+        replicas = range(self._links.num_replicas)
         return self._terms.merge([self._contribution(replica, step) for replica in replicas])
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
-        if replica == self._mail.replica:
+        if replica == self._links.replica:
             return Contribution(under_way.own, under_way.weight)
-        codec = self._codecs[self._codec_to(self._mail.replica)]
+        codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
         return self._terms.contribution(step, under_way.num_steps, replica, weight, codec, parts)
 
@@ -298,24 +298,24 @@ class Aggregators(AllToAll):
     """
 
     def __init__(
-        self, mail: Mailbox, shapes: Mapping[str, torch.Size],
+        self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
         new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
         self._shapes = list(shapes.values())
-        self._pieces = by_rows(shapes, mail.num_replicas)
+        self._pieces = by_rows(shapes, links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
-        codecs["handed_back"] = new_codec(by_name[mail.replica])
-        self._join(mail, codecs, terms)
+        codecs["handed_back"] = new_codec(by_name[links.replica])
+        self._join(links, codecs, terms)
 
     def finish(self, step: int) -> Merged:
         key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
         self._steps[step].before["handed_back"] = codec.residuals
         parts, own = codec.encode(self._merged(step))
-        for replica in self._mail.others:
+        for replica in self._links.others:
             self._post(replica, key, codec, parts, 1.0)
-        results = {self._mail.replica: own}
-        for replica in self._mail.others:
+        results = {self._links.replica: own}
+        for replica in self._links.others:
             _, parts = self._receive(replica, key)
             results[replica] = self._codecs[str(replica)].decode(parts)
         pieces = [
@@ -330,7 +330,7 @@ class Aggregators(AllToAll):
         sent: dict[str, Parts] = {}
         for replica, part in enumerate(self._pieces):
             pieces = tuple(piece.of(tensors) for piece in part)
-            if replica == self._mail.replica:
+            if replica == self._links.replica:
                 sent["own"] = tuple(piece.detach().clone() for piece in pieces)
             else:
                 sent[str(replica)], _ = self._codecs[str(replica)].encode(pieces)
@@ -344,10 +344,10 @@ class Aggregators(AllToAll):
 
 
 def averager_for(
-    mail: Mailbox, shapes: Mapping[str, torch.Size],
+    links: ReplicaLinks, shapes: Mapping[str, torch.Size],
     new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
     """The one that sends least: all to all between two replicas, aggregators among more."""
-    if mail.num_replicas == 2:
-        return AllToAll(mail, new_codec(shapes), terms)
-    return Aggregators(mail, shapes, new_codec, terms)
+    if links.num_replicas == 2:
+        return AllToAll(links, new_codec(shapes), terms)
+    return Aggregators(links, shapes, new_codec, terms)
