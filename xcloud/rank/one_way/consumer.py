@@ -24,11 +24,12 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, State
+from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.events import ConsumerEvents
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
-from xcloud.rank.role import RankContext, restored
+from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import failure_of
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 

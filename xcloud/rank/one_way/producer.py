@@ -22,10 +22,10 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import OrderBook, Ordered
 from xcloud.parallel.one_way.plan import NOBODY
+from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
-from xcloud.rank.role import RankContext, restored
-from xcloud.record.events import TIMES
+from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
@@ -160,7 +160,7 @@ class ProducerRun(StatefulParts):
         made = self._made
         if not made.num_batches:
             return
-        figures: dict[str, Any] = {kind: round(getattr(self._clock, kind), 6) for kind in TIMES}
+        figures: dict[str, Any] = {k: round(s, 6) for k, s in self._clock.seconds.items()}
         if made.losses:
             figures["loss"] = round(sum(made.losses) / len(made.losses), 6)
         self._rank.reporter.event(
