@@ -150,8 +150,8 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     def context(rank: int) -> RankContext[OneWayExperiment]:
         reporter, holder = Reporter(rank, "", print), RankCheckpoints.of(job, rank, tmp_path, {})
         return RankContext(
-            job, rank, tmp_path, torch.device("cpu"), reporter, lambda *_: None, Verdict(),
-            holder, StopSignal(), transport=world.transport(rank),
+            job, torch.device("cpu"), reporter, lambda *_: None, Verdict(), holder, StopSignal(),
+            transport=world.transport(rank),
         )  # fmt: skip
 
     consumer, *producers = (
