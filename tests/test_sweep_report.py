@@ -60,6 +60,8 @@ def printed(rows: list[Row], width: int = 100) -> str:
 def test_spread_is_the_sample_standard_deviation() -> None:
     assert Spread.of([40.0, None, 42.0]) == Spread(41.0, pytest.approx(2**0.5), 2)
     assert Spread.of([40.0]) == Spread(40.0, None, 1)
+    assert Spread.of([40.0, 42.0], [0.5, 0.7]).plus_minus == pytest.approx(2**0.5)
+    assert Spread.of([40.0], [0.5]).plus_minus == 0.5
     assert Spread.of([None]) is None
 
 
@@ -197,6 +199,18 @@ def test_csv_has_every_setting_and_every_run(sweep: Path, tmp_path: Path) -> Non
     assert float(table[0]["waiting_s_cloud_a"]) == 0.3
     assert len(points) == 6 and [p["cause"] for p in points if p["status"] == "failed"] == ["x"]
     assert points[2]["compression_ratio"] == "3.9"
+
+
+def test_a_score_of_a_single_run_is_shown_with_its_error_over_the_samples(tmp_path: Path) -> None:
+    errors = {"bleu": 0.8149}
+    write_run(tmp_path / "a", compose(["compression=int8"]), bleu=41.5, quality_error=errors)
+    results = from_folder(tmp_path)
+    text = printed(rows_of(results))
+    assert "41.50 ± 0.81" in text and "its standard error over the test samples" in text
+    write_csv(tmp_path, rows_of(results), results)
+    for name in ("table.csv", "points.csv"):
+        with open(tmp_path / name, encoding="utf-8") as file:
+            assert float(next(csv.DictReader(file))["bleu_error"]) == 0.8149
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:

@@ -121,13 +121,17 @@ def write_scatter(path: Path, marks: Sequence[Mark], title: str, x_label: str, s
 def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> None:
     for mark in marks:
         axes.errorbar(
-            mark.x.mean, mark.y.mean, xerr=mark.x.std, yerr=mark.y.std, fmt=mark.shape,
+            mark.x.mean, mark.y.mean, xerr=mark.x.std, yerr=mark.y.plus_minus, fmt=mark.shape,
             color=mark.colour, ecolor=(mark.colour, 0.6), elinewidth=0.9, capsize=2.5,
             markersize=6, label=mark.label,
         )  # fmt: skip
     axes.margins(0.12)
     axes.set_xlabel(x_label)
-    over_seeds = " (mean ± std over seeds)" if any(m.y.std is not None for m in marks) else ""
+    over_seeds = (
+        " (mean ± std over seeds)"
+        if any(m.y.std is not None for m in marks)
+        else (" (± standard error)" if any(m.y.error is not None for m in marks) else "")
+    )
     axes.set_ylabel(f"{score}, test set{over_seeds}")
 
 

@@ -64,19 +64,30 @@ class Result:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over seeds; std is None for a single seed."""
+    """Mean and sample standard deviation over seeds; std is None for a single seed. error: of a
+    score, the standard error over test samples, mean of the runs."""
 
     mean: float
     std: float | None
     num: int
+    error: float | None = None
 
     @classmethod
-    def of(cls, values: Sequence[float | None]) -> Spread | None:
+    def of(
+        cls, values: Sequence[float | None], errors: Sequence[float | None] = ()
+    ) -> Spread | None:
         known = [value for value in values if value is not None]
         if not known:
             return None
         std = statistics.stdev(known) if len(known) > 1 else None
-        return cls(statistics.fmean(known), std, len(known))
+        over_samples = [error for error in errors if error is not None]
+        error = statistics.fmean(over_samples) if over_samples else None
+        return cls(statistics.fmean(known), std, len(known), error)
+
+    @property
+    def plus_minus(self) -> float | None:
+        """What is shown after the mean: the spread over seeds, or the error of a single run."""
+        return self.error if self.std is None else self.std
 
 
 @dataclass
@@ -99,8 +110,11 @@ class Row:
         finished = self.finished
         scores = [_scores(summary) for summary in finished]
         names = dict.fromkeys(name for own in scores for name in own)
-        spreads = {name: Spread.of([own.get(name) for own in scores]) for name in names}
-        self.quality = {name: spread for name, spread in spreads.items() if spread}
+        errors = [summary.get("quality_error", {}) for summary in finished]
+        for name in names:
+            spread = Spread.of([s.get(name) for s in scores], [e.get(name) for e in errors])
+            if spread:
+                self.quality[name] = spread
         self.step_time_s = Spread.of([s["step_time_s"]["median"] for s in finished])
         self.compression_ratio = Spread.of([s["compression_ratio"]["total"] for s in finished])
         rates = {name: Spread.of([s.get(name) for s in finished]) for name in RATES}

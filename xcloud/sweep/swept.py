@@ -119,12 +119,13 @@ def write_swept(folder: Path, swept: Swept) -> Path:
     rows = [(value, line.label, row) for line in swept.lines for value, row in line.rows.items()]
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["score", swept.setting, "line", "mean", "std", "seeds"])
+        writer.writerow(["score", swept.setting, "line", "mean", "std", "error", "seeds"])
         for score in swept.scores:
             for value, label, row in [*rows, *(("", row.label, row) for row in swept.beside)]:
                 if spread := row.quality.get(score):
-                    std = "" if spread.std is None else round(spread.std, 6)
-                    writer.writerow([score, value, label, round(spread.mean, 6), std, spread.num])
+                    both = ("" if x is None else round(x, 6) for x in (spread.std, spread.error))
+                    mean = round(spread.mean, 6)
+                    writer.writerow([score, value, label, mean, *both, spread.num])
     return path
 
 
@@ -187,7 +188,7 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
 def _draw(axes: Axes, swept: Swept, score: str) -> None:
     for row, colour in zip(swept.beside, BANDS, strict=False):
         if spread := row.quality.get(score):
-            low, high = spread.mean - (spread.std or 0), spread.mean + (spread.std or 0)
+            low, high = (spread.mean + sign * (spread.plus_minus or 0) for sign in (-1, 1))
             axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
             axes.axhline(spread.mean, color=colour, linewidth=1.4, zorder=1)
     values = swept.values
@@ -206,7 +207,7 @@ def _draw(axes: Axes, swept: Swept, score: str) -> None:
         axes.errorbar(
             [x for x, _ in points],
             [spread.mean for _, spread in points],
-            yerr=[spread.std or 0.0 for _, spread in points],
+            yerr=[spread.plus_minus or 0.0 for _, spread in points],
             elinewidth=0.9,
             capsize=2.5,
             markersize=5,
@@ -215,6 +216,8 @@ def _draw(axes: Axes, swept: Swept, score: str) -> None:
         )
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     seeds = "" if swept.num_seeds == "1" else f"\n(mean ± std over {swept.num_seeds} seeds)"
+    if not seeds and any(spread.error is not None for _, spread in points):
+        seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, "both")
 

@@ -128,6 +128,8 @@ def _flat_row(row: Row) -> Iterator[tuple[str, object]]:
     def spread(name: str, value: Spread | None, digits: int) -> Iterator[tuple[str, object]]:
         yield name, round(value.mean, digits) if value else None
         yield f"{name}_std", rounded(value.std if value else None, digits)
+        if value and value.error is not None:
+            yield f"{name}_error", round(value.error, digits)
 
     def rounded(value: float | None, digits: int = 4) -> float | None:
         return None if value is None else round(value, digits)
@@ -164,6 +166,8 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     results = [result for row in rows for result in row.results]
     if any(row.num_finished > 1 for row in rows):
         yield "± is the standard deviation over seeds."
+    if any(row.score and row.score.std is None and row.score.error is not None for row in rows):
+        yield "± of a score of a single run is its standard error over the test samples."
     if _compares(rows):
         yield "share: of the step time of the uncompressed runs of the same sweep."
         if not _are_timed_together(rows):
@@ -205,7 +209,7 @@ def _rate_text(rate: Spread | None) -> str:
 
 def _plus_minus(spread: Spread, text: Callable[[float], str]) -> str:
     mean = text(spread.mean)
-    return mean if spread.std is None else f"{mean} ± {text(spread.std)}"
+    return mean if spread.plus_minus is None else f"{mean} ± {text(spread.plus_minus)}"
 
 
 def _seconds(spread: Spread | None) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
+from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.events import ConsumerEvents
 from xcloud.rank.one_way.intake import POLL_S, Intake
@@ -285,13 +285,9 @@ class ConsumerRank(OneWayRank):
         self._phase("evaluation")
         started = time.perf_counter()
         with self.computing:
-            quality = dict(part.evaluate(self.place.group_rank))
-        if self.rank == 0 and quality:
-            report: dict[str, Any] = {
-                "split": "test", "step": self.job.max_steps, "values": quality, "signature": {},
-                "evaluation_s": round(time.perf_counter() - started, 3), "samples_text": "",
-            }  # fmt: skip
-            self.reporter.event("quality", now=True, **report)
+            scores = part.evaluate(self.place.group_rank)
+        if self.rank == 0 and scores.values:
+            report_scores(self.reporter, "test", self.job.max_steps, scores, {}, started)
         self.reporter.event("finish", num_steps=self.job.max_steps)
 
     def _phase(self, name: str) -> None:
