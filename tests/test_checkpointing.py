@@ -25,12 +25,13 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
+from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record import checkpoints
 from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive import saving
 from xcloud.survive.changes import Places
-from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, CheckpointPart
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
 from xcloud.claims import list as listing
 from xcloud.claims import reproduce, site
-from xcloud.claims.claims import FILE, Claim, Figure, Rule, judge, read_claims
+from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
 from xcloud.claims.records import Record, made, page, verdict_of
 
 ROWS = [
@@ -157,6 +159,34 @@ def test_missing_data_and_unknown_claims_are_one_line(
     ):
         assert reproduce.main(words) == 1
         assert said in capsys.readouterr().err
+
+
+def quotes() -> Iterator[tuple[str, str, str]]:
+    claims = read_claims(project_root() / FILE)
+    for name, record in listing.read_records(claims).items():
+        for quote in claims[name].quotes:
+            yield name, quote.file, quote.filled(record.rows)
+
+
+@pytest.mark.parametrize(("name", "file", "text"), list(quotes()))
+def test_readme_and_docs_quote_what_the_record_says(name: str, file: str, text: str) -> None:
+    assert text in (project_root() / file).read_text("utf-8")
+
+
+def test_no_score_of_the_readme_is_without_a_record() -> None:
+    readme = (project_root() / "README.md").read_text("utf-8")
+    row = next(line for line in readme.splitlines() if line.startswith("| BLEU"))
+    quoted = {number for _, _, text in quotes() for number in re.findall(r"\d+\.\d", text)}
+    assert set(re.findall(r"\d+\.\d", row)) <= quoted
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("mean", "32.0"), ("each", "31.0, 32.0, 33.0"), ("deviation", "32.0 ± 1.0"),
+     ("more", "+3100.0 %")],
+)  # fmt: skip
+def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
+    assert Quote("a.md", "<{}>", Figure("ours", "bleu"), form=form).filled(ROWS) == f"<{expected}>"
 
 
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

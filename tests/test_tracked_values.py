@@ -43,10 +43,13 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     totals = StepTotals(
         3,
         step_s=0.5,
-        num_ranks={"source": 2},
-        seconds={"waiting_s": {"source": 0.4}},
-        sent={"forward": 10, "backward": 0},
         loss=2.0,
+        numbers={
+            ("num_ranks", "source"): 2,
+            ("waiting_s", "source"): 0.4,
+            ("sent", "forward"): 10,
+            ("sent", "backward"): 0,
+        },
     )
     curves = step_metrics(totals)
     assert curves == {

@@ -18,6 +18,7 @@ from xcloud.base.project import commit, project_root
 from xcloud.claims.claims import FILE, Claim, ResultRow, read_claims
 from xcloud.claims.records import FOLDER, made
 
+LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -114,13 +115,7 @@ class Rows:
         name = re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
         print(f"{named}: {' '.join(words)}", flush=True)
         folder = self.work / name
-        command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
-        done = subprocess.run(
-            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
+        self.keep(words, folder)
         kept = self._out / "runs" / name
         kept.mkdir(parents=True, exist_ok=True)
         for file in KEPT_FILES:
@@ -128,6 +123,18 @@ class Rows:
                 shutil.copyfile(folder / file, kept / file)
         self.write({**about, **figures_of(json.loads((kept / "summary.json").read_text("utf-8")))})
         shutil.rmtree(folder)
+
+    def keep(self, words: Sequence[str], folder: Path) -> None:
+        """Run run.py into this folder, unless a run has finished there. Raises RunFailed."""
+        if (folder / "summary.json").exists():
+            return
+        command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
+        done = subprocess.run(
+            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +146,8 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         "loss": summary["final_loss"],
         "bytes_forward": sent["forward"],
         "bytes_backward": sent["backward"],
+        "bytes": sum(value or 0 for value in sent.values()),
         "ratio": ratio["total"],
         "wall_s": summary["wall_s"],
+        **{name: value for name, value in summary.items() if name in LEAKS},
     }

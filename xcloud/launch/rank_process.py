@@ -30,7 +30,6 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import Agreed, agree_alone
 from xcloud.join.joining import join
 from xcloud.launch.processes import EXIT_START_AGAIN
-from xcloud.rank.interleaved import join_turns
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import role_of
 from xcloud.record.events import EVENTS_FILE
@@ -41,7 +40,6 @@ from xcloud.record.segments import has_events
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
-from xcloud.wire.ends import OnReport
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
@@ -112,8 +110,10 @@ def live(
         rank, layout.cloud_of(rank),
         events.append if events else lambda lines: role.report(lines), process.state,
     )  # fmt: skip
-    take = intake.take if intake else lambda peer, frame: None
-    context = _context(job, reporter, take, agreed, holder, process, transport, is_resumed)
+    device, take = _device_of(job, rank), intake.take if intake else lambda peer, frame: None
+    context = RankContext(
+        job, device, reporter, take, agreed.verdict, holder, process.asked, is_resumed, transport
+    )
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -136,7 +136,6 @@ def live(
         last_words()  # the threads end with this process
         raise
     finally:
-        context.turns.close(is_finished=False)
         if intake is not None and events is not None:
             intake.close()
             events.close()
@@ -153,19 +152,6 @@ def _play(role: Role[Any], agreed: Agreed, reporter: Reporter) -> None:
         role.run()
         reporter.flush()
         role.close()
-
-
-def _context(
-    job: Job, reporter: Reporter, on_report: OnReport, agreed: Agreed, holder: RankCheckpoints,
-    process: Process, transport: Transport | None, is_resumed: bool,
-) -> RankContext[Any]:  # fmt: skip
-    layout, rank, run_dir = job.cluster, holder.rank, holder.run_dir
-    turns = join_turns(run_dir, rank, layout.num_ranks, process.state)
-    device = _device(layout.clouds[layout.cloud_of(rank)].device)
-    return RankContext(
-        job, rank, run_dir, device, reporter, on_report, agreed.verdict, holder, process.asked,
-        is_resumed, transport, turns,
-    )  # fmt: skip
 
 
 def live_in_threads(
@@ -201,8 +187,9 @@ def live_in_threads(
     return is_stopped
 
 
-def _device(wanted: str) -> torch.device:
-    """The device of this rank; "auto" takes a GPU if there is one."""
+def _device_of(job: Job, rank: int) -> torch.device:
+    """What its cloud's settings say; "auto" takes a GPU if there is one."""
+    wanted = job.cluster.clouds[job.cluster.cloud_of(rank)].device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -22,17 +22,18 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
+from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
+from xcloud.rank.interleaved import join_turns
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
-from xcloud.rank.role import RankContext, restored
+from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
 from xcloud.rank.tour import pilot_of
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.survive.checkpointing import CheckpointPart
 from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
@@ -125,7 +126,7 @@ class Features:
             self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
         )
         parts: list[Part | None] = [
-            context.turns,
+            join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),

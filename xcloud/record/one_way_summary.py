@@ -54,10 +54,13 @@ class FeedCollector(StepCollector):
                 add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})
         totals = super().feed(event)
         if totals is not None:
-            totals.num_ranks |= self.group_sizes
+            add_to(
+                totals.numbers, {("num_ranks", n): size for n, size in self.group_sizes.items()}
+            )
             for kind in TIMES:
                 # Every producer in every step: all means and curves have the same length.
-                totals.seconds[kind] |= dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
+                fed = dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
+                totals.numbers |= {(kind, name): seconds for name, seconds in fed.items()}
                 self.pending[kind] = {}
         return totals
 

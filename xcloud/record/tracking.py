@@ -105,7 +105,7 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     for kind in ("compute_s", "codec_s", "waiting_s"):
         for cloud, seconds in totals.mean_s(kind).items():
             metrics[f"train/{kind}_{cloud}"] = seconds
-    for kind, num_bytes in totals.sent.items():
+    for kind, num_bytes in totals.sums("sent").items():
         if num_bytes:
             metrics[f"wan/bytes_{kind}"] = num_bytes
     return _legal(metrics)

@@ -20,12 +20,13 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
+from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.events import ConsumerEvents
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.wiring import OneWayRank, consumer_links, other_bytes
-from xcloud.rank.role import RankContext, restored
+from xcloud.rank.role import RankContext
 from xcloud.survive.checkpointing import Checkpointer
 
 GO_ON_FILE = "go_on"

@@ -98,8 +98,7 @@ class ConsumerEvents:
         event: dict[str, Any] = {
             "step": step,
             "step_s": round(clock.end_step(), 6),
-            **{f"{kind}_s": round(getattr(clock, f"{kind}_s"), 6)
-               for kind in ("compute", "codec", "waiting", "sync")},
+            **{kind: round(seconds, 6) for kind, seconds in clock.seconds.items()},
             "sent": {"forward": fed_bytes.total(), "other": other_bytes - self._other_bytes},
             "taken": taken,
             "skipped": {self._names[s.producer]: n for s, n in skipped.items()},

@@ -28,10 +28,10 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Ordered, SaveNow
 from xcloud.parallel.one_way.plan import NOBODY
+from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.wiring import OneWayRank, ProducerLinks, producer_links
-from xcloud.rank.role import RankContext, restored
-from xcloud.record.events import TIMES
+from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
@@ -164,13 +164,13 @@ class ProducerRun:
         made = self._made
         if not made.num_batches:
             return
-        loss: dict[str, Any] = {}
+        times = {kind: round(seconds, 6) for kind, seconds in self.clock.seconds.items()}
+        more: dict[str, Any] = {**times}
         if made.losses:
-            loss = {"loss": round(sum(made.losses) / len(made.losses), 6)}
+            more["loss"] = round(sum(made.losses) / len(made.losses), 6)
         self._rank.reporter.event(
-            "fed", cloud=self.name, num_batches=made.num_batches, **loss, samples=made.samples,
-            tokens=made.tokens,
-            **{kind: round(getattr(self.clock, kind), 6) for kind in TIMES},
+            "fed", cloud=self.name, num_batches=made.num_batches, samples=made.samples,
+            tokens=made.tokens, **more,
         )  # fmt: skip
         self.clock.begin_step(0)  # start counting anew
         self._made = _Made()
