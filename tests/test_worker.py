@@ -24,7 +24,8 @@ from xcloud.job.job import Job
 from xcloud.join import joining
 from xcloud.join.agreement import Agreed, Verdict
 from xcloud.launch import rank_process, several_machines, torchrun, worker
-from xcloud.rank.role import Role, restored
+from xcloud.rank.checkpoints import restored
+from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
