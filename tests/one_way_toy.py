@@ -20,6 +20,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.state import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
+from xcloud.contracts.task import Scores
 from xcloud.training.trained_module import TrainedModule
 
 ROWS, WIDTH = 8, 6
@@ -202,11 +203,11 @@ class ToyConsumer:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
 
-    def evaluate(self, group_rank: int) -> dict[str, float]:
+    def evaluate(self, group_rank: int) -> Scores:
         time.sleep(self.model.evaluate_s)
         if self.model.fail_evaluation:
             raise RuntimeError("the toy consumer was asked to fail")
-        return {"accuracy": 0.5}
+        return Scores({"accuracy": 0.5})
 
 
 def busy(work: int) -> None:

@@ -28,7 +28,7 @@ ROWS = [
 
 SUMMARY = {
     "wan_bytes_per_step": {"forward": 1, "backward": 1}, "compression_ratio": {"total": 2.0},
-    "step_time_s": {"median": 0.1}, "final_loss": 1.0, "wall_s": 3.0,
+    "step_time_s": {"median": 0.1}, "final_loss": 1.0, "wall_s": 3.0, "status": "finished",
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.comm.state import State, Stateful, StatefulParts
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
+from xcloud.contracts.task import Scores
 from xcloud.electra.networks import Discriminator, corrupt, detect_replaced, inner_rows
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
@@ -35,6 +36,7 @@ from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
 from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
+from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.settings import Optimizer, autocast_for
 from xcloud.training.trained_module import TrainedModule
@@ -294,17 +296,22 @@ class DiscriminatorRank(_Learner):
         export_electra(encoder, head.dense, head.score, folder, special.pad)
         self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
 
-    def evaluate(self, group_rank: int) -> Mapping[str, float]:
+    def evaluate(self, group_rank: int) -> Scores:
         """Replaced-token detection over this rank's batches of the last steps: percent, and
-        nats per token."""
+        nats per token. Errors are over these batches."""
         if group_rank:
-            return {}
-        sums: Counter[str] = sum(self._recent, Counter())
-        hits = sums["true_positives"]
-        detected, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]
-        return {
-            "replaced_precision": round(100 * hits / max(1, detected), 4),
-            "replaced_recall": round(100 * hits / max(1, replaced), 4),
-            "replaced_f1": round(200 * hits / max(1, detected + replaced), 4),
-            "replaced_loss": round(sums["loss_sum"] / max(1, sums["weight"]), 6),
+            return Scores({})
+        of = {name: torch.tensor([sums[name] for sums in self._recent]).double() for name in SUMS}
+        hits = of["true_positives"]
+        detected, replaced = hits + of["false_positives"], hits + of["false_negatives"]
+        ratios = {
+            "replaced_precision": (100 * hits, detected, 4),
+            "replaced_recall": (100 * hits, replaced, 4),
+            "replaced_f1": (200 * hits, detected + replaced, 4),
+            "replaced_loss": (of["loss_sum"], of["weight"], 6),
         }
+        values, errors = {}, {}
+        for name, (above, below, digits) in ratios.items():
+            values[name] = round(float(above.sum()) / max(1.0, float(below.sum())), digits)
+            errors[name] = round(ratio_error(above, below), digits)
+        return Scores(values, errors)

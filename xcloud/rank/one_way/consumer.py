@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, State
 from xcloud.rank.checkpoints import restored
+from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.events import ConsumerEvents
 from xcloud.rank.one_way.intake import POLL_S, Intake
@@ -349,13 +349,9 @@ class ConsumerRank(OneWayRank):
         self._phase("evaluation")
         started = time.perf_counter()
         with self.computing:
-            quality = dict(part.evaluate(self.place.group_rank))
-        if self.rank == 0 and quality:
-            report: dict[str, Any] = {
-                "split": "test", "step": self.job.max_steps, "values": quality, "signature": {},
-                "evaluation_s": round(time.perf_counter() - started, 3), "samples_text": "",
-            }  # fmt: skip
-            self.reporter.event("quality", now=True, **report)
+            scores = part.evaluate(self.place.group_rank)
+        if self.rank == 0 and scores.values:
+            report_scores(self.reporter, "test", self.job.max_steps, scores, {}, started)
         self.reporter.event("finish", num_steps=self.job.max_steps)
 
     def _phase(self, name: str) -> None:
