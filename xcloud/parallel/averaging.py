@@ -190,11 +190,11 @@ class AllToAll(Averager):
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
-        before = {name: codec.residuals for name, codec in self._codecs.items()}
+        residuals = {name: codec.residuals for name, codec in self._codecs.items()}
         sent, own = self._encode(self._terms.protect(tensors))
-        before = {name: before[name] for name in before if name in sent}
-        num_steps, self._last_step = step - self._last_step, step
-        self._steps[step] = _UnderWay(weight, own, sent, num_steps, before)
+        under_way = self._steps[step] = _UnderWay(weight, own, sent, step - self._last_step)
+        under_way.before |= {name: before for name, before in residuals.items() if name in sent}
+        self._last_step = step
         self._send(step)
 
     def finish(self, step: int) -> Merged:
