@@ -25,15 +25,28 @@ WHOLE_MODEL = (0, 1)
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What averaging takes, for the planner. per_step: exchanges in a step, each of 1 / fragments
-    of the trained values. hidden_steps: that pass while one crosses. has_hub: all go through the
-    first cloud. num_copies: of the trained values, kept in each rank."""
+class Traits:
+    """What others must know of an averaging.
 
+    is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
+    late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
+    the run. equal_every: updates after which all replicas are equal; 0 = only after the last.
+    column: of survive/changes.TABLE. changes_results: what is learned differs from what one
+    process would learn.
+    For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
+    hidden_steps: that pass while one crosses. num_copies: of the trained values, kept in each
+    rank.
+    """
+
+    is_apart: bool = False
+    is_elastic: bool = False
+    may_leave: bool = False
+    equal_every: int = 1
+    column: str = "data parallel"
+    changes_results: bool = True
     per_step: float = 1.0
     fragments: int = 1
     hidden_steps: float = 0.0
-    has_hub: bool = False
     num_copies: int = 1
 
 
@@ -41,43 +54,18 @@ class Averaging(ABC):
     """What keeps replicas together: its settings, what others must know of it, and how a rank
     joins it. Subclasses are dataclasses (base/settings.py).
 
-    merge: a Byzantine-robust aggregator. is_apart: each replica makes updates of its own.
-    is_elastic: the run continues where a cloud is late or lost. may_leave: a lost cloud does not
-    end it; restart_s: seconds after which one on this machine is started again. every: updates
-    that a contribution sums up. equal_every: updates after which all replicas are equal; 0 = only
-    after the last. column: of survive/changes.TABLE. changes_results: what is learned differs
-    from what one process would learn.
+    merge: a Byzantine-robust aggregator. restart_s: seconds after which a lost cloud on this
+    machine is started again. every: updates that a contribution sums up.
     """
 
     feedback: bool = True
     merge: Robust | None = None
-    is_apart: bool = False
     restart_s: float | None = None
     every: int = 1
 
     @property
-    def is_elastic(self) -> bool:
-        return False
-
-    @property
-    def may_leave(self) -> bool:
-        return False
-
-    @property
-    def equal_every(self) -> int:
-        return 1
-
-    @property
-    def column(self) -> str:
-        return "data parallel"
-
-    @property
-    def changes_results(self) -> bool:
-        return True
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic()
+    def traits(self) -> Traits:
+        return Traits()
 
     @property
     @abstractmethod
@@ -126,14 +114,8 @@ class Strategy:
         return f"{self.name} ({more})" if more else self.name
 
     @property
-    def is_apart(self) -> bool:
-        """Whether each replica makes updates of its own."""
-        return self.averaging is not None and self.averaging.is_apart
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the run continues where a cloud is late or lost."""
-        return self.averaging is not None and self.averaging.is_elastic
+    def traits(self) -> Traits:
+        return Traits() if self.averaging is None else self.averaging.traits
 
     @property
     def covers(self) -> int:
