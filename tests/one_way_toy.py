@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.state import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
+from xcloud.contracts.task import Scores
 from xcloud.training.trained_module import TrainedModule
 
 ROWS, WIDTH = 8, 6
@@ -201,11 +203,11 @@ class ToyConsumer:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
 
-    def evaluate(self, group_rank: int) -> dict[str, float]:
+    def evaluate(self, group_rank: int) -> Scores:
         time.sleep(self.model.evaluate_s)
         if self.model.fail_evaluation:
             raise RuntimeError("the toy consumer was asked to fail")
-        return {"accuracy": 0.5}
+        return Scores({"accuracy": 0.5})
 
 
 def busy(work: int) -> None:
@@ -220,6 +222,13 @@ def cloud(num_ranks: int = 1, share: float | None = None) -> dict[str, object]:
         "_target_": "xcloud.cluster.one_way_layout.OneWayCloud",
         "num_ranks": num_ranks, "share": share,
     }  # fmt: skip
+
+
+def feeding(shares: Sequence[float], lanes: Sequence[int], consumers: int = 1) -> OneWayLayout:
+    """Producers with these shares and numbers of ranks, and one consumer."""
+    producers = map(OneWayCloud, lanes, shares)
+    named = {f"p{number}": cloud for number, cloud in enumerate(producers)}
+    return OneWayLayout({"d": OneWayCloud(consumers), **named}, "free")
 
 
 def feed_config(

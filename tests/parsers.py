@@ -21,6 +21,7 @@ from tests.replicas import Post
 from tests.report_desk import DEEP, STEP, Desk
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import ChannelId, Compressor
@@ -57,7 +58,7 @@ from xcloud.parallel.control import (
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.parallel.one_way.plan import Order
 from xcloud.record.checkpoints import CheckpointFolder
 
 Parts = tuple[Tensor, ...]
@@ -179,19 +180,19 @@ def orders() -> Parser:
     def take(parts: Parts) -> object:
         book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
         book.take_orders(frame(parts))
-        return [book.next(False) for _ in list(book._waiting)]
+        return [book.next(False) for _ in range(book._waiting.qsize())]
 
     return Parser([(rows,)], take)
 
 
 def batches() -> Parser:
-    source = Source(0, 0)
+    layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
 
     def take(parts: Parts) -> object:
-        inbox = Inbox([source], 64, most_waiting=8)
-        inbox.expect([Order(source, number, 0, 9) for number in (1, 2, 5)])
+        inbox = Inbox(layout, 64, {1: PeerLife()}, most_waiting=8)
+        inbox.expect([Order(0, number, 0, 9) for number in (1, 2, 5)])
         for number in (1, 2, 5):
-            inbox.put(source, frame(parts, Kind.BATCH, number))
+            inbox.put(0, frame(parts, Kind.BATCH, number))
         return inbox.state_dict()
 
     return Parser([(torch.zeros(64, dtype=torch.uint8),)], take)

@@ -17,7 +17,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.lora import Lora
 from xcloud.parallel.averaging import AllToAll, Terms
-from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.attacks import score
 from xcloud.security.leak_meter import measure
 from xcloud.security.observer import AveragingObserver, LeakMeter, Observer, Victim
@@ -86,7 +86,7 @@ def test_an_averager_tells_what_others_contribute() -> None:
             watch = lambda step, replica, tensors: told.append(  # noqa: E731
                 (step, replica, {name: tensor.tolist() for name, tensor in tensors.items()})
             )
-        averager = AllToAll(Mailbox(links), codec, Terms(watch=watch))
+        averager = AllToAll(links, codec, Terms(watch=watch))
         averager.start(7, [torch.full((2,), float(links.replica))])
         averager.finish(7)
 

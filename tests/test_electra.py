@@ -270,12 +270,12 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
     for _ in range(3):
         reference.step()
     reference.consumer.export(tmp_path, 0)
-    quality = reference.consumer.evaluate(0)
-    assert set(quality) == {
+    scores = reference.consumer.evaluate(0)
+    assert set(scores.values) == set(scores.errors) == {
         "replaced_precision", "replaced_recall", "replaced_f1", "replaced_loss"
     }  # fmt: skip
     reference.consumer.export(tmp_path / "other", 1)
-    assert reference.consumer.evaluate(1) == {}
+    assert reference.consumer.evaluate(1).values == {}
     folder = tmp_path / "model" / "discriminator"
     with quiet():
         theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()

@@ -20,7 +20,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, PrivateContribution, Terms
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import Strategy
 from xcloud.rank.privacy import account
 from xcloud.security.privacy import (
@@ -144,7 +144,7 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
     def take(links: ReplicaLinks, privacy: CloudPrivacy, tensors: list[Tensor]) -> None:
         codec = TensorCodec(names, lambda name, shape: Nothing(), 1, False)
         averager = AllToAll(
-            Mailbox(links),
+            links,
             codec,
             Terms(
                 protect=PrivateContribution(names, privacy, 4, silent={"(loss)"}),

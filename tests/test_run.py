@@ -132,7 +132,11 @@ def test_evaluation_during_training_leaves_the_result_alone(
     summary = in_threads(tmp_path, config, monkeypatch)
 
     assert losses(tmp_path) == losses(local)
-    assert "bleu" in summary["dev_quality"]
+    assert "bleu" in summary["dev_quality"] and "bleu" in summary["dev_quality_error"]
+    scored = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in scored] == list(range(10))
+    hits = [line["correct"] for line in scored]
+    assert 100 * sum(hits) / len(hits) == pytest.approx(summary["quality"]["bleu"])
     check_figures(read_events(tmp_path), summary)
 
 

@@ -201,6 +201,18 @@ def test_csv_has_every_setting_and_every_run(sweep: Path, tmp_path: Path) -> Non
     assert points[2]["compression_ratio"] == "3.9"
 
 
+def test_a_score_of_a_single_run_is_shown_with_its_error_over_the_samples(tmp_path: Path) -> None:
+    errors = {"bleu": 0.8149}
+    write_run(tmp_path / "a", compose(["compression=int8"]), bleu=41.5, quality_error=errors)
+    results = Results(from_folder(tmp_path))
+    text = printed(results)
+    assert "41.50 ± 0.81" in text and "its standard error over the test samples" in text
+    write_csv(tmp_path, results)
+    for name in ("table.csv", "points.csv"):
+        with open(tmp_path / name, encoding="utf-8") as file:
+            assert float(next(csv.DictReader(file))["bleu_error"]) == 0.8149
+
+
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     assert front([(1.0, 40), (0.4, 41), (0.2, 12), (0.3, 12), (0.4, 30)]) == [(0.2, 12), (0.4, 41)]
     assert front([]) == []

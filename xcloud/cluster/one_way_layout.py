@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from xcloud.base.errors import ConfigError
@@ -94,15 +96,21 @@ class OneWayLayout(Layout[OneWayCloud]):
         """Ranks of the consumer, which are the first ranks of the job."""
         return self.clouds[self.consumer].num_ranks
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Ranks of each producer."""
-        return tuple(self.clouds[name].num_ranks for name in self.producers)
+    @cached_property
+    def sources(self) -> tuple[range, ...]:
+        """Of each producer its ranks, by their number among those that feed."""
+        ends = [*accumulate((self.clouds[name].num_ranks for name in self.producers), initial=0)]
+        return tuple(range(*ends) for ends in pairwise(ends))
+
+    @cached_property
+    def producer_of(self) -> tuple[int, ...]:
+        """By source."""
+        return tuple(p for p, sources in enumerate(self.sources) for _ in sources)
 
     def placement(self, rank: int) -> OneWayPlacement:
-        name = self.cloud_of(rank)
+        name, source = self.cloud_of(rank), rank - self.num_consumers
         ranks = self.ranks_in(name)
-        producer = None if name == self.consumer else self.producers.index(name)
+        producer = None if source < 0 else self.producer_of[source]
         return OneWayPlacement(rank, name, producer, ranks.index(rank), len(ranks))
 
     @property

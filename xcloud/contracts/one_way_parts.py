@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.state import Stateful
+from xcloud.contracts.task import Scores
 
 SUMS = (
     "loss_sum",
@@ -108,7 +109,7 @@ class Consumer(Stateful, Protocol):
     def export(self, run_dir: Path, group_rank: int) -> None:
         """After the last step, in every rank: write what was trained (rank 0 of the group)."""
 
-    def evaluate(self, group_rank: int) -> Mapping[str, float]:
+    def evaluate(self, group_rank: int) -> Scores:
         """Last of all, in every rank, when nobody feeds any more. Lane 0's quality counts; an
         empty one is not reported."""
 

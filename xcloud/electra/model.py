@@ -92,7 +92,7 @@ class MultilingualElectra:
         text = self.text.of(settings.source)
         tokenizer = self._tokenizer(context)
         special = tokenizer.token_ids
-        report = context.report if group_rank == 0 else _nothing
+        report = context.report if group_rank == 0 else lambda line: None
         tables = {
             part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
         }
@@ -102,18 +102,10 @@ class MultilingualElectra:
             tables, special, text.language_power, seed, settings.batch_size, group_rank, group_size
         )
         report(f"texts: {stream.describe()}")
-        encoder = _encoder(
-            settings.backbone, "generator", special, text, context, group_rank, True
-        )
+        encoder = self._encoder(settings.backbone, "generator", tokenizer, context, group_rank)
+        packing = self._packing(special.size, tokenizer.digest)
         return GeneratorRank(
-            encoder.to(context.device),
-            stream,
-            tokenizer,
-            self._packing(special.size, tokenizer.digest),
-            settings,
-            cloud,
-            group_rank,
-            context,
+            encoder.to(context.device), settings, packing, tokenizer, context, stream, cloud
         )
 
     def consumer(
@@ -121,10 +113,7 @@ class MultilingualElectra:
     ) -> DiscriminatorRank:
         settings = self.discriminator
         tokenizer = self._tokenizer(context)
-        special = tokenizer.token_ids
-        encoder = _encoder(
-            settings.backbone, "discriminator", special, self.text, context, group_rank, False
-        )
+        encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context, group_rank)
         if encoder.config.activation != "gelu":
             raise ConfigError(
                 f"discriminator.backbone {settings.backbone.describe()} uses "
@@ -133,13 +122,8 @@ class MultilingualElectra:
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
         network.encoder = encoder
-        return DiscriminatorRank(
-            network.to(context.device),
-            tokenizer,
-            self._packing(special.size, tokenizer.digest),
-            settings,
-            context,
-        )
+        packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
+        return DiscriminatorRank(network.to(context.device), settings, packing, tokenizer, context)
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
         """Task settings that use the exported encoder and its tokenizer."""
@@ -164,49 +148,40 @@ class MultilingualElectra:
         most = max(generator.batch_size for generator in self.generators.values())
         return IdPacking(vocab_size, most, self.text.max_length - 2, digest, self.coding)
 
+    def _encoder(
+        self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext,
+        group_rank: int,
+    ) -> Encoder:  # fmt: skip
+        """The encoder with its initial weights, equal in all ranks of its cloud."""
 
-def _encoder(
-    backbone: Network,
-    name: str,
-    special: object,
-    text: MultilingualText,
-    context: OneWayContext,
-    group_rank: int,
-    head: bool,
-) -> Encoder:
-    """The encoder with its initial weights, equal in all ranks of its cloud."""
+        def report(line: str) -> None:
+            """Without folder names: it may be shown in another cloud."""
+            if backbone.is_checkpoint:
+                line = line.replace(backbone.describe(), Path(backbone.describe()).name)
+            context.report(line.replace(f"{context.cache_dir}/", ""))
 
-    def report(line: str) -> None:
-        """Without folder names: it may be shown in another cloud."""
-        if backbone.is_checkpoint:
-            line = line.replace(backbone.describe(), Path(backbone.describe()).name)
-        context.report(line.replace(f"{context.cache_dir}/", ""))
-
-    build = BuildContext(
-        seed=context.seed,
-        device=context.device,
-        cache_dir=context.cache_dir,
-        vocabularies={name: special},  # type: ignore[dict-item]
-        sentences=lambda field: (),
-        max_length=text.max_length,
-        group_rank=group_rank,
-        barrier=context.barrier,
-        report=report,
-        setting=f"model.{'generators.CLOUD' if name == 'generator' else name}.backbone",
-    )
-    weights = backbone.weights(name, build)
-    assert weights.tensors is not None
-    if head and not weights.have_head:
-        raise ConfigError(
-            f"{name}.backbone {backbone.describe()} has no masked-language head; "
-            "use a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
-            "PublicBackbone"
+        generates = name == "generator"
+        build = BuildContext(
+            seed=context.seed,
+            device=context.device,
+            cache_dir=context.cache_dir,
+            vocabularies={name: tokenizer.token_ids},
+            sentences=lambda field: (),
+            max_length=self.text.max_length,
+            group_rank=group_rank,
+            barrier=context.barrier,
+            report=report,
+            setting=f"model.{'generators.CLOUD' if generates else name}.backbone",
         )
-    with seeded(context.seed, name):
-        encoder = Encoder(weights.config, head=head)
-    encoder.load_part(weights.tensors)
-    return encoder
-
-
-def _nothing(line: str) -> None:
-    """Discard: only the first rank of a cloud reports."""
+        weights = backbone.weights(name, build)
+        assert weights.tensors is not None
+        if generates and not weights.have_head:
+            raise ConfigError(
+                f"{name}.backbone {backbone.describe()} has no masked-language head; "
+                "use a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
+                "PublicBackbone"
+            )
+        with seeded(context.seed, name):
+            encoder = Encoder(weights.config, head=generates)
+        encoder.load_part(weights.tensors)
+        return encoder

@@ -5,7 +5,7 @@ feed one with integers. Its file is read and checked like any experiment's (conf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 
 from pydantic import SkipValidation
@@ -61,11 +61,8 @@ class OneWayExperiment(Job):
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
                 "OneWayModel (xcloud/contracts/one_way_parts.py)"
             )
-        layout = self.cluster
-        if self.feed.run_ahead is None:
-            usual = self.feed.usual_run_ahead(layout.group_sizes, self.training.batches_per_step)
-            object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
-        self.feed.check(layout.group_sizes, layout.num_consumers, self.training.batches_per_step)
+        fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
+        object.__setattr__(self, "feed", fitted)
 
     @property
     def why_not_in_turns(self) -> str:
@@ -74,7 +71,7 @@ class OneWayExperiment(Job):
     def statistics(self) -> OneWayStatistics:
         layout = self.cluster
         shares = dict(zip(layout.producers, layout.shares, strict=True))
-        sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
+        sizes = {name: layout.clouds[name].num_ranks for name in layout.producers}
         return OneWayStatistics(layout.num_consumers, shares, sizes)
 
     @property

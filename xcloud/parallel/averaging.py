@@ -19,12 +19,12 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import MEMORY, State, StatefulParts, load_states, states_of
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
 from xcloud.parallel.partition import by_rows, joined
-from xcloud.parallel.replica_links import Mailbox, first_part
+from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 
 _WEIGHT = TensorSpec((1,), torch.float64)
@@ -165,15 +165,22 @@ class _UnderWay:
     before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
-class _Symmetric(Averager):
-    """What both kinds share in which all replicas do the same: contributions to steps under way,
-    sent, received and restored."""
+class AllToAll(Averager):
+    """Every replica sends its message to every other: R - 1 messages each way, one latency.
 
-    def __init__(self, mail: Mailbox, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
-        self._mail, self._codecs, self._terms = mail, dict(codecs), terms
-        check_merge(terms.merge, mail.num_replicas)
+    A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
+    """
+
+    own_names = (MEMORY,)
+
+    def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
+        self._join(links, {"all": codec}, terms)
+
+    def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
+        self._links, self._codecs, self._terms = links, codecs, terms
+        check_merge(terms.merge, links.num_replicas)
         for codec in codecs.values():
-            codec.of_replica(mail.replica)
+            codec.of_replica(links.replica)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 
@@ -183,60 +190,59 @@ class _Symmetric(Averager):
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
-        before = {name: codec.residuals for name, codec in self._codecs.items()}
-        self._steps[step] = self._encoded(self._terms.protect(tensors), weight)
-        under_way = self._steps[step]
-        under_way.num_steps, self._last_step = step - self._last_step, step
-        under_way.before |= {name: before[name] for name in before if name in under_way.sent}
+        residuals = {name: codec.residuals for name, codec in self._codecs.items()}
+        sent, own = self._encode(self._terms.protect(tensors))
+        under_way = self._steps[step] = _UnderWay(weight, own, sent, step - self._last_step)
+        under_way.before |= {name: before for name, before in residuals.items() if name in sent}
+        self._last_step = step
         self._send(step)
 
     def finish(self, step: int) -> Merged:
-        return Merged([self._finished(step)])
+        merged = self._merged(step)
+        self._end(step, merged)
+        return Merged([merged])
 
-    def state_dict(self) -> State:
-        state = states_of(self._codecs)
+    def parts(self) -> Mapping[str, Stateful]:
+        return self._codecs
+
+    def own(self) -> State:
+        state: State = {}
         for step, under_way in self._steps.items():
             weight = torch.tensor([under_way.weight], dtype=torch.float64)
             for name, parts in {"weight": (weight,), **under_way.sent}.items():
                 state |= {f"{_UNDER_WAY}.{step}.{name}.{i}": part for i, part in enumerate(parts)}
         return state
 
-    def load_state_dict(self, state: State) -> None:
-        """Restores, and sends again what was under way."""
-        under_way = {n: value for n, value in state.items() if n.startswith(f"{_UNDER_WAY}.")}
-        load_states(self._codecs, state, "an averager", own=under_way)
+    def take(self, own: State) -> None:
+        """Sends again what was under way, too."""
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
-        steps: dict[int, dict[str, dict[int, Tensor]]] = {}
-        for key, value in under_way.items():
-            step, name, i = key.removeprefix(f"{_UNDER_WAY}.").split(".")
-            parts = steps.setdefault(int(step), {}).setdefault(name, {})
-            parts[int(i)] = torch.as_tensor(value)
+        steps: dict[int, dict[str, list[Tensor]]] = {}
+        for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
+            step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
+            messages = steps.setdefault(int(step), {})
+            messages.setdefault(name, []).append(torch.as_tensor(own[key]))
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])
-            sent = {
-                name: tuple(parts[i].to(device) for i in range(len(parts)))
-                for name, parts in messages.items()
-            }
+            sent = {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
             self._steps[number] = _UnderWay(weight, self._own_of(sent), sent, number)
             self._send(number)
 
-    @abstractmethod
-    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay: ...
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
+        """(sent, own) of _UnderWay."""
+        parts, seen = self._codecs["all"].encode(tensors)
+        return {"all": parts}, seen
 
-    @abstractmethod
-    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]: ...
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+        return self._codecs["all"].decode(sent["all"])
 
-    @abstractmethod
     def _codec_to(self, replica: int) -> str:
         """The name of the codec of contributions to this replica."""
-
-    @abstractmethod
-    def _finished(self, step: int) -> list[Tensor]: ...
+        return "all"
 
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
-        for replica in self._mail.others:
+        for replica in self._links.others:
             name = self._codec_to(replica)
             codec, parts = self._codecs[name], under_way.sent[name]
             self._post(replica, self._key(step), codec, parts, under_way.weight)
@@ -246,23 +252,22 @@ class _Symmetric(Averager):
     ) -> None:
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
-        self._mail.send(replica, key, message, carries, codec.raw_bytes)
+        self._links.send(replica, key, message, carries, codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[float, Parts]:
-        parts = self._mail.recv(replica, key)
+        parts = self._links.recv(replica, key)
         weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
         return float(weight), rest
 
     def _merged(self, step: int) -> list[Tensor]:
-        return self._terms.merge(
-            [self._contribution(r, step) for r in range(self._mail.num_replicas)]
-        )
+        replicas = range(self._links.num_replicas)
+        return self._terms.merge([self._contribution(replica, step) for replica in replicas])
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
-        if replica == self._mail.replica:
+        if replica == self._links.replica:
             return Contribution(under_way.own, under_way.weight)
-        codec = self._codecs[self._codec_to(self._mail.replica)]
+        codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
         return self._terms.contribution(step, under_way.num_steps, replica, weight, codec, parts)
 
@@ -279,34 +284,10 @@ class _Symmetric(Averager):
         return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
 
 
-class AllToAll(_Symmetric):
-    """Every replica sends its message to every other: R - 1 messages each way, one latency.
-
-    A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
-    """
-
-    def __init__(self, mail: Mailbox, codec: TensorCodec, terms: Terms = SUM) -> None:
-        super().__init__(mail, {"all": codec}, terms)
-
-    def _finished(self, step: int) -> list[Tensor]:
-        merged = self._merged(step)
-        self._end(step, merged)
-        return merged
-
-    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
-        parts, seen = self._codecs["all"].encode(tensors)
-        return _UnderWay(weight, seen, {"all": parts})
-
-    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
-        return self._codecs["all"].decode(sent["all"])
-
-    def _codec_to(self, replica: int) -> str:
-        return "all"
-
-
-class Aggregators(_Symmetric):
-    """Each replica merges a part of about equal size: it gathers the others' contributions, merges
-    them with its own, which crossed no link, and hands back the result, encoded again.
+class Aggregators(AllToAll):
+    """As before, but each replica merges a part of about equal size: it gathers the others'
+    contributions, merges them with its own, which crossed no link, and hands back the result,
+    encoded again.
 
     2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
     on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
@@ -317,43 +298,43 @@ class Aggregators(_Symmetric):
     """
 
     def __init__(
-        self, mail: Mailbox, shapes: Mapping[str, torch.Size],
+        self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
         new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
         self._shapes = list(shapes.values())
-        self._parts = by_rows(shapes, mail.num_replicas)
-        by_name = [{piece.name: piece.shape for piece in part} for part in self._parts]
+        self._pieces = by_rows(shapes, links.num_replicas)
+        by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
-        codecs["handed_back"] = new_codec(by_name[mail.replica])
-        super().__init__(mail, codecs, terms)
+        codecs["handed_back"] = new_codec(by_name[links.replica])
+        self._join(links, codecs, terms)
 
-    def _finished(self, step: int) -> list[Tensor]:
+    def finish(self, step: int) -> Merged:
         key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
         self._steps[step].before["handed_back"] = codec.residuals
         parts, own = codec.encode(self._merged(step))
-        for replica in self._mail.others:
+        for replica in self._links.others:
             self._post(replica, key, codec, parts, 1.0)
-        results = {self._mail.replica: own}
-        for replica in self._mail.others:
+        results = {self._links.replica: own}
+        for replica in self._links.others:
             _, parts = self._receive(replica, key)
             results[replica] = self._codecs[str(replica)].decode(parts)
         pieces = [
             pair
-            for replica, part in enumerate(self._parts)
+            for replica, part in enumerate(self._pieces)
             for pair in zip(part, results[replica], strict=True)
         ]
         self._end(step, [tensor for _, tensor in pieces])
-        return joined(pieces, self._shapes)
+        return Merged([joined(pieces, self._shapes)])
 
-    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
         sent: dict[str, Parts] = {}
-        for replica, part in enumerate(self._parts):
+        for replica, part in enumerate(self._pieces):
             pieces = tuple(piece.of(tensors) for piece in part)
-            if replica == self._mail.replica:
+            if replica == self._links.replica:
                 sent["own"] = tuple(piece.detach().clone() for piece in pieces)
             else:
                 sent[str(replica)], _ = self._codecs[str(replica)].encode(pieces)
-        return _UnderWay(weight, self._own_of(sent), sent)
+        return sent, self._own_of(sent)
 
     def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
         return list(sent["own"])
@@ -363,10 +344,10 @@ class Aggregators(_Symmetric):
 
 
 def averager_for(
-    mail: Mailbox, shapes: Mapping[str, torch.Size],
+    links: ReplicaLinks, shapes: Mapping[str, torch.Size],
     new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
     """The one that sends least: all to all between two replicas, aggregators among more."""
-    if mail.num_replicas == 2:
-        return AllToAll(mail, new_codec(shapes), terms)
-    return Aggregators(mail, shapes, new_codec, terms)
+    if links.num_replicas == 2:
+        return AllToAll(links, new_codec(shapes), terms)
+    return Aggregators(links, shapes, new_codec, terms)

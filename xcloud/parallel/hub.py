@@ -148,12 +148,12 @@ class Member(_End):
         carries = (_HEADS[0], *(self.codec.carries if parts else ()))
         raw = self.codec.raw_bytes if parts else 0
         key = MessageKey(Kind.AVERAGING, self._number, _ASKS)
-        self.links.send(HUB, key, (head, *parts), carries, raw)
+        self.links.post(HUB, key, (head, *parts), carries, raw)
 
     def _answer(self) -> Merged:
         key = MessageKey(Kind.AVERAGING, self._number, _ANSWERS)
         self._number += 1
-        parts = self.links.recv(HUB, key, HUB_WAIT_S)
+        parts = self.links.next(HUB, key, HUB_WAIT_S)
         (*numbers, has_values), rest = _read(parts, _SPECS[1], "the hub")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
@@ -276,7 +276,7 @@ class Hub(_End):
         peer = self._peers[replica]
         key = MessageKey(Kind.AVERAGING, peer.number, _ASKS)
         try:
-            parts = self.links.recv(replica, key, max(0.0, wait_s))
+            parts = self.links.next(replica, key, max(0.0, wait_s))
         except LinkTimeout as error:
             if peer.state == "present":
                 why = f"it did not come in {self.wait_s:g} s"
@@ -325,7 +325,7 @@ class Hub(_End):
             raw = sum(4 * part.numel() for part in parts)
         key = MessageKey(Kind.AVERAGING, peer.number - 1, _ANSWERS)
         try:
-            self.links.send(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
+            self.links.post(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
         except (LinkClosed, LinkTimeout) as error:
             self._lose(replica, step, str(error), error)
 

@@ -24,8 +24,7 @@ from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor, contiguous
-from xcloud.parallel.replica_links import ReplicaCheck
-from xcloud.parallel.replicas import Replicas, Shapes
+from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
 from xcloud.parallel.step_budget import StepBudget
 from xcloud.parallel.strategy import Averaging, Traffic
 

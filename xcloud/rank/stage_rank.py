@@ -107,7 +107,7 @@ class StageRank(Role[Experiment]):
             meter.forget()
 
         evaluator = Evaluator(
-            pipeline, wiring.groups, data, job.training, self.reporter, self.context.run_dir, meet
+            pipeline, wiring.groups, data, job, self.reporter, self.context.run_dir, meet
         )
         facts = {"the task's data": data.fingerprint()} if job.fields_of(self.rank) else {}
         parts = features.parts(trainer, leaks, evaluator, meter, facts)

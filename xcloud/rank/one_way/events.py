@@ -5,13 +5,13 @@ the user. No decisions here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.inbox import Arrived
-from xcloud.parallel.one_way.plan import Source, State
+from xcloud.parallel.one_way.plan import State
 from xcloud.record.one_way_summary import COUNTS, precision_recall
 from xcloud.record.reporter import Reporter
 
@@ -29,25 +29,20 @@ class ConsumerEvents:
         if self._leads:
             self._reporter.note(line)
 
-    def waiting_for_producers(self) -> None:
-        wanted = self._feed.min_producers or len(self._names)
-        self.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
-
     def producer(self, step: int, p: int, state: State, what: str) -> None:
-        if not self._leads:
-            return
-        name = self._names[p]
-        self._reporter.event("producer", producer=name, state=state.value, step=step)
-        self._reporter.note(f"producer {name} {what} (step {step})")
+        if self._leads:
+            name = self._names[p]
+            self._reporter.event("producer", producer=name, state=state.name.lower(), step=step)
+            self._reporter.note(f"producer {name} {what} (step {step})")
 
-    def waits_for(self, step: int, slow: Collection[int]) -> None:
+    def waits_for(self, step: int, slow: set[int]) -> None:
         """These are slow, and are waited for; said once of each, and when it sends again."""
         what = f"has sent nothing for {self._feed.slow_after_s:g} s; waiting for it"
-        for p in sorted(set(slow) - self._noted_slow):
+        for p in sorted(slow - self._noted_slow):
             self.producer(step, p, State.SLOW, f"{what} (feed.on_slow=wait)")
-        for p in sorted(self._noted_slow - set(slow)):
+        for p in sorted(self._noted_slow - slow):
             self.producer(step, p, State.ACTIVE, "sends again")
-        self._noted_slow = set(slow)
+        self._noted_slow = slow
 
     def changed(
         self, step: int, p: int, before: State, now: State, active: Sequence[int], why_gone: str
@@ -60,21 +55,15 @@ class ConsumerEvents:
         elif now is State.SLOW:
             what = f"has sent nothing for {self._feed.slow_after_s:g} s{over}"
         else:
-            what = f"is gone ({why_gone})"
-            what += over if self._feed.on_dead != "stop" else ""
+            what = f"is gone ({why_gone}){over if self._feed.on_dead != 'stop' else ''}"
         self.producer(step, p, now, what)
-
-    def skipped_update(self, step: int, line: str) -> None:
-        if self._leads:
-            self._reporter.event("skipped_update", step=step)
-            self._reporter.note(line)
 
     def step(
         self,
         step: int,
         clock: StepClock,
         used: Sequence[Arrived],
-        skipped: Mapping[Source, int],
+        skipped: Mapping[int, int],
         other_bytes: int,
         sums: Mapping[str, float],
         is_skipped: bool,
@@ -82,13 +71,13 @@ class ConsumerEvents:
         """This rank's event of a step, which ends here. The first rank reports the sums, but not
         of a skipped update, where they need not be numbers.
 
-        other_bytes: sent and received so far besides batches.
+        other_bytes: sent and received so far besides batches. skipped: by producer.
         """
         taken: Counter[str] = Counter()
         fed_bytes: Counter[str] = Counter()
         line_s: dict[str, float] = {}
         for arrived in used:
-            name = self._names[arrived.source.producer]
+            name = self._names[arrived.producer]
             taken[name] += 1
             if self._layout.crosses_clouds:
                 fed_bytes[name] += arrived.num_bytes
@@ -101,10 +90,10 @@ class ConsumerEvents:
             **{kind: round(seconds, 6) for kind, seconds in clock.seconds.items()},
             "sent": {"forward": fed_bytes.total(), "other": other_bytes - self._other_bytes},
             "taken": taken,
-            "skipped": {self._names[s.producer]: n for s, n in skipped.items()},
+            "skipped": {self._names[p]: number for p, number in skipped.items()},
             "fed_bytes": fed_bytes,
             "line_s": line_s,
-        }  # fmt: skip
+        }
         self._other_bytes = other_bytes
         if self._leads:
             event["samples"], event["tokens"] = round(sums["samples"]), round(sums["tokens"])
