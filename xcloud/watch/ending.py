@@ -77,7 +77,7 @@ def _measure_leaks(job: Job, run_dir: Path) -> dict[str, Any]:
     if job.leak_meter is None:
         return {}
     try:
-        leakage = leak_meter.flat(leak_meter.measure(run_dir))
+        leakage = leak_meter.measure(run_dir)
     except Exception as error:
         log.warning("%s is without its leak figures: %s", run_dir, error)
         return {}
