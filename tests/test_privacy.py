@@ -203,9 +203,9 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
 
 def test_contributions_of_a_cloud_are_counted() -> None:
     def count(steps: int, **settings: int) -> int:
-        return LocalUpdates(**settings).most_contributions(steps)
+        return LocalUpdates(**settings).traits.most_contributions(steps)
 
-    assert GradientAveraging().most_contributions(7) == 7
+    assert GradientAveraging().traits.most_contributions(7) == 7
     assert count(100, every=25) == 4 and count(101, every=25) == 5
     assert count(100, every=25, fragments=2) == 5  # one is merged in between, and at the end
 

@@ -297,7 +297,7 @@ class Aggregators(AllToAll):
         self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
         new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
-        self._shapes = list(shapes.values())
+        self._count = len(shapes)
         self._pieces = by_rows(shapes, links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
@@ -320,7 +320,7 @@ class Aggregators(AllToAll):
             for pair in zip(part, results[replica], strict=True)
         ]
         self._end(step, [tensor for _, tensor in pieces])
-        return Merged([joined(pieces, self._shapes)])
+        return Merged([joined(pieces, self._count)])
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
         sent: dict[str, Parts] = {}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -203,13 +204,10 @@ class Hub(_End):
         """Of what has come from now until wait_s later at the latest. Nothing counts in a merge
         that is left out: too few have come to outvote a bad one, or the result is not finite. All
         replicas keep what they did then."""
-        deadline_s = time.monotonic() + self.wait_s
-        for replica in self._in("present"):
-            known, contribution = self._receive(replica, step, deadline_s - time.monotonic())
-            if known is not None:
-                if contribution is not None and known == self.known:
-                    self._taken[replica] = contribution
-                self._due[replica] = known
+        for replica, known, contribution in self._come(step, self.wait_s, "present"):
+            if contribution is not None and known == self.known:
+                self._taken[replica] = contribution
+            self._due[replica] = known
         changes, parts = [], Parts()
         num_counted = sum(contribution.weight > 0 for contribution in self._taken.values())
         if can_merge(self.terms.merge, num_counted) and are_finite(
@@ -235,36 +233,29 @@ class Hub(_End):
         for replica, known in self._due.items():
             self._answer(replica, known, step, replica in self._taken)
         self._due, self._taken = {}, {}
-        for replica in self._in("late", "left"):
-            self._take_back(replica, step, 0.0)
-        deadline_s = time.monotonic() + self.wait_s
-        for replica in self._in("late") if is_last else ():
-            self._take_back(replica, step, deadline_s - time.monotonic())
-
-    def resume(self, step: int) -> Merged:
-        """The others begin again, with the values of here."""
-        deadline_s = time.monotonic() + self.wait_s
-        for replica in self._in("present"):
-            known, _ = self._receive(replica, step, deadline_s - time.monotonic())
-            if known is not None:
-                self._answer(replica, known, step, False)
-        return Merged(is_counted=False, step=step)
-
-    def _in(self, *states: str) -> list[int]:
-        return [replica for replica, peer in self._peers.items() if peer.state in states]
-
-    def _take_back(self, replica: int, step: int, wait_s: float) -> None:
-        known, _ = self._receive(replica, step, wait_s)
-        if known is not None:
+        late = self._come(step, self.wait_s, "late") if is_last else ()
+        for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
             self._peers[replica].state = "present"
             self.log.status(replica, "back", step, "")
             self._answer(replica, known, step, False)
 
-    def _receive(
-        self, replica: int, step: int, wait_s: float
-    ) -> tuple[int | None, Contribution | None]:
-        """The newest merge that it knows, by its next message, and what it contributes; None if it
-        is not there, and then it is noted as absent."""
+    def resume(self, step: int) -> Merged:
+        """The others begin again, with the values of here."""
+        for replica, known, _ in self._come(step, self.wait_s, "present"):
+            self._answer(replica, known, step, False)
+        return Merged(is_counted=False, step=step)
+
+    def _come(
+        self, step: int, within_s: float, *states: str
+    ) -> Iterator[tuple[int, int, Contribution | None]]:
+        """Of the replicas in these states those whose next message is there in time, the newest
+        merge that each knows, and what it contributes. The others are noted as absent."""
+        until_s = time.monotonic() + within_s
+        for replica in [r for r, peer in self._peers.items() if peer.state in states]:
+            if (parts := self._receive(replica, step, until_s - time.monotonic())) is not None:
+                yield replica, *self._read(replica, step, parts)
+
+    def _receive(self, replica: int, step: int, wait_s: float) -> Parts | None:
         peer = self._peers[replica]
         key = MessageKey(Kind.AVERAGING, peer.number, _ASKS)
         try:
@@ -277,13 +268,17 @@ class Hub(_End):
                     self.log.status(replica, "late", step, why)
                 else:
                     self._lose(replica, step, why, error)
-            return None, None
+            return None
         except LinkClosed as error:
             peer.number = 0  # what comes next is of a new link
             if peer.state != "left":
                 self._lose(replica, step, str(error), error)
-            return None, None
+            return None
         peer.number += 1
+        return parts
+
+    def _read(self, replica: int, step: int, parts: Parts) -> tuple[int, Contribution | None]:
+        peer = self._peers[replica]
         (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
         contribution = None
         if rest:

@@ -126,6 +126,7 @@ class LocalUpdates(Averaging):
             is_apart=True,
             is_elastic=self.is_elastic,
             may_leave=self.leave == "go_on",
+            every=self.every,
             equal_every=self.every if is_at_once else 0,
             column=column if is_at_once else "streaming",
             per_step=self.fragments / self.every,
@@ -145,10 +146,6 @@ class LocalUpdates(Averaging):
     def most_under_way(self) -> int:
         """Fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
-
-    def most_contributions(self, num_updates: int) -> int:
-        full, rest = divmod(num_updates, self.every)
-        return full + (rest > 0 or self.fragments > 1)  # the last step ends with one
 
     def check(self, layout: ClusterLayout) -> None:
         """Some settings need replicas of one cloud each, whose ranks hold all stages."""

@@ -30,7 +30,8 @@ class Traits:
 
     is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
     late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
-    the run. equal_every: updates after which all replicas are equal; 0 = only after the last.
+    the run. every: updates that a contribution of a replica sums up. equal_every: updates after
+    which all replicas are equal; 0 = only after the last.
     column: of survive/changes.TABLE. changes_results: what is learned differs from what one
     process would learn.
     For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
@@ -41,6 +42,7 @@ class Traits:
     is_apart: bool = False
     is_elastic: bool = False
     may_leave: bool = False
+    every: int = 1
     equal_every: int = 1
     column: str = "data parallel"
     changes_results: bool = True
@@ -49,19 +51,24 @@ class Traits:
     hidden_steps: float = 0.0
     num_copies: int = 1
 
+    def most_contributions(self, num_updates: int) -> int:
+        """Of a replica, with the same values in them, in so many updates; the last one ends with
+        one."""
+        full, rest = divmod(num_updates, self.every)
+        return full + (rest > 0 or self.fragments > 1)
+
 
 class Averaging(ABC):
     """What keeps replicas together: its settings, what others must know of it, and how a rank
     joins it. Subclasses are dataclasses (base/settings.py).
 
     merge: a Byzantine-robust aggregator. restart_s: seconds after which a lost cloud on this
-    machine is started again. every: updates that a contribution sums up.
+    machine is started again.
     """
 
     feedback: bool = True
     merge: Robust | None = None
     restart_s: float | None = None
-    every: int = 1
 
     @property
     def traits(self) -> Traits:
@@ -76,10 +83,6 @@ class Averaging(ABC):
     def join(self, replicas: Replicas) -> Exchange:
         """The exchange of one rank; opens the links to the other replicas. All ranks call it at
         the same time."""
-
-    def most_contributions(self, num_updates: int) -> int:
-        """Of a replica, with the same values in them, in so many updates."""
-        return num_updates
 
     def check(self, layout: ClusterLayout) -> None:
         """Raise ConfigError for clouds, with their replicas and stages, that it cannot join."""
@@ -116,16 +119,6 @@ class Strategy:
     @property
     def traits(self) -> Traits:
         return Traits() if self.averaging is None else self.averaging.traits
-
-    @property
-    def covers(self) -> int:
-        """Updates that a replica's contribution to an averaging sums up."""
-        return 1 if self.averaging is None else self.averaging.every
-
-    def most_contributions(self, num_updates: int) -> int:
-        """Of a replica, with the same values in them, in so many updates."""
-        averaging = self.averaging
-        return num_updates if averaging is None else averaging.most_contributions(num_updates)
 
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
