@@ -64,15 +64,13 @@ class ToyFeed:
         if self.fail_cloud is not None and self.fail_cloud not in producers:
             raise ConfigError(f"model.fail_cloud must be one of {', '.join(producers)}")
 
-    def producer(
-        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
-    ) -> ToyProducer:
-        time.sleep(self.late_s.get(cloud, 0.0))
-        if self.fail_how == "load" and self.fail_cloud == cloud:
+    def producer(self, context: OneWayContext) -> ToyProducer:
+        time.sleep(self.late_s.get(context.cloud, 0.0))
+        if self.fail_how == "load" and self.fail_cloud == context.cloud:
             raise DataError("the toy producer finds no data")
-        return ToyProducer(self, index, cloud, group_rank, context)
+        return ToyProducer(self, context)
 
-    def consumer(self, group_rank: int, group_size: int, context: OneWayContext) -> ToyConsumer:
+    def consumer(self, context: OneWayContext) -> ToyConsumer:
         return ToyConsumer(self, context)
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
@@ -92,11 +90,9 @@ class ToyFeedThatNeverMeets(ToyFeed):
 
 
 class ToyProducer:
-    def __init__(
-        self, model: ToyFeed, index: int, cloud: str, group_rank: int, context: OneWayContext
-    ) -> None:
-        self.model, self.cloud, self.group_rank = model, cloud, group_rank
-        self.seed = 1000 * context.seed + 100 * index
+    def __init__(self, model: ToyFeed, context: OneWayContext) -> None:
+        self.model, self.cloud, self.group_rank = model, context.cloud, context.group_rank
+        self.seed = 1000 * context.seed + 100 * context.producers.index(context.cloud)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.net = nn.Linear(WIDTH, 1)
@@ -134,11 +130,10 @@ class ToyProducer:
     def load_state_dict(self, state: State) -> None:
         TrainedModule(self.net, self.optimizer).load_state_dict(state)
 
-    def finish(self, run_dir: Path, group_rank: int) -> None:
+    def finish(self, run_dir: Path) -> None:
         time.sleep(self.model.export_s.get(self.cloud, 0.0))
-        if group_rank == 0:
-            (run_dir / "model").mkdir(exist_ok=True)
-            save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
+        (run_dir / "model").mkdir(exist_ok=True)
+        save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
 
     def _fail_if_asked(self, number: int) -> None:
         model = self.model
@@ -198,12 +193,11 @@ class ToyConsumer:
     def load_state_dict(self, state: State) -> None:
         TrainedModule(self.module, self.optimizer).load_state_dict(state)
 
-    def export(self, run_dir: Path, group_rank: int) -> None:
-        if group_rank == 0:
-            (run_dir / "model").mkdir(exist_ok=True)
-            save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
+    def export(self, run_dir: Path) -> None:
+        (run_dir / "model").mkdir(exist_ok=True)
+        save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
 
-    def evaluate(self, group_rank: int) -> Scores:
+    def evaluate(self) -> Scores:
         time.sleep(self.model.evaluate_s)
         if self.model.fail_evaluation:
             raise RuntimeError("the toy consumer was asked to fail")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS
+from xcloud.comm.ids import CorruptedTexts
 from xcloud.contracts.model import TokenIds
 from xcloud.electra.networks import (
     Discriminator,
@@ -141,9 +142,9 @@ def test_the_counts_are_those_of_the_scores() -> None:
         network = Discriminator(CONFIG)
     counts_B = torch.tensor([5, 7])
     ids_C = torch.randint(FIRST_WORD, IDS.size, (12,), generator=draws())
-    replaced_C = torch.arange(12) % 3 == 0
+    texts = CorruptedTexts(ids_C, counts_B, torch.arange(12) % 3 == 0)
     for bias, expected in ((100.0, (4, 8, 0)), (-100.0, (0, 0, 4))):
-        network.head.score.bias.data.fill_(bias)
-        loss, counts = detect_replaced(network, ids_C, counts_B, replaced_C, IDS)
+        network.score.bias.data.fill_(bias)
+        loss, counts = detect_replaced(network, texts, IDS)
         assert tuple(counts) == expected
     assert float(loss.detach()) == pytest.approx(400, rel=0.05)  # 4 tokens, each 100 nats wrong

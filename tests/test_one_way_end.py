@@ -63,8 +63,10 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     group_size: int, frozen: bool, made: int, tmp_path: Path
 ) -> None:
     book, lines = OrderBook(), []
-    context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, lines.append, 9)
-    part = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context)
+    context = OneWayContext(
+        1, torch.device("cpu"), Path(), lambda: None, lines.append, 9, ["a"], "a"
+    )
+    part = ToyProducer(ToyFeed(frozen=frozen), context)
     reporter = Reporter(1, "a", lines.append)
     rank = SimpleNamespace(
         group=RankGroup(1, (*range(1, 1 + group_size),)), reporter=reporter,

@@ -120,7 +120,7 @@ def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_u
         assert plan.state[1] is State.SLOW
         assert all(order.source != one for order in plan.orders())
     assert 0 < skips <= 4
-    ordered = plan.number(one)
+    ordered = plan.numbers[one]
 
     end(plan, ready=[1])
     assert plan.state[1] is State.ACTIVE

@@ -254,6 +254,6 @@ def test_generators_and_a_discriminator_go_on_bit_for_bit(tmp_path: Path) -> Non
     restored.steps = original.steps
 
     assert [restored.step() for _ in range(2)] == [original.step() for _ in range(2)]
-    assert restored.consumer.evaluate(0) == original.consumer.evaluate(0)
+    assert restored.consumer.evaluate() == original.consumer.evaluate()
     with pytest.raises(ValueError, match="needs 'recent'"):
         restored.consumer.load_state_dict(restored.producers[0].state_dict())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Literal
 
 from xcloud.base.errors import ConfigError
@@ -83,7 +82,7 @@ class OneWayLayout(Layout[OneWayCloud]):
 
     @property
     def producers(self) -> tuple[str, ...]:
-        return tuple(name for name, cloud in self.clouds.items() if cloud.share is not None)
+        return tuple(self.clouds)[1:]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -99,8 +98,8 @@ class OneWayLayout(Layout[OneWayCloud]):
     @cached_property
     def sources(self) -> tuple[range, ...]:
         """Of each producer its ranks, by their number among those that feed."""
-        ends = [*accumulate((self.clouds[name].num_ranks for name in self.producers), initial=0)]
-        return tuple(range(*ends) for ends in pairwise(ends))
+        first, ranks = self.num_consumers, map(self.ranks_in, self.producers)
+        return tuple(range(own[0] - first, own[-1] - first + 1) for own in ranks)
 
     @cached_property
     def producer_of(self) -> tuple[int, ...]:

@@ -85,35 +85,27 @@ class MultilingualElectra:
         for generator in self.generators.values():
             self.text.of(generator.source).check(generator.parts)
 
-    def producer(
-        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
-    ) -> GeneratorRank:
-        settings = self.generators[cloud]
-        text = self.text.of(settings.source)
-        tokenizer = self._tokenizer(context)
-        special = tokenizer.token_ids
-        report = context.report if group_rank == 0 else lambda line: None
+    def producer(self, context: OneWayContext) -> GeneratorRank:
+        settings = self.generators[context.cloud]
+        text, tokenizer = self.text.of(settings.source), self._tokenizer(context)
+        report = context.report if context.group_rank == 0 else lambda line: None
         tables = {
             part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
         }
-        # Lanes of a cloud share one order; clouds with the same language draw different ones.
-        seed = seed_of(context.seed, "texts", cloud)
+        # The ranks of a cloud share one order; clouds with the same language draw different ones.
+        seed = seed_of(context.seed, "texts", context.cloud)
         stream = TextStream(
-            tables, special, text.language_power, seed, settings.batch_size, group_rank, group_size
-        )
+            tables, tokenizer.token_ids, text.language_power, seed, settings.batch_size,
+            context.group_rank, context.group_size,
+        )  # fmt: skip
         report(f"texts: {stream.describe()}")
-        encoder = self._encoder(settings.backbone, "generator", tokenizer, context, group_rank)
-        packing = self._packing(special.size, tokenizer.digest)
-        return GeneratorRank(
-            encoder.to(context.device), settings, packing, tokenizer, context, stream, cloud
-        )
+        encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
+        packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
+        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream)
 
-    def consumer(
-        self, group_rank: int, group_size: int, context: OneWayContext
-    ) -> DiscriminatorRank:
-        settings = self.discriminator
-        tokenizer = self._tokenizer(context)
-        encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context, group_rank)
+    def consumer(self, context: OneWayContext) -> DiscriminatorRank:
+        settings, tokenizer = self.discriminator, self._tokenizer(context)
+        encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
         if encoder.config.activation != "gelu":
             raise ConfigError(
                 f"discriminator.backbone {settings.backbone.describe()} uses "
@@ -123,7 +115,7 @@ class MultilingualElectra:
             network = Discriminator(encoder.config)
         network.encoder = encoder
         packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
-        return DiscriminatorRank(network.to(context.device), settings, packing, tokenizer, context)
+        return DiscriminatorRank(network, settings, packing, tokenizer, context)
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
         """Task settings that use the exported encoder and its tokenizer."""
@@ -149,9 +141,8 @@ class MultilingualElectra:
         return IdPacking(vocab_size, most, self.text.max_length - 2, digest, self.coding)
 
     def _encoder(
-        self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext,
-        group_rank: int,
-    ) -> Encoder:  # fmt: skip
+        self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext
+    ) -> Encoder:
         """The encoder with its initial weights, equal in all ranks of its cloud."""
 
         def report(line: str) -> None:
@@ -168,7 +159,7 @@ class MultilingualElectra:
             vocabularies={name: tokenizer.token_ids},
             sentences=lambda field: (),
             max_length=self.text.max_length,
-            group_rank=group_rank,
+            group_rank=context.group_rank,
             barrier=context.barrier,
             report=report,
             setting=f"model.{'generators.CLOUD' if generates else name}.backbone",

@@ -118,7 +118,7 @@ class _Learner(StatefulParts):
         context: OneWayContext,
         is_frozen: bool = False,
     ) -> None:
-        network.train(not is_frozen).requires_grad_(not is_frozen)
+        network.to(context.device).train(not is_frozen).requires_grad_(not is_frozen)
         self._packing, self._tokenizer, self._context = packing, tokenizer, context
         self._num_steps, self._device = context.num_steps, context.device
         self._autocast = autocast_for(settings.precision, context.device)
@@ -148,10 +148,9 @@ class GeneratorRank(_Learner):
         tokenizer: Tokenizer,
         context: OneWayContext,
         stream: TextStream,
-        name: str,
     ) -> None:
         super().__init__(encoder, settings, packing, tokenizer, context, settings.frozen)
-        self._encoder, self._settings, self._stream, self._name = encoder, settings, stream, name
+        self._encoder, self._settings, self._stream = encoder, settings, stream
         self._starts_V = torch.tensor(tokenizer.word_starts()) if settings.whole_words else None
 
     @property
@@ -169,28 +168,20 @@ class GeneratorRank(_Learner):
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
-            made = corrupt(
-                self._encoder,
-                ids_R.to(self._device),
-                Packing(counts_B.to(self._device)),
-                masked_M.to(self._device),
-                special,
-                settings.temperature,
-                draw,
-            )
+            ids_R, masked_M = ids_R.to(self._device), masked_M.to(self._device)
+            packing, temperature = Packing(counts_B.to(self._device)), settings.temperature
+            made = corrupt(self._encoder, ids_R, packing, masked_M, special, temperature, draw)
         if not settings.frozen:
             torch.autograd.backward(made.loss)
         loss = float(made.loss.detach())
         if not math.isfinite(loss):
             raise diverged(
-                f"the loss of batch {number} of producer {self._name!r} is {loss}",
+                f"the loss of batch {number} of producer {self._context.cloud!r} is {loss}",
                 "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
             )
         inner_C = inner_rows(counts_B)
-        texts = CorruptedTexts(
-            made.ids_R.cpu()[inner_C], counts_B - 2, made.replaced_R.cpu()[inner_C]
-        )
-        payload = self._packing.pack(texts)
+        ids_C, replaced_C = made.ids_R.cpu()[inner_C], made.replaced_R.cpu()[inner_C]
+        payload = self._packing.pack(CorruptedTexts(ids_C, counts_B - 2, replaced_C))
         return Fed(payload, len(counts_B), len(inner_C), loss)
 
     def replan(self, num_steps: int) -> None:
@@ -199,17 +190,17 @@ class GeneratorRank(_Learner):
     def update(self, number: int) -> None:
         self._update(number)
 
-    def finish(self, run_dir: Path, group_rank: int) -> None:
+    def finish(self, run_dir: Path) -> None:
         """Export a trained generator as a BertForMaskedLM, in its own cloud."""
-        if group_rank or self._settings.frozen:
+        if self._settings.frozen:
             return
-        folder = run_dir / MODEL_DIR / f"generator_{self._name}"
+        folder = run_dir / MODEL_DIR / f"generator_{self._context.cloud}"
         export_bert(self._encoder, folder, self._tokenizer.token_ids.pad)
         self._tokenizer.save_pretrained(folder, self._encoder.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
-        seed, group_rank = self._context.seed, self._stream.group_rank
-        return seed_of(seed, what, self._name, group_rank, number)
+        of = self._context
+        return seed_of(of.seed, what, of.cloud, of.group_rank, number)
 
 
 class DiscriminatorRank(_Learner):
@@ -245,20 +236,15 @@ class DiscriminatorRank(_Learner):
         return sums
 
     def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
-        ids_C, counts_B, replaced_C = texts
         # Dropout depends on the batch itself, not on which rank consumes it, or when.
-        content = zlib.crc32(ids_C.numpy().tobytes())
+        content = zlib.crc32(texts.ids_R.numpy().tobytes())
         dropout = seed_of(self._context.seed, "discriminator dropout", content)
+        there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
         with seeded_on(self._device, dropout), self._autocast():
-            loss, counts = detect_replaced(
-                self._network,
-                ids_C.to(self._device),
-                counts_B.to(self._device),
-                replaced_C.to(self._device),
-                self._tokenizer.token_ids,
-            )
+            loss, counts = detect_replaced(self._network, there, self._tokenizer.token_ids)
         torch.autograd.backward(loss)
-        sums = float(loss.detach()), len(ids_C), len(counts_B), len(ids_C), *counts
+        num_tokens = len(texts.ids_R)
+        sums = float(loss.detach()), num_tokens, len(texts.counts_B), num_tokens, *counts
         return dict(zip(SUMS, sums, strict=True))
 
     def update(self, step: int, weight: float) -> None:
@@ -286,21 +272,16 @@ class DiscriminatorRank(_Learner):
         rows = [Counter(dict(zip(SUMS, row, strict=True))) for row in recent.tolist()]
         self._recent = deque(rows, maxlen=SCORED_STEPS)
 
-    def export(self, run_dir: Path, group_rank: int) -> None:
+    def export(self, run_dir: Path) -> None:
         """Write model/discriminator, a checkpoint with its tokenizer."""
-        if group_rank:
-            return
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
-        encoder, head = self._network.encoder, self._network.head
-        special = self._tokenizer.token_ids
-        export_electra(encoder, head.dense, head.score, folder, special.pad)
-        self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
+        network, pad = self._network, self._tokenizer.token_ids.pad
+        export_electra(network.encoder, network.dense, network.score, folder, pad)
+        self._tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
 
-    def evaluate(self, group_rank: int) -> Scores:
+    def evaluate(self) -> Scores:
         """Replaced-token detection over this rank's batches of the last steps: percent, and
         nats per token. Errors are over these batches."""
-        if group_rank:
-            return Scores({})
         of = {name: torch.tensor([sums[name] for sums in self._recent]).double() for name in SUMS}
         hits = of["true_positives"]
         detected, replaced = hits + of["false_positives"], hits + of["false_negatives"]

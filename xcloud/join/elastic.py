@@ -71,18 +71,18 @@ def join(
 
     saving, table = job.saving_ranks, {**mine, **held}
     if rank in saving:
-        store.set(f"table.{rank}", _text(encode_table(table)))
+        _put(store, f"table.{rank}", encode_table(table))
     if rank == HUB:
         others = {r: _table(store, r, within_s) for r in sorted(saving - {HUB})}
         tables = {HUB: table, **others}
         verdict = replace(judged(tables), attempt=time.time_ns())
-        store.set("verdict", _text(encode_verdict(verdict)))
+        _put(store, "verdict", encode_verdict(verdict))
     else:
         theirs = {
             key: v for key, v in _table(store, HUB, within_s).items() if not key.startswith(HELD)
         }
         judged({HUB: theirs, rank: mine})
-        verdict = decode_verdict((_bytes(store.get("verdict")),))
+        verdict = decode_verdict(_get(store, "verdict"))
     return transport, Agreed(verdict)
 
 
@@ -119,7 +119,7 @@ def _table(store: Store, rank: int, within_s: float) -> Table:
         raise LinkTimeout(
             f"rank {rank} has not come in {within_s:g} s (cluster.liveness.join_within_s)"
         ) from None
-    return decode_table((_bytes(store.get(f"table.{rank}")),), f"rank {rank}")
+    return decode_table(_get(store, f"table.{rank}"), f"rank {rank}")
 
 
 def _name(layout: Layout[Any], rank: int) -> str:
@@ -149,22 +149,21 @@ class StoreFacts:
         self._number += 1
         name = f"facts.{self._number}"
         if rank == HUB:
-            store.set(name, _text(encode_facts(facts)))
+            _put(store, name, encode_facts(facts))
         else:
-            theirs = decode_facts((_bytes(store.get(name)),), HUB)
+            theirs = decode_facts(_get(store, name), HUB)
             compare_facts(facts, theirs, HUB, left_out.get(rank, ()))
 
 
 def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
     """All replicas begin with the same parameters, also those that come later."""
-    found = (digest(stages[stage].parameters()) for stage in sorted(stages))
-    whole = torch.cat(list(found))
+    whole = torch.cat([digest(stages[stage].parameters()) for stage in sorted(stages)])
     return {"the parameters before the first update": bytes(whole.tolist()).hex()}
 
 
-def _text(data: Tensor) -> str:
-    return data.numpy().tobytes().decode("ascii", "replace")
+def _put(store: Store, name: str, message: Tensor) -> None:
+    store.set(name, message.numpy().tobytes().decode("ascii", "replace"))
 
 
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _get(store: Store, name: str) -> tuple[Tensor]:
+    return (torch.frombuffer(bytearray(store.get(name)), dtype=torch.uint8),)

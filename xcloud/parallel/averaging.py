@@ -7,7 +7,6 @@ Shapes: R replicas.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,33 +32,29 @@ _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
-class PrivateContribution:
+def private_contribution(
+    names: Collection[str], privacy: CloudPrivacy, num_parts: int, silent: Collection[str] = ()
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Clips what this replica contributes, and adds noise (security/privacy.py says what that
     guarantees). Noise comes before the encoder, so its residual is of noised values.
 
     names: of the tensors. num_parts: messages that together are one contribution of a cloud.
     silent: names of which zero is sent (or nan, where they are not finite).
     """
+    are_silent = [name in silent for name in names]
+    limit, deviation = privacy.clip / math.sqrt(num_parts), privacy.clip * privacy.noise
+    # Not drawn from the run's seed: the other clouds know that one too.
+    chance = np.random.default_rng()
 
-    def __init__(
-        self, names: Collection[str], privacy: CloudPrivacy, num_parts: int,
-        silent: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        self._are_silent = [name in silent for name in names]
-        self._limit = privacy.clip / math.sqrt(num_parts)
-        self._deviation = privacy.clip * privacy.noise
-        # Not drawn from the run's seed: the other clouds know that one too.
-        self._chance = np.random.default_rng()
+    def noised(tensor: Tensor) -> Tensor:
+        return tensor + noise_like(tensor, deviation, chance) if deviation else tensor
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = list(zip(tensors, self._are_silent, strict=True))
-        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], self._limit)
-        return [0 * t if is_silent else self._noised(t * factor) for t, is_silent in pairs]
+    def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = list(zip(tensors, are_silent, strict=True))
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
+        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
 
-    def _noised(self, tensor: Tensor) -> Tensor:
-        if not self._deviation:
-            return tensor
-        return tensor + noise_like(tensor, self._deviation, self._chance)
+    return protect
 
 
 class Merged(NamedTuple):
@@ -117,29 +112,30 @@ class Terms:
 SUM = Terms()
 
 
-class Averager(StatefulParts, ABC):
-    """Brings the tensors of all replicas together; every replica makes the same calls.
+class Averager(StatefulParts):
+    """Brings the tensors of all replicas together; every replica makes the same calls. This one is
+    of a rank that carries nothing across: it merges nothing.
 
     Several steps may be under way at once. Its state holds what is under way too, and a restored
     averager sends it again.
     """
 
     @property
-    @abstractmethod
     def max_bytes(self) -> int:
         """Of its largest frame."""
+        return 0
 
-    @abstractmethod
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
+        return
 
-    @abstractmethod
     def finish(self, step: int) -> Merged:
         """Receive and merge what was started as `step`: the same bits in every replica. If one of
         them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
 
         Raises LinkTimeout or LinkClosed for one that is late or gone.
         """
+        return Merged()
 
     def end_step(self, step: int, is_last: bool) -> None:
         """After whatever was merged in this step is in the parameters."""
@@ -301,7 +297,7 @@ class Aggregators(AllToAll):
         self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
         new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
-        self._shapes = list(shapes.values())
+        self._count = len(shapes)
         self._pieces = by_rows(shapes, links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
@@ -324,7 +320,7 @@ class Aggregators(AllToAll):
             for pair in zip(part, results[replica], strict=True)
         ]
         self._end(step, [tensor for _, tensor in pieces])
-        return Merged([joined(pieces, self._shapes)])
+        return Merged([joined(pieces, self._count)])
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
         sent: dict[str, Parts] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.compressor import Nothing, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.parallel.averaging import Averager, PrivateContribution, Terms, averager_for
+from xcloud.parallel.averaging import Averager, Terms, averager_for, private_contribution
 from xcloud.parallel.exchange import Work, digest, local_part
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_links import ReplicaLinks, first_part
@@ -64,7 +64,11 @@ class Replicas:
         return self.group.group_rank < self.links.num_shares
 
     def codec(
-        self, shapes: Shapes, feedback: bool, *stream: str | int, plain: Collection[str] = ()
+        self,
+        shapes: Shapes,
+        feedback: bool,
+        stream: Sequence[str | int],
+        plain: Collection[str] = (),
     ) -> TensorCodec:
         """stream: of random numbers. plain: names of tensors that go as they are."""
         every = (p for module in self.stages.values() for p in module.parameters())
@@ -80,34 +84,29 @@ class Replicas:
         )
 
     def averager(
-        self,
-        codec: Callable[[Shapes], TensorCodec],
-        shapes: Shapes,
-        terms: Terms,
-        num_fragments: int = 1,
-        silent: Collection[str] = (),
-    ) -> Averager:
-        """Of the tensors that this rank carries across; see `guarded`."""
-        guarded = self.guarded(terms, shapes, num_fragments, silent)
-        return averager_for(self.links, shapes, codec, guarded)
+        self, shapes: Shapes, terms: Terms, feedback: bool, *stream: str | int,
+        plain: Collection[str] = (), num_fragments: int = 1,
+    ) -> Averager:  # fmt: skip
+        """Of the tensors that this rank carries across; see `codec` and `guarded`."""
+        guarded = self.guarded(terms, shapes, plain, num_fragments)
+        made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
+        return averager_for(self.links, shapes, made, guarded)
 
     def guarded(
-        self, terms: Terms, names: Collection[str], num_fragments: int = 1,
-        silent: Collection[str] = (),
+        self, terms: Terms, names: Collection[str], plain: Collection[str] = (),
+        num_fragments: int = 1,
     ) -> Terms:  # fmt: skip
-        """With what watches and protects this cloud. num_fragments: averagings of a rank that
-        together are one contribution. silent: names of tensors not to be sent under `privacy`."""
+        """With what watches and protects this cloud, under whose privacy nothing plain is sent.
+        num_fragments: averagings of a rank that together are one contribution."""
         terms = replace(terms, watch=self.watch)
         if self.privacy is None:
             return terms
         num_parts = self.links.num_parts * num_fragments
-        return replace(terms, protect=PrivateContribution(names, self.privacy, num_parts, silent))
+        return replace(terms, protect=private_contribution(names, self.privacy, num_parts, plain))
 
-    def open(
-        self, averagers: Sequence[Averager | None], wait_s: float = 0.0, under_way: int = 1
-    ) -> None:
+    def open(self, averagers: Sequence[Averager], wait_s: float = 0.0, under_way: int = 1) -> None:
         """Make room for their messages; see ReplicaLinks.open."""
-        longest = max((a.max_bytes for a in averagers if a is not None), default=0)
+        longest = max((averager.max_bytes for averager in averagers), default=0)
         self.links.open(longest, wait_s, under_way)
 
     def check(self, every: int, alike: RankGroup | None = None) -> ReplicaCheck:

@@ -148,5 +148,5 @@ def _averaged(
 
     words = torch.arange(ids.size)
     words = words[words != ids.pad]
-    victim = Victim(stage, run, words, job.task.max_length, job.strategy.covers)
+    victim = Victim(stage, run, words, job.task.max_length, job.strategy.traits.every)
     return AveragingObserver(observer, victim, layout.num_replicas - 1)

@@ -148,7 +148,7 @@ class TextStream:
     ) -> None:
         self._tables, self._special, self._seed = list(tables.values()), special, seed
         self._names = list(tables)
-        self._batch_size, self.group_rank, self._group_size = batch_size, group_rank, group_size
+        self._batch_size, self._group_rank, self._group_size = batch_size, group_rank, group_size
         sizes_L = torch.tensor([len(table) for table in self._tables], dtype=torch.float64)
         self._shares_L = sizes_L**power / (sizes_L**power).sum()
         self._next, self._used_L = 1, torch.zeros(len(self._tables), dtype=torch.int64)
@@ -171,7 +171,9 @@ class TextStream:
         used_L = self._used_L.clone()
         self._count(parts_N)
 
-        mine = slice(self.group_rank * self._batch_size, (self.group_rank + 1) * self._batch_size)
+        mine = slice(
+            self._group_rank * self._batch_size, (self._group_rank + 1) * self._batch_size
+        )
         lines: list[Tensor] = [torch.empty(0)] * self._batch_size
         for part in sorted(set(parts_N[mine].tolist())):
             is_part_N = parts_N == part

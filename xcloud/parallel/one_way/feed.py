@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -99,21 +99,6 @@ class Shares(StatefulParts):
         for p in active:
             self.turns[p] += self.shares[p] / whole
         self.turns[chosen] -= 1.0
-
-    def nearest(
-        self,
-        ready: Sequence[int],
-        able: Sequence[int],
-        taken: Mapping[int, int],
-        most_ahead: float,
-    ) -> int | None:
-        """Of `ready` the producer that has given least for its share among those that are able to
-        feed; None if each is more than most_ahead batches ahead of it. taken: batches so far."""
-        whole = sum(self.shares[p] for p in able) or 1.0
-        total = sum(taken.get(p, 0) for p in able) + 1
-        ahead = {p: taken.get(p, 0) + 1 - total * self.shares[p] / whole for p in ready}
-        ahead = {p: a for p, a in ahead.items() if a <= most_ahead or p not in able}
-        return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
     def promise(self, p: int, number: int, active: Sequence[int]) -> int:
         """Batches that each rank of an active producer will have made at the end: what it gave,

@@ -71,7 +71,8 @@ class Round:
 class ConsumptionPlan(StatefulParts):
     """num_batches: that the consumer will use in all; only Order.num_planned needs it.
 
-    ordered, consumed: batches, by source and rank of the consumer. surplus, with order=fixed: of
+    numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by
+    source and rank of the consumer. surplus, with order=fixed: of
     these that came too late for their slots and still wait to be used. slots, with order=fixed: by
     rank of the consumer, the sources of its next batches.
     """
@@ -90,6 +91,7 @@ class ConsumptionPlan(StatefulParts):
         pairs = len(self.producer_of), self.num_consumers
         self._counts = np.zeros((3, *pairs), dtype=np.int64)
         self.ordered, self.consumed, self.surplus = self._counts
+        self.numbers = self.ordered.sum(1)
         self.slots = [deque[int]() for _ in range(self.num_consumers)]
         self._num_slots = self._num_skipped = 0
 
@@ -107,25 +109,23 @@ class ConsumptionPlan(StatefulParts):
         pairs = len(self.producer_of), self.num_consumers
         return Round(len(self.state), pairs, num_sums)
 
-    def number(self, source: int) -> int:
-        """Of the last batch ordered of a source; the first is 1."""
-        return int(self.ordered[source].sum())
-
-    def _highest(self, p: int) -> int:
-        return max(map(self.number, self._sources[p]))
-
     def step_slots(self, consumer: int) -> list[int]:
         """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
         only if no producer is active: then there is nothing to do but wait."""
         return list(self.slots[consumer])[: self.per_consumer]
 
     def choose(self, ready: Sequence[int], taken: Mapping[int, int]) -> int | None:
-        """order=arrival: the producer to take from, of those with a batch ready; None = better
-        wait. taken: batches this rank took since a producer last came or went, by producer."""
+        """order=arrival: the producer to take from, of those with a batch ready: who has given
+        least for its share among those that are able to feed. None = better wait. taken: batches
+        this rank took since a producer last came or went, by producer."""
         able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
-        waits = self.feed.on_slow == "wait" and len(able) > 1
-        most_ahead = self.feed.most_ahead if waits else float("inf")
-        return self._shares.nearest(ready, able, taken, most_ahead)
+        shares, total = self._shares.shares, sum(taken.get(p, 0) for p in able) + 1
+        whole = sum(shares[p] for p in able) or 1.0
+        ahead = {p: taken.get(p, 0) + 1 - total * shares[p] / whole for p in ready}
+        if self.feed.on_slow == "wait" and len(able) > 1:
+            most = self.feed.most_ahead
+            ahead = {p: a for p, a in ahead.items() if a <= most or p not in able}
+        return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
     def orders(self) -> list[Order]:
         """What to order now, so that the producers never idle and never run too far ahead."""
@@ -144,8 +144,7 @@ class ConsumptionPlan(StatefulParts):
             chosen, consumer = self._shares.next(active), self._num_slots % self.num_consumers
             sources = self._sources[chosen]
             late = [source for source in sources if self.surplus[source, consumer] > 0]
-            total = int(self.ordered[sources].sum())
-            source = late[0] if late else sources[total % len(sources)]
+            source = late[0] if late else sources[self.numbers[sources].sum() % len(sources)]
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.most_ahead:
                 break
@@ -178,9 +177,10 @@ class ConsumptionPlan(StatefulParts):
 
     def _order(self, p: int, source: int, consumer: int) -> Order:
         self.ordered[source, consumer] += 1
-        number = self.number(source)
+        self.numbers[source] += 1
+        number = int(self.numbers[source])
         num_planned = self._shares.promise(p, number, self.active)
-        if all(self.number(other) >= number for other in self._sources[p]):
+        if self.numbers[self._sources[p]].min() >= number:
             del self._shares.promised[p, number]
         return Order(source, number, consumer, num_planned)
 
@@ -192,7 +192,7 @@ class ConsumptionPlan(StatefulParts):
             for p, state in enumerate(self.state)
             if state is not State.DEAD
             for source in self._sources[p]
-            for number in range(self.number(source) + 1, self._highest(p) + 1)
+            for number in range(self.numbers[source] + 1, self.numbers[self._sources[p]].max() + 1)
         ]
 
     def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
@@ -235,10 +235,11 @@ class ConsumptionPlan(StatefulParts):
         numbers continue. Returns them."""
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
-            self.state[p], highest, sources = State.ABSENT, self._highest(p), self._sources[p]
+            self.state[p], sources = State.ABSENT, self._sources[p]
             self._shares.forget(p)
-            for source in sources:
-                self.ordered[source, 0] += highest - self.number(source)
+            highest = self.numbers[sources].max()
+            self.ordered[sources, 0] += highest - self.numbers[sources]
+            self.numbers[sources] = highest
             self.consumed[sources], self.surplus[sources] = self.ordered[sources], 0
             self.slots = [deque(s for s in slots if s not in sources) for slots in self.slots]
         return lost
@@ -260,6 +261,7 @@ class ConsumptionPlan(StatefulParts):
         states = whole_numbers(own, "states", len(self.state)).tolist()
         self.state = [State(number) for number in states]
         self._counts[:] = whole_numbers(own, "counts", *self._counts.shape).numpy()
+        self.numbers = self.ordered.sum(1)
         for slots in self.slots:
             slots.clear()
         for consumer, source in whole_numbers(own, "slots", -1, 2).tolist():

@@ -1,5 +1,5 @@
 """What one rank of the consumer does: take batches, learn from them, and keep the plan in step
-with the other ranks. Which batches is intake.py, what it reports of them events.py.
+with the other ranks. Which batches, and what it reports of them, is intake.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, State
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
-from xcloud.rank.one_way.events import ConsumerEvents
-from xcloud.rank.one_way.intake import POLL_S, Intake
+from xcloud.rank.one_way.intake import POLL_S, ConsumerEvents, Intake
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import failure_of
@@ -144,10 +143,8 @@ class ConsumerRun(StatefulParts):
         if arrived:
             with rank.computing_in(self._clock, "forward"), rank.memory.first_step():
                 sums = self._part.consume([(one.producer, one.payload) for one in arrived])
-            if unknown := sums.keys() - set(SUMS):
-                raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
-            for place, name in enumerate(SUMS):
-                mine.sums[place] = sums.get(name, 0.0)
+            for name, value in sums.items():
+                mine.sums[SUMS.index(name)] = value
         self._intake.look(mine)
         mine.signal[:] = checkpoints.decide(step) if self._leads else Signal.GO_ON
         with self._clock.during("average"):
@@ -298,10 +295,10 @@ class ConsumerRank(OneWayRank):
 
     def run(self) -> None:
         self._phase("loading")
-        job, place, run_dir = self.job, self.place, self.context.run_dir
+        job, run_dir = self.job, self.context.run_dir
         building = self.building(job.max_steps)
         with self.computing:
-            part = job.model.consumer(place.group_rank, place.group_size, building)
+            part = job.model.consumer(building)
         run = ConsumerRun(self, part)
         checkpoints = restored(self.context, {"consumer": run}, self.control, {})
         self.group.barrier()
@@ -312,15 +309,17 @@ class ConsumerRank(OneWayRank):
         self._await_checkpoint(checkpoints, run.plan)  # a stop would drop what it waits for
         self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
         self.send_stop()
-        if not self.is_stopped:
+        if self.group.leads and not self.is_stopped:
             with exporting(run_dir), self.computing:
-                part.export(run_dir, place.group_rank)
+                part.export(run_dir)
         self.report_memory(part.module, part)
         self._part_from_producers()
         if self.is_stopped:
             self.reporter.event("stop")
         else:
-            self._evaluate(part)
+            if self.group.leads:
+                self._evaluate(part)
+            self.reporter.event("finish", num_steps=job.max_steps)
         self.leave(checkpoints)
 
     def _await_checkpoint(self, checkpoints: Checkpointer, plan: ConsumptionPlan) -> None:
@@ -349,10 +348,9 @@ class ConsumerRank(OneWayRank):
         self._phase("evaluation")
         started = time.perf_counter()
         with self.computing:
-            scores = part.evaluate(self.place.group_rank)
-        if self.rank == 0 and scores.values:
+            scores = part.evaluate()
+        if scores.values:
             report_scores(self.reporter, "test", self.job.max_steps, scores, {}, started)
-        self.reporter.event("finish", num_steps=self.job.max_steps)
 
     def _phase(self, name: str) -> None:
         if self.rank == 0:

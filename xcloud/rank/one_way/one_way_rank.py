@@ -92,9 +92,11 @@ class OneWayRank(Role[OneWayExperiment]):
         return DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
 
     def building(self, num_steps: int) -> OneWayContext:
+        place = self.place
         return OneWayContext(
             self.job.seed, self.context.device, self.job.cache_path, self.group.barrier,
-            self.reporter.note, num_steps, self.job.cluster.producers,
+            self.reporter.note, num_steps, self.job.cluster.producers, place.cloud,
+            place.group_rank, place.group_size,
         )  # fmt: skip
 
     @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import Any
 
 import torch
@@ -31,17 +31,6 @@ from xcloud.record.reporter import FLUSH_EVERY_S
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
 
-@dataclass
-class _Made:
-    """Since the last report. losses: of the batches learned from."""
-
-    since_s: float = field(default_factory=time.monotonic)
-    num_batches: int = 0
-    samples: int = 0
-    tokens: int = 0
-    losses: list[float] = field(default_factory=list)
-
-
 class ProducerRun(StatefulParts):
     """Makes and learns every number in turn. number: of the last batch learned from. kept:
     payloads made for nobody, which may still be wanted, by number. Figures that were not reported
@@ -57,7 +46,9 @@ class ProducerRun(StatefulParts):
         self._clock = StepClock()
         self.number = self._num_planned = 0
         self.kept: dict[int, Tensor] = {}
-        self._made = _Made()
+        self._reported_at_s = time.monotonic()
+        self._made: Counter[str] = Counter()  # since then
+        self._losses: list[float] = []  # of the batches learned from
 
     def feed(self, checkpoints: Checkpointer) -> bool:
         """Until the consumer wants no more: what is under way is brought to its end, what is
@@ -130,7 +121,7 @@ class ProducerRun(StatefulParts):
 
     def _learn(self, number: int, fed: Fed) -> None:
         """Average the gradients over the ranks of this cloud, and update."""
-        loss, group, made = fed.loss, self._rank.group, self._made
+        loss, group = fed.loss, self._rank.group
         is_finite = math.isfinite(loss)
         if self._buffer is not None:
             with self._clock.during("average"):
@@ -147,28 +138,25 @@ class ProducerRun(StatefulParts):
             if self._buffer is not None:
                 with self._rank.computing_in(self._clock, "optimizer"):
                     self.part.update(number)
-            made.losses.append(loss)
+            self._losses.append(loss)
         self.number = number
-        made.num_batches += 1
-        made.samples += fed.num_samples
-        made.tokens += fed.num_tokens
-        if time.monotonic() - made.since_s > FLUSH_EVERY_S:
+        self._made.update(num_batches=1, samples=fed.num_samples, tokens=fed.num_tokens)
+        if time.monotonic() - self._reported_at_s > FLUSH_EVERY_S:
             self._report()
 
     def _report(self) -> None:
         """What was made since the last time: one line for many batches, as it crosses the link."""
-        made = self._made
-        if not made.num_batches:
+        if not self._made:
             return
-        figures: dict[str, Any] = {k: round(s, 6) for k, s in self._clock.seconds.items()}
-        if made.losses:
-            figures["loss"] = round(sum(made.losses) / len(made.losses), 6)
-        self._rank.reporter.event(
-            "fed", cloud=self.name, num_batches=made.num_batches, samples=made.samples,
-            tokens=made.tokens, **figures,
-        )  # fmt: skip
+        figures: dict[str, Any] = dict(self._made)
+        figures |= {kind: round(seconds, 6) for kind, seconds in self._clock.seconds.items()}
+        if self._losses:
+            figures["loss"] = round(sum(self._losses) / len(self._losses), 6)
+        self._rank.reporter.event("fed", cloud=self.name, **figures)
         self._clock.begin_step(0)  # start counting anew
-        self._made = _Made()
+        self._made.clear()
+        self._losses.clear()
+        self._reported_at_s = time.monotonic()
 
 
 class ProducerRank(OneWayRank):
@@ -201,9 +189,7 @@ class ProducerRank(OneWayRank):
         wanted = job.max_steps * job.training.batches_per_step * job.cluster.shares[place.producer]
         building = self.building(max(1, math.ceil(wanted / place.group_size)))
         with self.computing:
-            part = job.model.producer(
-                place.producer, place.cloud, place.group_rank, place.group_size, building
-            )
+            part = job.model.producer(building)
         run = ProducerRun(self, part, place.cloud)
         checkpoints = restored(self.context, {"producer": run}, self.control, {})
         self.orders.begin_after(run.number, run.kept)
@@ -214,8 +200,8 @@ class ProducerRank(OneWayRank):
         self.context.asked.is_armed = False
         checkpoints.wait()
         self.report_memory(part.parameters_module, part)
-        if not self.is_stopped:
+        if self.group.leads and not self.is_stopped:
             with exporting(run_dir), self.computing:
-                part.finish(run_dir, place.group_rank)
+                part.finish(run_dir)
         self.reporter.event("stop" if self.is_stopped else "finish")
         self.leave(checkpoints)
