@@ -19,8 +19,9 @@ from xcloud.models.lora import Lora
 from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.attacks import score
+from xcloud.security.gradient_attacks import Victim
 from xcloud.security.leak_meter import measure
-from xcloud.security.observer import AveragingObserver, LeakMeter, Observer, Victim
+from xcloud.security.observer import AveragingObserver, LeakMeter, Observer
 
 BOS = 1
 LAST_STEP = 5

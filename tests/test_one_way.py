@@ -315,7 +315,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
 ) -> None:
     """Also where a producer has two ranks, of which one may have been ordered more."""
     saves = {"_target_": "xcloud.training.settings.Checkpoints", "every_steps": 20}
-    groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.03}}
+    groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.02}}
     runs.in_threads(tmp_path / "whole", feed_config(WIDE, **groups), monkeypatch)
 
     def ask() -> None:

@@ -232,6 +232,7 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
         assert all(to_rgb(bar.get_color()[0]) == to_rgb(colour) for bar in drawn.lines[2])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pictures_are_drawn_and_not_blank(sweep: Path, tmp_path: Path) -> None:
     written = write_pictures(tmp_path, Results(from_folder(sweep)), "sweep s")
 
@@ -252,6 +253,7 @@ def test_a_sweep_without_a_finished_run_has_a_table_and_no_picture(tmp_path: Pat
     assert "0 of 1" in printed(results)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_compares_two_sweeps(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,8 @@ from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream, Victim
+from xcloud.security.gradient_attacks import Victim
+from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream
 from xcloud.wire.ends import Ends
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from xcloud.base.settings import Positive, settings
 from xcloud.security.attacks import TEXTS
 from xcloud.security.defences import LABEL
-from xcloud.security.gradient_attacks import attack_layers, changed_rows, raised_words
+from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows, raised_words
 
 OBSERVATIONS_DIR = "observations"
 TRUTH, GUESS, STEPS = "truth", "guess", "steps"
@@ -184,21 +184,6 @@ class Observer:
             messages.popleft()
 
 
-@dataclass(frozen=True)
-class Victim:
-    """What an attacker knows of a stage that reads text.
-
-    run: computes the stage on token ids [N, S]. words_N: ids that may stand in a text.
-    covers: updates that one contribution sums up.
-    """
-
-    module: nn.Module
-    run: Callable[[Tensor], object]
-    words_N: Tensor
-    max_length: int
-    covers: int = 1
-
-
 @dataclass
 class _Seen:
     step: int
@@ -253,9 +238,7 @@ class AveragingObserver:
                 yield "embedding_rows", [changed_rows(change, before).tolist()]
             elif isinstance(module, nn.Linear):
                 yield "head_rows", [raised_words(change).tolist()]
-        found = attack_layers(
-            victim.module, victim.run, seen.changes, victim.words_N, victim.max_length
-        )
+        found = attack_layers(victim, seen.changes)
         yield "layer_inputs", [found.tokens.tolist()]
         yield TEXTS, found.texts
 
