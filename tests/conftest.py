@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests import warm_ranks
 from xcloud.launch import processes as launch
@@ -46,6 +47,28 @@ def _ranks_start_warm() -> Iterator[None]:
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         yield
     warm_ranks.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _pictures_are_empty() -> Iterator[None]:
+    """In this process, but for tests that use `pictures`: drawing one takes half a second, and
+    every run ends with two."""
+
+    def save(figure: Figure, path: Path, draw: Any = Figure.savefig) -> None:
+        draw(figure, path) if _draws else Path(path).touch()
+
+    with mock.patch.object(Figure, "savefig", save):
+        yield
+
+
+_draws = list[bool]()
+
+
+@pytest.fixture
+def pictures() -> Iterator[None]:
+    _draws.append(True)
+    yield
+    _draws.clear()
 
 
 @pytest.fixture(scope="session")

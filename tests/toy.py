@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput, TokenIds
+from xcloud.contracts.task import Scores
 
 VOCABULARY = 16
 LENGTH = 6
@@ -66,12 +67,13 @@ class ToyData:
         assert "target" in self.fields
         return float(len(ids) * LENGTH)
 
-    def score(self, split: str, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: str, predictions: dict[int, list[int]]) -> Scores:
         hits = [
             predictions[i] == (self._tokens(torch.tensor([i]))[0] + 1).tolist()
             for i in predictions
         ]
-        return {"bleu": 100.0 * sum(hits) / len(hits)}
+        samples = {i: {"correct": hit} for i, hit in zip(predictions, hits, strict=True)}
+        return Scores({"bleu": 100.0 * sum(hits) / len(hits)}, {"bleu": 1.0}, samples)
 
     def signature(self) -> dict[str, str]:
         return {"bleu": "share of exact answers"}

@@ -36,7 +36,7 @@ class Places:
     def held(cls, layout: ClusterLayout, strategy: Strategy, last_step: int) -> Places:
         column, every, averaging = "pipeline", 1, strategy.averaging
         if layout.num_replicas > 1 and averaging is not None:
-            column, every = averaging.column, averaging.equal_every
+            column, every = averaging.traits.column, averaging.traits.equal_every
         clouds, places = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
         ranks = [
             Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)

@@ -93,6 +93,5 @@ class StoreFacts:
 
 def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
     """All replicas begin with the same parameters, also those that come later."""
-    found = (digest(stages[stage].parameters()) for stage in sorted(stages))
-    whole = torch.cat(list(found))
+    whole = torch.cat([digest(stages[stage].parameters()) for stage in sorted(stages)])
     return {"the parameters before the first update": bytes(whole.tolist()).hex()}

@@ -142,7 +142,7 @@ class Features:
             CheckpointPart(checkpoints, context.asked, self.is_directed, self.clock),
             evaluator,
             leaks,
-            PrivacyAccount(privacy, trainer, job.strategy.most_contributions, reporter)
+            PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
             if privacy is not None and self.rank == 0
             else None,
             CacheReport(self.wiring.boundaries.channels.values(), reporter),

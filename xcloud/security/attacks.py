@@ -120,17 +120,10 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
     return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
 
 
-def most_frequent(tokens_N: Tensor) -> int:
-    """The guess of an attacker who sees nothing."""
-    values, counts = torch.unique(tokens_N, return_counts=True)
-    return int(values[counts.argmax()])
-
-
 def f1_of_sets(guessed: Sequence[int], true: Sequence[int]) -> float:
     """Harmonic mean of the shares of guessed tokens that are true and of true ones guessed;
     distinct tokens."""
-    right = len(set(guessed) & set(true))
-    return 2 * right / (len(set(guessed)) + len(set(true))) if right else 0.0
+    return rouge([[*{*guessed}]], [[*{*true}]], 1)
 
 
 def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: int) -> float:
