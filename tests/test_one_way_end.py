@@ -22,8 +22,8 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import NOBODY
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way.plan import NOBODY, Order
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.producer import ProducerRank, ProducerRun
@@ -42,12 +42,12 @@ from xcloud.wire.ends import Ends
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
     rows = torch.tensor([[1, 0, 9], [2, 1, 9], [3, NOBODY, 9]], dtype=torch.int32)
     for may_drop, left in (
-        (False, [Ordered(2, 1, 9), Ordered(3, NOBODY, 9), None]),
+        (False, [Order(0, 2, 1, 9), Order(0, 3, NOBODY, 9), None]),
         (True, [None]),
     ):
         book = OrderBook(num_consumers=2)
         book.take_orders(frame(Kind.ORDER, rows))
-        assert book.next(may_drop) == Ordered(1, 0, 9)
+        assert book.next(may_drop) == Order(0, 1, 0, 9)
         book.take_stop(frame(Kind.STOP))
         assert [book.next(may_drop) for _ in left] == left
 

@@ -23,7 +23,7 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook, Ordered
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Order
 from xcloud.training.settings import Checkpoints
 
@@ -192,11 +192,11 @@ def test_what_was_ordered_for_nobody_may_still_be_ordered_for_a_rank() -> None:
     for rows in ([[1, 0, 9]], level, level, wanted):
         book.take_orders(orders(rows))
     assert [book.next(False) for _ in range(3)] == [
-        Ordered(1, 0, 9), Ordered(2, NOBODY, 9), Ordered(2, 0, 9)
+        Order(0, 1, 0, 9), Order(0, 2, NOBODY, 9), Order(0, 2, 0, 9)
     ]  # fmt: skip
     again.begin_after(2, {2})
     again.take_orders(orders(wanted))
-    assert again.next(False) == Ordered(2, 0, 9)
+    assert again.next(False) == Order(0, 2, 0, 9)
     for one in (book, again):
         with pytest.raises(FrameError, match="after number 2"):
             one.take_orders(orders(wanted))
@@ -235,7 +235,7 @@ def test_an_order_book_wakes_who_waits_for_an_order() -> None:
     book.take_orders(Frame(MessageKey(Kind.ORDER), (rows,), 0, 0.0, 0))
     waiting.join(10)
 
-    assert found == [Ordered(1, 0, 9)]
+    assert found == [Order(0, 1, 0, 9)]
 
 
 def test_generators_and_a_discriminator_go_on_bit_for_bit(tmp_path: Path) -> None:

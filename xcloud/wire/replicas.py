@@ -108,17 +108,17 @@ class HubLinks(PeerLinks):
 
     def _look_for(self, replica: int) -> None:
         ranks = self.ranks_of(replica)
-        if replica not in self._back and self.ends.begins_again(ranks):
+        if replica not in self._back and not self.ends.begins_again(ranks):
+            return
+        if replica not in self._ended:
             self._back.add(replica)
-            if replica not in self._ended:
-                self._end(replica)
-                raise LinkClosed(f"{self.name_of(replica)} has begun again")
-        if replica in self._back:
-            self._back.discard(replica)
-            self._ended.discard(replica)
-            for rank in ranks:
-                self.rejoin(rank)
-            self._open(replica)
+            self._end(replica)
+            raise LinkClosed(f"{self.name_of(replica)} has begun again")
+        self._back.discard(replica)
+        self._ended.discard(replica)
+        for rank in ranks:
+            self.rejoin(rank)
+        self._open(replica)
 
     def _end(self, replica: int) -> None:
         self._ended.add(replica)

@@ -219,14 +219,6 @@ class Inbox(StatefulParts):
             box.waiting.append(Arrived(box.producer, source, number, payload.clone(), num_bytes))
 
 
-class Ordered(NamedTuple):
-    """num_planned: batches that this rank will make in all, as the consumer plans by now."""
-
-    number: int
-    consumer: int
-    num_planned: int
-
-
 class SaveNow(NamedTuple):
     """Between two batches: save the state after step `step` of the consumer."""
 
@@ -237,7 +229,7 @@ class SaveNow(NamedTuple):
 class OrderBook:
     """`take_*` are handlers of a link, and raise FrameError for what no consumer sends; `next()`
     is the loop's. consumer: note there what `next` waits for. num_consumers: ranks that a batch
-    may be for. most_waiting: orders not begun; most_number: of a batch."""
+    may be for. most_waiting: orders not begun; most_number: of a batch. source: this rank."""
 
     def __init__(
         self,
@@ -245,11 +237,12 @@ class OrderBook:
         num_consumers: int = 1,
         most_waiting: int = 1 << 14,
         most_number: int = 1 << 30,
+        source: int = 0,
     ) -> None:
-        self._consumer = consumer or PeerLife()
+        self._consumer, self._source = consumer or PeerLife(), source
         self._num_consumers = num_consumers
         self._most_waiting, self._most_number = most_waiting, most_number
-        self._waiting: queue.SimpleQueue[Ordered | SaveNow | LinkError | None]
+        self._waiting: queue.SimpleQueue[Order | SaveNow | LinkError | None]
         self._waiting = queue.SimpleQueue()
         self._last = 0  # number ordered
         self._for_nobody: set[int] = set()  # of these some rank may still want the batch
@@ -267,7 +260,7 @@ class OrderBook:
             found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
             raise FrameError(f"orders must be int32 [N, 3], got {found}")
         for row in part.tolist():
-            order = Ordered(*row)
+            order = Order(self._source, *row)
             is_again = order.number in self._for_nobody
             if (
                 self.is_stopped
@@ -304,12 +297,12 @@ class OrderBook:
     def take_end(self, reason: LinkError) -> None:
         self._waiting.put(reason)
 
-    def _put(self, item: Ordered | SaveNow) -> None:
+    def _put(self, item: Order | SaveNow) -> None:
         if self._waiting.qsize() >= self._most_waiting:
             raise FrameError(f"more than {self._most_waiting} orders that are not begun")
         self._waiting.put(item)
 
-    def next(self, may_drop: bool) -> Ordered | SaveNow | None:
+    def next(self, may_drop: bool) -> Order | SaveNow | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
         with self._consumer.awaiting(f"orders after batch {self._last}"):

@@ -20,8 +20,8 @@ from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.inbox import OrderBook, Ordered
-from xcloud.parallel.one_way.plan import NOBODY
+from xcloud.parallel.one_way.inbox import OrderBook
+from xcloud.parallel.one_way.plan import NOBODY, Order
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
@@ -59,7 +59,7 @@ class ProducerRun(StatefulParts):
         while True:
             with self._clock.during("wait"):
                 order = self._rank.orders.next(may_drop=not averages)
-            if isinstance(order, Ordered):
+            if isinstance(order, Order):
                 checkpoints.after(0, Signal.GO_ON)
                 self._carry_out(order)
                 continue
@@ -95,7 +95,7 @@ class ProducerRun(StatefulParts):
             self._num_planned = num_planned
             self.part.replan(num_planned)
 
-    def _carry_out(self, order: Ordered) -> None:
+    def _carry_out(self, order: Order) -> None:
         if order.number in self.kept:
             return self._rank.send(order.consumer, order.number, self.kept.pop(order.number))
         self._replan(order.num_planned)
@@ -166,7 +166,10 @@ class ProducerRank(OneWayRank):
         super().__init__(context)
         job, consumers = self.job, range(self.job.cluster.num_consumers)
         most_number = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
-        self.orders = OrderBook(self.lives[0], len(consumers), self.most_waiting, most_number)
+        source = self.rank - len(consumers)
+        self.orders = OrderBook(
+            self.lives[0], len(consumers), self.most_waiting, most_number, source
+        )
         self._outs = [self.out("batches", consumer) for consumer in consumers]
         handlers = {
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
