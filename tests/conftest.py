@@ -91,7 +91,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
-        option.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
+        # One more than cores: slow tests wait for half of their time.
+        option.numprocesses = min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False  # ours, below: slow tests first

@@ -208,15 +208,15 @@ class AveragingObserver:
         stage 0. A tensor of which only a part came (a share of its rows) is left out."""
         if not self._observer.wants(step - self._victim.covers + 1):
             return
-        own = {f"0.{name}": p for name, p in self._victim.module.named_parameters()}
+        own = dict(self._victim.module.named_parameters())
         changes = {
-            name: tensor.detach().float().cpu().clone()
-            for name, tensor in tensors.items()
-            if name in own and tensor.shape == own[name].shape
+            name: tensors[f"0.{name}"].detach().float().cpu().clone()
+            for name, parameter in own.items()
+            if f"0.{name}" in tensors and tensors[f"0.{name}"].shape == parameter.shape
         }
         known = [seen.weights for seen in self._seen if seen.step == step]
         weights = known[0] if known else {n: p.detach().clone() for n, p in own.items()}
-        self._seen.append(_Seen(step, replica, _without_stage(changes), _without_stage(weights)))
+        self._seen.append(_Seen(step, replica, changes, weights))
 
     def attack(self) -> None:
         """Note what the attacks guess."""
@@ -243,18 +243,14 @@ class AveragingObserver:
         yield TEXTS, found.texts
 
 
-def _without_stage(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("0."): tensor for name, tensor in named.items()}
-
-
 @contextmanager
 def _holding(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The module with the weights of another step."""
-    own = {name: parameter.data for name, parameter in module.named_parameters()}
+    own = {name: (parameter, parameter.data) for name, parameter in module.named_parameters()}
     try:
-        for name, parameter in module.named_parameters():
+        for name, (parameter, _) in own.items():
             parameter.data = weights[name]
         yield
     finally:
-        for name, parameter in module.named_parameters():
-            parameter.data = own[name]
+        for parameter, data in own.values():
+            parameter.data = data
