@@ -107,6 +107,7 @@ def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
     assert read_run(folder / "nowhere").num_steps == 0
 
 
+@pytest.mark.usefixtures("pictures")
 def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
     reference, curves = curves_of(Results(from_folder(folder)))
     alone, across = curves

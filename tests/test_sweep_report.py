@@ -201,6 +201,18 @@ def test_csv_has_every_setting_and_every_run(sweep: Path, tmp_path: Path) -> Non
     assert points[2]["compression_ratio"] == "3.9"
 
 
+def test_a_score_of_a_single_run_is_shown_with_its_error_over_the_samples(tmp_path: Path) -> None:
+    errors = {"bleu": 0.8149}
+    write_run(tmp_path / "a", compose(["compression=int8"]), bleu=41.5, quality_error=errors)
+    results = Results(from_folder(tmp_path))
+    text = printed(results)
+    assert "41.50 ± 0.81" in text and "its standard error over the test samples" in text
+    write_csv(tmp_path, results)
+    for name in ("table.csv", "points.csv"):
+        with open(tmp_path / name, encoding="utf-8") as file:
+            assert float(next(csv.DictReader(file))["bleu_error"]) == 0.8149
+
+
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     assert front([(1.0, 40), (0.4, 41), (0.2, 12), (0.3, 12), (0.4, 30)]) == [(0.2, 12), (0.4, 41)]
     assert front([]) == []
@@ -220,6 +232,7 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
         assert all(to_rgb(bar.get_color()[0]) == to_rgb(colour) for bar in drawn.lines[2])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pictures_are_drawn_and_not_blank(sweep: Path, tmp_path: Path) -> None:
     written = write_pictures(tmp_path, Results(from_folder(sweep)), "sweep s")
 
@@ -240,6 +253,7 @@ def test_a_sweep_without_a_finished_run_has_a_table_and_no_picture(tmp_path: Pat
     assert "0 of 1" in printed(results)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_compares_two_sweeps(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

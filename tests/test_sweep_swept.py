@@ -24,6 +24,8 @@ from xcloud.sweep.results import Result, Results, entries, from_folder, publishe
 from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept, write_swept_picture
 from xcloud.sweep.table import print_sweep
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 LAYER, RANK = "model.split.layer", "model.split.rank"
 
 

@@ -64,6 +64,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     final = final_metrics(
         {
             "quality": {"bleu": 41.92, "chrf": None},
+            "quality_error": {"bleu": 0.81},
             "step_time_s": {"median": 0.4, "p90": 0.5},
             "compression_ratio": {"forward": 4.0, "backward": None, "total": 3.0},
             "waiting_s": {"source": 0.2},
@@ -72,6 +73,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     )
     assert final == {
         "bleu": 41.92,
+        "bleu_error": 0.81,
         "step_time_s": 0.4,
         "step_time_p90_s": 0.5,
         "compression_ratio": 3.0,

@@ -127,6 +127,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     ratio = summary.get("compression_ratio", {})
     metrics = {
         **summary.get("quality", {}),
+        **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
         "step_time_s": step_time_s.get("median"),
         "step_time_p90_s": step_time_s.get("p90"),
         "compression_ratio": ratio.get("total"),

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.base.units import human_duration, score_name, score_text
+from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 
 REDRAWS_PER_S = 10
@@ -161,8 +161,10 @@ def _describe_resume(event: Event) -> str:
 
 
 def _describe_quality(event: Event) -> str:
+    errors = event.get("errors", {})
     values = "  ".join(
-        f"{score_name(name)} {score_text(name, value)}" for name, value in event["values"].items()
+        f"{score_name(name)} {score_with_error(name, value, errors.get(name))}"
+        for name, value in event["values"].items()
     )
     text = f"{event['split']} at step {event['step']}: {values}"
     if event.get("evaluation_s") is not None:

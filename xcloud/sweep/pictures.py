@@ -32,7 +32,7 @@ from xcloud.report.figures import (
     smoothed,
 )
 from xcloud.sweep.points import UNCOMPRESSED
-from xcloud.sweep.results import ONE_CLOUD, Result, Results
+from xcloud.sweep.results import ONE_CLOUD, Result, Results, plus_minus
 
 STEP_TIME = "step_time.png"
 LOSSES = "losses.png"
@@ -115,15 +115,17 @@ def write_scatter(
 
 
 def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None:
-    for _, mark in marks.iterrows():
+    spread = plus_minus(marks, score)
+    for number, mark in marks.iterrows():
         axes.errorbar(
-            mark[cost], mark[score], xerr=mark[f"{cost}_std"], yerr=mark[f"{score}_std"],
+            mark[cost], mark[score], xerr=mark[f"{cost}_std"], yerr=spread[number],
             fmt=mark["shape"], color=mark.colour, ecolor=(mark.colour, 0.6), elinewidth=0.9,
             capsize=2.5, markersize=6, label=mark.label,
         )  # fmt: skip
     axes.margins(0.12)
-    over_seeds = " (mean ± std over seeds)" * bool(marks[f"{score}_std"].notna().any())
-    axes.set_ylabel(f"{score_name(score)}, test set{over_seeds}")
+    is_mean = marks[f"{score}_std"].notna().any()
+    shown = " (mean ± std over seeds)" if is_mean else " (± standard error)"
+    axes.set_ylabel(f"{score_name(score)}, test set{shown * bool(spread.notna().any())}")
 
 
 def draw_front(axes: Axes, marks: pd.DataFrame, score: str) -> None:

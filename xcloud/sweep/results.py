@@ -75,6 +75,7 @@ class Results:
     rows: a line for each setting, best score first; its index counts in the order of appearance.
         Of every figure (`bleu`, `step_time_s`, `waiting_s_cloud_a`) the mean over the finished
         runs and, in `bleu_std`, the sample standard deviation; NaN where there is none.
+        `bleu_error` is the mean of the runs' standard errors over test samples.
     share: step time / that of the uncompressed runs of the same sweep and link.
     SCORE_share_of_one_cloud: rate / that of the same work in one cloud of the same sweep.
     """
@@ -126,7 +127,7 @@ class Results:
         if len(figures):
             by_row = figures.astype(float).groupby("row").agg(["mean", "std"])
             by_row.columns = [name + "_std" * (what == "std") for name, what in by_row.columns]
-            rows = rows.join(by_row)
+            rows = rows.join(by_row.drop(columns=by_row.filter(regex="_error_std$")))
         for name in ("step_time_s", "compression_ratio"):
             rows = rows if name in rows else rows.assign(**{name: np.nan, f"{name}_std": np.nan})
         rows = _share_of_uncompressed(rows)
@@ -136,6 +137,12 @@ class Results:
                 there = rows.join(alone.rename("alone"), on=["sweep", "workload"])["alone"]
                 rows[f"{name}_share_of_one_cloud"] = rows[name] / there
         return rows.loc[sorted(rows.index, key=lambda number: _by_score(rows.loc[number]))]
+
+
+def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
+    """What is shown after a score: its spread over seeds, its error if there is one run."""
+    std = rows[f"{score}_std"]
+    return std.fillna(rows[f"{score}_error"]) if f"{score}_error" in rows else std
 
 
 def _row(runs: Sequence[Result]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from xcloud.base.units import LESS_IS_BETTER, score_name, shown_scores
 from xcloud.report.figures import DASHES, LINES, MARKERS, canvas, column, plain, save
 from xcloud.report.tables import Column, console_of, print_table
 from xcloud.sweep.points import deciding, is_number, varying
-from xcloud.sweep.results import Results
+from xcloud.sweep.results import Results, plus_minus
 from xcloud.sweep.table import WIDTH_OF_A_SWEEP, known, spread_text
 
 if TYPE_CHECKING:
@@ -117,13 +117,16 @@ def write_swept(folder: Path, swept: Swept) -> Path:
     """Write a CSV row for each score, value and line."""
     rows = pd.concat([swept.rows, swept.beside.assign(line=swept.beside.setting)])
     parts = [
-        rows.assign(score=score, mean=rows[score], std=rows[f"{score}_std"])
+        rows.assign(score=score, **{
+            name: rows.get(f"{score}{end}")
+            for name, end in (("mean", ""), ("std", "_std"), ("error", "_error"))
+        })
         for score in swept.scores
-    ]
+    ]  # fmt: skip
     table = pd.concat(parts).dropna(subset="mean").round(6)
     table = table.rename(columns={"value": swept.setting, "finished": "seeds"})
     folder.mkdir(parents=True, exist_ok=True)
-    columns = ["score", swept.setting, "line", "mean", "std", "seeds"]
+    columns = ["score", swept.setting, "line", "mean", "std", "error", "seeds"]
     table.to_csv(folder / SWEPT_FILE, columns=columns, index=False, float_format="{:g}".format)
     return folder / SWEPT_FILE
 
@@ -170,8 +173,8 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
 def _draw(axes: Axes, swept: Swept, score: str) -> None:
     for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
         if (mean := known(row, score)) is not None:
-            std = known(row, f"{score}_std") or 0.0
-            axes.axhspan(mean - std, mean + std, color=colour, alpha=0.4, linewidth=0, zorder=0)
+            end = plus_minus(swept.beside, score).fillna(0.0)[row.name]
+            axes.axhspan(mean - end, mean + end, color=colour, alpha=0.4, linewidth=0, zorder=0)
             axes.axhline(mean, color=colour, linewidth=1.4, zorder=1)
     values = swept.values
     if values[0] > 0 and values[-1] >= MANY_TIMES * values[0]:
@@ -186,11 +189,13 @@ def _draw(axes: Axes, swept: Swept, score: str) -> None:
         shift = apart * (index - (len(swept.lines) - 1) / 2)
         rows = swept.rows[swept.rows.line == line].dropna(subset=score).sort_values("value")
         axes.errorbar(
-            rows.value + shift, rows[score], yerr=rows[f"{score}_std"].fillna(0.0),
+            rows.value + shift, rows[score], yerr=plus_minus(rows, score).fillna(0.0),
             elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
         )  # fmt: skip
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     seeds = "" if swept.num_seeds == "1" else f"\n(mean ± std over {swept.num_seeds} seeds)"
+    if not seeds and plus_minus(swept.rows, score).notna().any():
+        seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, "both")
 

@@ -18,7 +18,7 @@ from xcloud.base.units import (
     shown_scores,
 )
 from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table
-from xcloud.sweep.results import Results
+from xcloud.sweep.results import Results, plus_minus
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,11 +97,14 @@ def spread_text(row: Any, name: str) -> str:
 
 
 def _spread(row: Any, name: str, text: Callable[[float], str], std_name: str | None = "") -> str:
-    """Mean ± standard deviation, the unit once: 450 ± 71 ms."""
-    mean, std = known(row, name), std_name is not None and known(row, std_name or f"{name}_std")
+    """Mean ± standard deviation, of a single run's score its error; the unit once: 450 ± 71 ms."""
+    mean, std = known(row, name), None
     if mean is None:
         return UNKNOWN
-    if not isinstance(std, float):
+    if std_name is not None:
+        std = known(row, std_name or f"{name}_std")
+        std = known(row, f"{name}_error") if std is None else std
+    if std is None:
         return text(mean)
     number, _, unit = text(mean).partition(" ")
     if unit in ("ms", "s"):
@@ -161,6 +164,8 @@ def remarks_of(results: Results) -> Iterator[str]:
     rows = results.rows
     if (rows.finished > 1).any():
         yield "± is the standard deviation over seeds."
+    if any(plus_minus(rows[rows[f"{s}_std"].isna()], s).notna().any() for s in results.scores):
+        yield "± of a score of a single run is its standard error over the test samples."
     if _compares(results):
         yield "share: of the step time of the uncompressed runs of the same sweep."
         if not _are_timed_together(results):
