@@ -134,13 +134,14 @@ class Pricer:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
         b, longest_s, starts = self.samples(plan), 0.0, (0, *plan.ends[:-1])
-        sums = self._sums(b)
+        sums, call_s = self._sums(b), sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
             through_s = busiest_s = 0.0
             out = back = Direction()
             for (start, end), at in zip(zip(starts, plan.ends, strict=True), stages, strict=True):
-                own_s = at.slowdown * sum(s[end] - s[start] for s in (sums.forward, sums.backward))
+                work_s = sum(s[end] - s[start] for s in (sums.forward, sums.backward))
+                own_s = at.slowdown * (work_s + call_s)
                 own_s += out.decompress_s + back.compress_s
                 out = back = Direction()
                 if at.up is not None and at.down is not None:
@@ -194,9 +195,14 @@ class Pricer:
             average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, trained)
             optimizer_s = sum(piece.optimizer_s for piece in pieces)
             updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
+        # A stage is called once for a micro-batch, whatever its pieces.
         forward_s, backward_s, weights_s, splitting_s = (
-            [of[end] - of[start] for start, end in pairs]
-            for of in (sums.forward, sums.backward, sums.weights, sums.splitting)
+            [call_s + of[end] - of[start] for start, end in pairs]
+            for of, call_s in zip(
+                (sums.forward, sums.backward, sums.weights, sums.splitting),
+                (*self._calls_s(b), 0.0, 0.0),
+                strict=True,
+            )
         )
         for stage in range(len(pairs)):
             if backward_s[stage] and _splits(schedule, stage, len(pairs)):
@@ -219,6 +225,9 @@ class Pricer:
             self.profile.control_bytes,
             list(map(min, weights_s, backward_s)),  # differences of long sums
         )
+
+    def _calls_s(self, b: float) -> tuple[float, float]:
+        return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
 
     def _num_own(self, plan: Plan, replica: int) -> int:
         return plan.micro_batches_of(replica, self.arranged[plan.strategy].layout.num_replicas)
