@@ -1,24 +1,35 @@
-"""Whole runs of real processes: start one, wait for it, read what it left."""
+"""Whole runs, of real processes or of threads: start one, wait for it, read what it left."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests import warm_ranks
+from tests.combinations import run as run_ranks
+from tests.forks import Child
+from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.rank.parts import Features
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.rank_state import state_file
+from xcloud.watch.monitor import Monitor
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,16 +48,49 @@ def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:
     return summary
 
 
-def completed(words: list[str], log: Path) -> subprocess.CompletedProcess[str]:
-    """`python run.py …` from start to end, started warm where that can be. Its stdout and stderr
-    are one text, given as both."""
-    if sys.platform != "linux":
-        with open(log, "w") as file:
-            code = subprocess.run(
-                words, cwd=ROOT, stdout=file, stderr=file, timeout=200
-            ).returncode
-    else:
-        code = warm_ranks.command(*words[1:], log=log).wait(200)
+def in_threads(
+    run_dir: Path, config: dict[str, object], patch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """As `start`, with the ranks in threads of this process, over links in memory."""
+    for of, name in ((Pipeline, "_compute"), (Features, "stage")):
+        patch.setattr(of, name, one_at_a_time(getattr(of, name)))
+    job = job_from_config(OmegaConf.create(config))
+    monitor = Monitor(job, {}, run_dir)
+    run_ranks(job, run_dir, patch)
+    summary = monitor.finish(None)
+    assert "refused_reports" not in summary, read(run_dir / EVENTS_FILE)
+    return summary
+
+
+_DRAWING = threading.RLock()
+
+
+def one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's random generator is one for all threads."""
+
+    @functools.wraps(call)
+    def alone(*arguments: Any, **more: Any) -> Any:
+        with _DRAWING:
+            return call(*arguments, **more)
+
+    return alone
+
+
+def command(*words: str, log: Path, **more: str) -> Child | subprocess.Popen[bytes]:
+    """`python WORDS` in the project's folder, with its output in `log`; started warm where that
+    can be. more: of its environment."""
+    if sys.platform == "linux":
+        return warm_ranks.command(*words, log=log, **more)
+    with open(log, "w") as file:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file
+        )
+
+
+def completed(*words: str, log: Path) -> subprocess.CompletedProcess[str]:
+    """A command from start to end. Its stdout and stderr are one text, given as both."""
+    code = command(*words, log=log).wait(200)
     said = log.read_text()
     return subprocess.CompletedProcess(words, code, said, said)
 
@@ -66,9 +110,20 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def no_workers(run_dir: Path) -> bool:
-    listed = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True)
-    others = [pid for pid in listed.stdout.split() if pid != str(os.getpid())]
-    return not others and not warm_ranks.alive(run_dir)
+    """No process of this run is left: none writes a log into its folder."""
+    return not any(_writes_into(process, run_dir) for process in psutil.process_iter())
+
+
+def _writes_into(process: psutil.Process, run_dir: Path) -> bool:
+    try:
+        logs = [Path(file.path) for file in process.open_files() if file.path.endswith("log")]
+    except psutil.Error:  # it has ended, or is another user's
+        return False
+    return process.pid != os.getpid() and any(run_dir.resolve() in log.parents for log in logs)
+
+
+def rank_pid(run_dir: Path, rank: int) -> int:
+    return int(json.loads(state_file(run_dir, rank).read_text())["pid"])
 
 
 def free_port() -> int:

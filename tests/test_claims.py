@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
 from xcloud.claims import list as listing
 from xcloud.claims import reproduce, site
-from xcloud.claims.claims import FILE, Claim, Figure, Rule, judge, read_claims
+from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
 from xcloud.claims.records import Record, made, page, verdict_of
 
 ROWS = [
@@ -20,6 +24,12 @@ ROWS = [
     for row, bleu in (("ours", 30.0), ("theirs", 26.5))
     for seed in (1, 2, 3)
 ]
+
+
+SUMMARY = {
+    "wan_bytes_per_step": {"forward": 1, "backward": 1}, "compression_ratio": {"total": 2.0},
+    "step_time_s": {"median": 0.1}, "final_loss": 1.0, "wall_s": 3.0,
+}  # fmt: skip
 
 
 def claim(**changed: Any) -> Claim:
@@ -110,16 +120,27 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 ) -> None:
     ran = []
 
-    def run(words: list[str], data: Path | None, folder: Path) -> dict[str, Any]:
+    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        words = command[2:-2]
+        folder = Path(command[-2].removeprefix("hydra.run.dir="))
         ran.append((folder.name, words))
-        return {"bleu": 30.0 if "a=1" in words else 26.0}
+        folder.mkdir(parents=True)
+        (folder / "experiment.yaml").write_text("seed: 1")
+        summary = {**SUMMARY, "quality": {"bleu": 30.0 if "a=1" in words else 26.0}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return subprocess.CompletedProcess(command, 0)
 
     mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
     monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
-    monkeypatch.setattr(reproduce, "_run", run)
+    ours = SimpleNamespace(run=run, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(reproduce, "subprocess", ours)
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
+    kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
+    assert kept == ["experiment.yaml", "summary.json"] and not (tmp_path / "work").exists()
+    assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
+    assert len(ran) == 6, "rows that there are were made again"
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
     assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
     assert "leaves out: everything but one seed" in capsys.readouterr().out
@@ -138,6 +159,34 @@ def test_missing_data_and_unknown_claims_are_one_line(
     ):
         assert reproduce.main(words) == 1
         assert said in capsys.readouterr().err
+
+
+def quotes() -> Iterator[tuple[str, str, str]]:
+    claims = read_claims(project_root() / FILE)
+    for name, record in listing.read_records(claims).items():
+        for quote in claims[name].quotes:
+            yield name, quote.file, quote.filled(record.rows)
+
+
+@pytest.mark.parametrize(("name", "file", "text"), list(quotes()))
+def test_readme_and_docs_quote_what_the_record_says(name: str, file: str, text: str) -> None:
+    assert text in (project_root() / file).read_text("utf-8")
+
+
+def test_no_score_of_the_readme_is_without_a_record() -> None:
+    readme = (project_root() / "README.md").read_text("utf-8")
+    row = next(line for line in readme.splitlines() if line.startswith("| BLEU"))
+    quoted = {number for _, _, text in quotes() for number in re.findall(r"\d+\.\d", text)}
+    assert set(re.findall(r"\d+\.\d", row)) <= quoted
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("mean", "32.0"), ("each", "31.0, 32.0, 33.0"), ("deviation", "32.0 ± 1.0"),
+     ("more", "+3100.0 %")],
+)  # fmt: skip
+def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
+    assert Quote("a.md", "<{}>", Figure("ours", "bleu"), form=form).filled(ROWS) == f"<{expected}>"
 
 
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

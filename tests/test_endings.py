@@ -29,11 +29,11 @@ from xcloud.launch.rank_process import EXIT_PEER_LOST
 pytestmark = pytest.mark.slow
 
 LIVENESS = {
-    "_target_": "xcloud.cluster.liveness.Liveness", "interval_s": 0.5, "lost_after_s": 3.0,
+    "_target_": "xcloud.cluster.liveness.Liveness", "interval_s": 0.4, "lost_after_s": 2.5,
 }  # fmt: skip
 LINE = {
     "_target_": "xcloud.cluster.link_profile.LinkProfile",
-    "bandwidth_bits_per_s": 1e9, "timeout_s": 6.0, "timeout_factor": 1.0,
+    "bandwidth_bits_per_s": 1e9, "timeout_s": 4.0, "timeout_factor": 1.0,
 }  # fmt: skip
 TWO_CLOUDS = layout(a=cloud(1), b=cloud(1))
 CHAIN = layout(a=cloud(1), b=cloud(1), c=cloud(2))
@@ -71,13 +71,13 @@ def test_an_evaluation_may_take_longer_than_a_message_and_is_part_of_no_step(
     clusters: dict, slow_predictions: int | None, tmp_path: Path
 ) -> None:
     config = config_of(
-        clusters, 4, evaluate_every=3, predict_s=8.0, slow_predictions=slow_predictions
+        clusters, 4, evaluate_every=3, predict_s=5.5, slow_predictions=slow_predictions
     )
     summary = start(tmp_path, config)
 
     assert summary["status"] == "finished" and len(losses(tmp_path)) == 4
     assert "bleu" in summary["quality"] and "bleu" in summary["dev_quality"]
-    assert max(event["step_s"] for event in steps(tmp_path)) < 7.0
+    assert max(event["step_s"] for event in steps(tmp_path)) < 5.0
     assert {message["kind"] for message in audit(tmp_path)} >= {"alive", "meeting"}
     assert len(weights(tmp_path)) >= 5
 
@@ -114,7 +114,7 @@ FEEDING = {"disc": feed_cloud(1), "one": feed_cloud(1, 1.0)}
 
 
 def test_a_producer_is_heard_out_while_it_exports_for_long(tmp_path: Path) -> None:
-    summary = start(tmp_path, feed(FEEDING, export_s={"one": 8.0}))
+    summary = start(tmp_path, feed(FEEDING, export_s={"one": 5.5}))
 
     assert summary["feed"]["producers"]["one"]["finished"]
     assert (tmp_path / "model" / "one.safetensors").is_file()
@@ -155,5 +155,5 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
     for rank, waits in ((0, ""), (1, " while this rank waited for the barrier of 2 ranks")):
         failure = launch.failure_of(tmp_path, rank)
         assert failure is not None
-        assert f"rank 2 (cloud b) sent no heartbeat for 3 s{waits}" in failure["message"]
+        assert f"rank 2 (cloud b) sent no heartbeat for 2.5 s{waits}" in failure["message"]
     wait_for(lambda: no_workers(tmp_path), 60)  # the monitor writes what the run was

@@ -1,13 +1,11 @@
 """Two real processes over gloo; each test's script runs in both, told apart by `rank`."""
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.runs import command
 from xcloud.cluster.gloo_link import first_line
 
 pytestmark = pytest.mark.slow
@@ -27,22 +25,24 @@ peer, name = 1 - rank, f"rank {1 - rank} of cloud 'x'"
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 group = dist.new_group()
 key = lambda i: MessageKey(Kind.ACTIVATION, 1, i)
+def over():
+    (folder / "over").touch()
+def until_over():  # a peer that says nothing, and stays
+    while not (folder / "over").exists():
+        time.sleep(0.02)
 """
 
 
 def run_pair(tmp_path: Path, script: str) -> list[tuple[int, str]]:
     file = tmp_path / "script.py"
     file.write_text(PRELUDE + textwrap.dedent(script) + "\nsys.stdout.flush()\nos._exit(0)\n")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(file), str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    return [(process.returncode, out) for process, out in zip(processes, outputs, strict=True)]
+        command(str(file), str(rank), str(tmp_path), log=log, GLOO_SOCKET_IFNAME="lo")
+        for rank, log in enumerate(logs)
+    ]
+    codes = [process.wait(120) for process in processes]
+    return [(code, log.read_text()) for code, log in zip(codes, logs, strict=True)]
 
 
 def test_messages_of_any_size_arrive_in_order_and_are_counted(tmp_path: Path) -> None:
@@ -142,8 +142,9 @@ def test_a_silent_peer_and_a_message_that_is_too_long_are_clear_errors(tmp_path:
                 out.send(key(0), (torch.zeros(1000),))
             except FrameError as error:
                 print(error)
+            over()
         else:
-            time.sleep(2)
+            until_over()
         """,
     )
 
@@ -202,12 +203,13 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
                     link.send(key(i), ())
             except LinkTimeout as error:
                 print(error)
+            over()
         else:
             link = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000, window=window))
-            time.sleep(4)
+            time.sleep(2.5)
             for i in range(200):
                 link.recv(key(i), 20)
-            time.sleep(8)
+            until_over()
         """,
     )
 
@@ -215,7 +217,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
 
 
 def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path) -> None:
-    """20 messages of 0.2 s each, closed with 1 s of patience."""
+    """12 messages of 0.2 s each, closed with 0.5 s of patience."""
     results = run_pair(
         tmp_path,
         """
@@ -226,25 +228,26 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
             clock = LinkClock(profile, folder / "a.clock")
             settings = OutSettings(name, 100_000, clock, life=life())
             link = GlooOutLink(PeerInGroup(group, peer), settings)
-            for i in range(20):
+            for i in range(12):
                 link.send(key(i), (torch.zeros(24_000, dtype=torch.uint8),))
             started = time.monotonic()
-            link.close(1.0)
-            assert time.monotonic() - started > 2.0
+            link.close(0.5)
+            assert time.monotonic() - started > 1.0
             print("closed")
             incoming = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000, life=life()))
             try:
                 incoming.close(1.0)
             except LinkTimeout as error:
                 print(error)
+            over()
         else:
             incoming = GlooInLink(
                 PeerInGroup(group, peer), InSettings(name, 100_000, life=life(), is_emulated=True)
             )
-            for i in range(20):
+            for i in range(12):
                 incoming.recv(key(i), 20)
             incoming.close(1.0)
-            time.sleep(3)
+            until_over()
         """,
     )
 

@@ -20,7 +20,7 @@ TINY = [
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return completed([sys.executable, *words], folder / "log")
+    return completed(*words, log=folder / "log")
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,20 +13,16 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from tests.combinations import run as run_in_threads
+from tests import runs
 from tests.one_way_toy import cloud, feed_config
-from tests.runs import losses, no_workers, read, wait_for
+from tests.runs import command, losses, no_workers, read, wait_for
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
 from xcloud.rank.one_way.wiring import OneWayRank
 from xcloud.security.wire_audit import compact
-from xcloud.watch.monitor import Monitor
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
-
 ONE = {"disc": cloud(1), "one": cloud(1, 1.0)}
 TWO = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(1, 1.0)}
 WIDE = {"disc": cloud(2), "one": cloud(2, 1.0), "two": cloud(1, 1.0)}
@@ -41,21 +35,12 @@ def start(run_dir: Path, clouds: dict[str, object], *form: str, **groups: dict) 
 
 
 def in_threads(
-    run_dir: Path,
-    patch: pytest.MonkeyPatch,
-    clouds: dict[str, object],
-    form: str = "clouds",
-    **groups: dict,
+    run_dir: Path, patch: pytest.MonkeyPatch, clouds: dict[str, object], **groups: dict
 ) -> dict:
     """As `start`, with the ranks in threads of this process, over links in memory. They take no
     turns, so that one can be slow."""
     patch.setattr(OneWayRank, "computing_in", lambda rank, clock: nullcontext())
-    job = job_from_config(OmegaConf.create(feed_config(clouds, form, **groups)))
-    monitor = Monitor(job, {}, run_dir)
-    run_in_threads(job, run_dir, patch)
-    summary = monitor.finish(None)
-    assert "refused_reports" not in summary
-    return summary
+    return runs.in_threads(run_dir, feed_config(clouds, "clouds", **groups), patch)
 
 
 def events(run_dir: Path, kind: str) -> list[dict]:
@@ -99,15 +84,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("clouds", "other"), [(TWO, "local"), (WIDE, "one_cloud")], ids=["1+1 to 1", "2+1 to 2"]
 )
 def test_clouds_train_the_same_bits_as_one(
-    clouds: dict[str, object], other: str, two: Path, tmp_path: Path
+    clouds: dict[str, object],
+    other: str,
+    two: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All parts learn; order fixed by shares, whatever arrives first."""
     folder = two
     if clouds is not TWO:
         folder = tmp_path / "clouds"
-        start(folder, clouds, "clouds", model={"late_s": {"one": 0.5}})
+        config = feed_config(clouds, "clouds", model={"late_s": {"one": 0.5}})
+        runs.in_threads(folder, config, monkeypatch)
     summary = json.loads((folder / "summary.json").read_text())
-    alone = start(tmp_path / "other", clouds, other)
+    alone = runs.in_threads(tmp_path / "other", feed_config(clouds, other), monkeypatch)
 
     assert losses(folder) == losses(tmp_path / "other")
     assert len(losses(folder)) == 12
@@ -321,11 +311,13 @@ def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
     assert 0 < summary["link_utilisation"]["forward"] < 0.1
 
 
-def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a producer has two ranks, of which one may have been ordered more."""
     saves = {"_target_": "xcloud.training.settings.Checkpoints", "every_steps": 20}
     groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.03}}
-    start(tmp_path / "whole", WIDE, **groups)
+    runs.in_threads(tmp_path / "whole", feed_config(WIDE, **groups), monkeypatch)
 
     def ask() -> None:
         wait_for(lambda: read(tmp_path / "cut/events.jsonl").count('"step"') > 40)
@@ -351,14 +343,11 @@ def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
         "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
         "run(OmegaConf.load(folder / 'config.yaml'), folder)"
     )
-    command = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    running = command("-c", script, str(tmp_path), log=tmp_path / "log")
     wait_for(lambda: '"step"' in read(tmp_path / "events.jsonl"))
 
-    command.send_signal(signal.SIGINT)
-    command.communicate(timeout=120)
+    running.send_signal(signal.SIGINT)
+    running.wait(120)
 
     wait_for(lambda: no_workers(tmp_path), 60)
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.runs import losses, no_workers, start, wait_for, weights
+from tests.runs import (
+    command,
+    in_threads,
+    losses,
+    no_workers,
+    rank_pid,
+    wait_for,
+    weights,
+)
 from tests.toy import toy_config
 from xcloud.record.checkpoints import CheckpointFolder
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
 
 
 def config() -> dict[str, object]:
@@ -29,25 +34,12 @@ def config() -> dict[str, object]:
     return made
 
 
-def pid_of(run_dir: Path, rank: int) -> int:
-    words = ["pgrep", "-f", f"xcloud worker {run_dir}[^ ]* --rank {rank}"]
-    return int(subprocess.run(words, capture_output=True, text=True).stdout.split()[0])
-
-
-def command(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "run.py", *words], cwd=ROOT, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
 def test_a_run_whose_rank_and_then_launcher_is_killed_ends_as_if_they_had_not_been(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher starts the ranks again; after its own end the run is gone on with by hand."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    start(whole, config())
+    in_threads(whole, config(), monkeypatch)
     run_dir.mkdir()
     (run_dir / "experiment.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config())))
     (run_dir / "events.jsonl").touch()  # of an attempt that told nothing
@@ -56,19 +48,19 @@ def test_a_run_whose_rank_and_then_launcher_is_killed_ends_as_if_they_had_not_be
     def agreed(step: int) -> bool:
         return any(found >= step for found in folder.agreed_steps())
 
-    first = command(f"resume={run_dir}", "resume_anew=true")
+    log = tmp_path / "log"
+    first = command("run.py", f"resume={run_dir}", "resume_anew=true", log=log)
     wait_for(lambda: agreed(5))
-    os.kill(pid_of(run_dir, 1), signal.SIGKILL)
+    os.kill(rank_pid(run_dir, 1), signal.SIGKILL)
     wait_for(lambda: agreed(20))
     first.kill()
-    said, _ = first.communicate()
-    assert "restart 1 of at most 3" in said
+    first.wait()
+    assert "restart 1 of at most 3" in log.read_text()
     wait_for(lambda: no_workers(run_dir), 60)
     assert (run_dir / "rendezvous").exists()  # nobody was left to remove it
 
-    second = command(f"resume={run_dir}")
-    said, _ = second.communicate(timeout=180)
-    assert second.returncode == 0, said
+    second = command("run.py", f"resume={run_dir}", log=log)
+    assert second.wait(180) == 0, log.read_text()
     ours, theirs = weights(run_dir), weights(whole)
     assert ours.keys() == theirs.keys() and ours
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,28 +1,25 @@
 """Whole sweeps through `run.py -m`, with real processes and the toy task of tests/conf."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.runs import completed
+from tests.runs import command, completed, no_workers
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
-TOY = [sys.executable, "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy", "tracker=none"]
+TOY = ["run.py", "--config-dir", "tests/conf", "-m", "+exp=toy", "tracker=none"]
 
 
-def command(folder: Path, *overrides: str) -> list[str]:
+def words(folder: Path, *overrides: str) -> list[str]:
     return [*TOY, f"hydra.sweep.dir={folder}", f"sweep={folder.name}", *overrides]
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return completed(command(folder, *overrides), folder.with_suffix(".log"))
+    return completed(*words(folder, *overrides), log=folder.with_suffix(".log"))
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -30,11 +27,6 @@ def statuses(folder: Path) -> dict[str, str]:
         path.parent.name: json.loads(path.read_text())["status"]
         for path in folder.glob("*/summary.json")
     }
-
-
-def no_workers(folder: Path) -> bool:
-    listed = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
-    return all(pid == str(os.getpid()) for pid in listed.stdout.split())
 
 
 def test_a_failing_point_is_said_the_others_go_on_and_the_next_command_repeats_only_it(
@@ -77,9 +69,9 @@ def test_a_bad_point_refuses_the_sweep(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_said_with_those_there_are_wherever_m_stands(tmp_path: Path) -> None:
-    words = [word for word in command(tmp_path / "bad", "compression=int8,int9") if word != "-m"]
-    words.insert(words.index("+exp=toy") + 1, "-m")
-    refused = completed(words, tmp_path / "log")
+    moved = [word for word in words(tmp_path / "bad", "compression=int8,int9") if word != "-m"]
+    moved.insert(moved.index("+exp=toy") + 1, "-m")
+    refused = completed(*moved, log=tmp_path / "log")
 
     assert refused.returncode == 2, refused.stderr
     assert "no compression/int9; did you mean 'int8'? There are: bf16, " in refused.stderr
@@ -96,10 +88,7 @@ def test_ctrl_c_ends_every_rank_and_leaves_a_sweep_to_continue(
     folder = tmp_path / "cut"
     overrides = ["seed=1,2,3", "training.max_steps=100000", f"hydra.launcher.parallel={parallel}"]
     log = tmp_path / "log"
-    with open(log, "w") as file:
-        sweep = subprocess.Popen(
-            command(folder, *overrides), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
-        )
+    sweep = command(*words(folder, *overrides), log=log)
     deadline = time.monotonic() + 180
     while log.read_text().count("step 1/100000") < parallel:
         assert sweep.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -155,6 +144,5 @@ def test_hydras_own_launcher_still_works_and_the_report_reads_its_sweep(tmp_path
 
     assert done.returncode == 0, done.stderr
     assert statuses(folder) == {"0": "finished"}
-    command = [sys.executable, "-m", "xcloud", "report", str(folder)]
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    table = completed("-m", "xcloud", "report", str(folder), log=tmp_path / "report.log")
     assert table.returncode == 0 and "off" in table.stdout

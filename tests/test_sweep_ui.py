@@ -28,10 +28,10 @@ RATE = "compression.forward.svd.rate"
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A store with a sweep of two points, and what the sweep said."""
     folder = tmp_path_factory.mktemp("ui")
-    command = [sys.executable, "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy"]
+    command = ["run.py", "--config-dir", "tests/conf", "-m", "+exp=toy"]
     command += ["compression=svd_fp16_int8", f"{RATE}=0.2,0.6", "sweep=seen"]
     command += [f"hydra.sweep.dir={folder}/seen", f"tracker.root={folder}/mlruns"]
-    done = completed(command, folder / "log")
+    done = completed(*command, log=folder / "log")
     assert done.returncode == 0, done.stdout
     return folder / "mlruns", done.stdout
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,10 +110,10 @@ def test_a_wrong_follow_up_is_refused_before_anything_runs(
 @pytest.mark.slow
 def test_one_command_pretrains_and_fine_tunes(tmp_path: Path, suite_cache: Path) -> None:
     follow_up = ["+exp=xnli_zero_shot", *PAIRS, "training.max_steps=2"]
-    command = [sys.executable, "run.py", "+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS]
+    command = ["run.py", "+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS]
     command += ["training.max_steps=2", f"cache_dir={suite_cache}"]
     command += [f"follow_up={follow_up}", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = completed(command, tmp_path / "log")
+    done = completed(*command, log=tmp_path / "log")
     assert done.returncode == 0, done.stderr
     assert "\nnext" not in done.stdout
     found = json.loads((tmp_path / "run" / "follow_up" / "summary.json").read_text())

@@ -3,8 +3,8 @@
 The tests' process starts one server (`python -m tests.warm_ranks FD`), which has imported what a
 rank imports, forks for each rank and runs the rank's command in the child. Environment, log,
 signals, exit codes and the end with the parent are as launch.py makes them. Linux only.
-Torchrun and most tests of run.py start cold, and show the real start. `command` starts run.py
-warm, for tests of what it does after that: its ranks are then forked from it.
+Torchrun and the main job start cold, and show the real start. `command` starts any other
+python warm, run.py too, for tests of what it does after that: its ranks are then forked from it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,9 +37,9 @@ IMPORTED_BY_RANKS = (
 class WarmRank(Child):
     """A child of the server."""
 
-    def __init__(self, server: Server, pid: int, log: Path) -> None:
+    def __init__(self, server: Server, pid: int) -> None:
         super().__init__(pid)
-        self.server, self.log = server, log
+        self.server = server
 
     def _ended(self) -> int | None:
         code: int | None = self.server.ask({"poll": self.pid})
@@ -50,7 +51,6 @@ class Server:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.ranks: list[WarmRank] = []
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -74,8 +74,7 @@ class Server:
         """In place of launch.start_process."""
         where = {"cwd": str(cwd or Path.cwd()), "log": str(log.resolve())}
         pid: int = self.ask({"command": command, "environment": environment, **where})
-        self.ranks.append(WarmRank(self, pid, log.resolve()))
-        return self.ranks[-1]
+        return WarmRank(self, pid)
 
     def close(self) -> None:
         self.lines.close()
@@ -114,18 +113,14 @@ IMPORTED_BY_COMMANDS = (
 )
 
 
-def command(*words: str, log: Path, cwd: Path = ROOT) -> WarmRank:
-    """`python WORDS` for run.py, with stdout and stderr in `log`. Linux only."""
+def command(*words: str, log: Path, cwd: Path = ROOT, **more: str) -> WarmRank:
+    """`python WORDS`, of a file, -c or -m xcloud, with stdout and stderr in `log`. more: of its
+    environment. Linux only."""
     import_first(*IMPORTED_BY_COMMANDS)
     assert _server is not None
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    log.touch()  # before the child opens it, somebody may read it
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **more}
     return _server.start([sys.executable, *words], environment, log, cwd)
-
-
-def alive(run_dir: Path) -> bool:
-    """Whether a rank of this run was started here and has not ended."""
-    started = _server.ranks if _server is not None else []
-    return any(run_dir.resolve() in rank.log.parents and rank.poll() is None for rank in started)
 
 
 def serve(connection: socket.socket) -> None:
@@ -160,24 +155,28 @@ def become_process(
         os.environ.update(environment)
         sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        be_launcher(command[1:]) if command[1] == "run.py" else be_rank(command[1:])
+        match command[1:]:
+            case ["-m", "xcloud", *words]:
+                be_rank(words)
+            case ["-c", code, *words]:
+                be_launcher(["-c", *words], lambda: exec(code, {"__name__": "__main__"}))
+            case [file, *words]:
+                be_launcher([file, *words], lambda: runpy.run_path(file, run_name="__main__"))
 
     become(body, Path(log), os.O_TRUNC)
 
 
 def be_rank(words: list[str]) -> None:
-    assert words[:2] == ["-m", "xcloud"], words
-    words = words[2:]
     if "--parent" in words:
         words[words.index("--parent") + 1] = str(os.getppid())
     importlib.import_module("xcloud.__main__").main(words)
 
 
-def be_launcher(words: list[str]) -> None:
+def be_launcher(words: list[str], body: Callable[[], object]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server, as the server with the tests
     importlib.import_module("xcloud.launch.processes").start_process = fork_rank
     sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+    body()
 
 
 def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Child:

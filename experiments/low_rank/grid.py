@@ -10,18 +10,16 @@ OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing he
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from xcloud.claims.reproduce import figures_of
+from xcloud.base.project import project_root
+from xcloud.claims.reproduce import Rows
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 FEW = ["model.split.method=pca", "model.split.rank=96",
        "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
@@ -38,26 +36,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--parts", nargs="+", default=["fig9", "table3"])
     given = parser.parse_args()
-    corpora, out = given.corpora.resolve(), given.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    corpora, rows = given.corpora.resolve(), Rows(given.out.resolve())
+    data = rows.work / "data"
     subprocess.run(
-        [sys.executable, "experiments/low_rank/prepare.py", corpora, out / "data"],
-        cwd=ROOT, check=True,
+        [sys.executable, "experiments/low_rank/prepare.py", corpora, data],
+        cwd=project_root(), check=True,
     )  # fmt: skip
-    record = out / "rows.jsonl"
-    lines = record.read_text().splitlines() if record.exists() else []
-    keys = ("task", "row", "seed")
-    done = {tuple(line[key] for key in keys) for line in map(json.loads, lines)}
     cells = {"fig9": fig9, "table3": table3, "quick": quick}
     for part, seed in product(given.parts, given.seeds):
         for task, cut, layer in cells[part]():
             row = cut if layer is None else f"{cut}, block {layer}"
-            if (task, row, seed) not in done:
-                done.add((task, row, seed))
-                line = {"task": task, "row": row, "seed": seed}
-                line |= run(task, cut, layer, seed, corpora, out)
-                with record.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            words = words_of(task, cut, layer, corpora, data)
+            cache = f"cache_dir={rows.work / 'cache'}"
+            rows.add({"task": task, "row": row, "seed": seed}, [*words, cache, f"seed={seed}"])
 
 
 def fig9() -> Iterator[tuple[str, str, int | None]]:
@@ -82,32 +74,20 @@ def table3() -> Iterator[tuple[str, str, int | None]]:
                 yield task, cut, layer
 
 
-def run(
-    task: str, cut: str, layer: int | None, seed: int, corpora: Path, out: Path
-) -> dict[str, Any]:
-    folder = out / f"run{sum(1 for _ in out.glob('run*'))}"
+def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) -> list[str]:
     words = [
-        f"seed={seed}", f"hydra.run.dir={folder}", f"cache_dir={out / 'cache'}", "tracker=none",
         "profile=files", "training.precision=bf16", "schedule.num_micro_batches=1",
-        "training.checkpoint.every_minutes=0", *of_task(task, corpora, out),
+        "training.checkpoint.every_minutes=0", *of_task(task, corpora, data),
     ]  # fmt: skip
     if layer is None:
-        words += ["cluster=local", "model.split.layer=null"]
-    else:
-        words += ["cluster/wan=free", f"model.split.layer={layer}"]
-        words += (
-            FEW if cut.startswith("pca") else [f"model.split.rank={cut.removeprefix('svd r')}"]
-        )
-        if task == "squad" and cut.startswith("pca"):
-            words.append("model.split.head_rank=32")
-    subprocess.run(
-        [sys.executable, "run.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return figures_of(json.loads((folder / "summary.json").read_text()))
+        return [*words, "cluster=local", "model.split.layer=null"]
+    words += ["cluster/wan=free", f"model.split.layer={layer}"]
+    if cut.startswith("svd"):
+        return [*words, f"model.split.rank={cut.removeprefix('svd r')}"]
+    return [*words, *FEW, *(["model.split.head_rank=32"] if task == "squad" else [])]
 
 
-def of_task(task: str, corpora: Path, out: Path) -> list[str]:
+def of_task(task: str, corpora: Path, data: Path) -> list[str]:
     if task == "squad":
         return [
             "+exp=bert_split_squad", f"task.path={corpora / 'squad_v1'}", "task.max_length=192",
@@ -116,7 +96,7 @@ def of_task(task: str, corpora: Path, out: Path) -> list[str]:
             "training.eval_batch_size=64", "training.optimizer.warmup_steps=30",
             "training.optimizer.learning_rate=2e-4",
         ]  # fmt: skip
-    folder = {"sst2": out / "data", "qnli": out / "data", "stsb": corpora}.get(task, corpora)
+    folder = data if task in ("sst2", "qnli") else corpora
     name = "stsb_multi" if task == "stsb" else task
     steps = UPDATES[task]
     pairs = task in ("qnli", "mrpc", "stsb")

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts  # noqa
-from rows import ROWS, add_arguments, settings  # noqa
+from rows import ROWS, settings  # noqa
 
 LOOP = Path(__file__).with_name("peers.py")
 PEERS = ("torch DDP FP32", "torch DDP FP16 hook", "torch DDP PowerSGD 4", "torchft DiLoCo 15")
@@ -44,7 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_arguments(parser)
+    for name in ("base", "data", "out"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 30.0, 10.0])
     parser.add_argument("--rtt-ms", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=1)
@@ -68,8 +72,11 @@ def measure(name: str, mbit: float, rtt_ms: float, given: argparse.Namespace) ->
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         file = folder / "experiment.yaml"
+        common = settings(
+            given.base, given.data, given.steps, given.batch_size, given.learning_rate
+        )
         command = [
-            sys.executable, "run.py", *settings(given), "cluster.wan=real",
+            sys.executable, "run.py", *common, "tracker=none", "cluster.wan=real",
             *OWN.get(name, ["compression=none"]), "--cfg", "job", "--resolve",
         ]  # fmt: skip
         file.write_text(subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout)

@@ -1,6 +1,5 @@
 """What study.py and links.py have in common: the strategies, and the settings of every run."""
 
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 AVERAGING = "strategy.averaging"
@@ -62,23 +61,15 @@ ROWS = {
 }  # fmt: skip
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """What both scripts are told of the model, the text, the training and where results go."""
-    parser.add_argument("base", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-
-
-def settings(given: Namespace) -> list[str]:
+def settings(
+    base: Path, data: Path, steps: int, batch_size: int, learning_rate: float
+) -> list[str]:
     """Overrides of a run, without its strategy and its line."""
     return [
-        "+exp=lora_clm", "profile=files", "model.lora=null", "tracker=none",
-        f"model.checkpoint={given.base.resolve()}", f"task.path={given.data.resolve()}",
+        "+exp=lora_clm", "profile=files", "model.lora=null",
+        f"model.checkpoint={base.resolve()}", f"task.path={data.resolve()}",
         "task.document=line", "task.max_length=64", "training.precision=fp32",
-        f"training.batch_size={given.batch_size}", "schedule.num_micro_batches=4",
-        f"training.max_steps={given.steps}", "training.eval_batch_size=32",
-        f"training.optimizer.learning_rate={given.learning_rate}",
+        f"training.batch_size={batch_size}", "schedule.num_micro_batches=4",
+        f"training.max_steps={steps}", "training.eval_batch_size=32",
+        f"training.optimizer.learning_rate={learning_rate}",
     ]  # fmt: skip

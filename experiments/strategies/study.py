@@ -1,65 +1,86 @@
 """Perplexity against bytes: every strategy fine-tunes the same model on the same tokens.
 
-    python experiments/strategies/study.py BASE DATA OUT.jsonl [--seeds 1 2 3] [--at-once 2]
-        [--steps 300] [--batch-size 8] [--learning-rate 5e-4] [--only NAME ...]
+    python -m experiments.strategies.study DATA OUT [--seeds 1 2 3] [--only NAME ...]
+        [--text FOLDER] [--steps 800] [--batch-size 8] [--learning-rate 5e-4]
 
-BASE: folder of base_model.py. DATA: train, dev and test as .txt, a document a line, or chats as
-.jsonl (prepare_texts.py makes some). Each run is two clouds of a rank on an emulated link; a line
-of JSON each; runs that OUT holds already are left out, so each DATA needs an OUT of its own. Runs
-at once share the processors, so their times mean nothing: bytes and perplexity do. For times see
-links.py.
+DATA holds wiki_paragraphs/ and wikitext2/: a small Llama reads the paragraphs (base_model.py), and
+every row fine-tunes all its weights on wikitext-2, two clouds of a rank each on a line that is
+never full. --text: another folder of train, dev and test as .txt, a document a line, or chats as
+.jsonl (prepare_texts.py makes some). Rows go to OUT/rows.jsonl. Times mean nothing here; for times
+see links.py.
 """
 
+from __future__ import annotations
+
 import argparse
+import gzip
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
-from rows import ROWS, add_arguments, settings
+from experiments.strategies.rows import ROWS, settings
+from xcloud.claims.reproduce import Rows
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+COMPARED = [
+    "data parallel, FP32", "pipeline, INT4", "streaming, every 16, INT4", "FedAvg every 15, INT4",
+    "FedAvg every 60, INT4", "FedAvg every 60, INT4, outer rate 1.5",
+]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add_arguments(parser)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=COMPARED)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     given = parser.parse_args()
-    done = set()
-    if given.out.exists():
-        found = map(json.loads, given.out.read_text().splitlines())
-        done = {(row["name"], row["seed"]) for row in found}
-    wanted = [(name, seed) for seed in given.seeds for name in given.only]
-    common = [*settings(given), "cluster/wan=free"]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = Rows(given.out.resolve())
+    base = base_model(given.data, rows.work)
+    text = given.text or wikitext(given.data, rows.work)
+    common = settings(base, text, given.steps, given.batch_size, given.learning_rate)
+    for seed, name in product(given.seeds, given.only):
+        words = [*common, "cluster/wan=free", *ROWS[name], f"seed={seed}"]
+        rows.add({"row": name, "seed": seed}, words)
 
-    def run(name: str, seed: int) -> dict[str, object]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "run.py", *common, *ROWS[name], f"seed={seed}",
-                       f"hydra.run.dir={folder}/run"]  # fmt: skip
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ended = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True
-            )
-            if ended.returncode:
-                raise RuntimeError(
-                    f"{name}, seed {seed}: {ended.stdout[-800:]}{ended.stderr[-800:]}"
-                )
-            summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
-        return {"name": name, "seed": seed, "steps": given.steps, "summary": summary}
 
-    with ThreadPoolExecutor(given.at_once) as pool, given.out.open("a") as out:
-        for row in pool.map(lambda one: run(*one), [one for one in wanted if one not in done]):
-            print(json.dumps(row), file=out, flush=True)
-            quality = row["summary"]["quality"]  # type: ignore[index]
-            print(row["name"], row["seed"], quality, flush=True)
+def base_model(data: Path, work: Path) -> Path:
+    folder, text = work / "base", work / "paragraphs.txt"
+    if not folder.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        with gzip.open(data / "wiki_paragraphs" / "train.en.jsonl.gz", "rt", "utf-8") as file:
+            paragraphs = [json.loads(line)["text"].replace("\n", " ") for line in file]
+        text.write_text("\n".join(paragraphs) + "\n", encoding="utf-8")
+        make = [sys.executable, "-m", "experiments.strategies.base_model", text, folder]
+        subprocess.run([*make, "--steps", "800"], check=True)
+    return folder
+
+
+def wikitext(data: Path, work: Path) -> Path:
+    """The validation part to train on, a quarter of the test part to score, the next to choose."""
+    folder = work / "wikitext2"
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for part in ("valid", "test"):
+        with gzip.open(data / "wikitext2" / f"{part}.txt.gz", "rt", "utf-8") as file:
+            parts[part] = [line.strip() for line in file if line.strip()]
+    quarter = len(parts["test"]) // 4
+    found = {
+        "train": parts["valid"], "test": parts["test"][:quarter],
+        "dev": parts["test"][quarter : 2 * quarter],
+    }  # fmt: skip
+    for name, lines in found.items():
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
 
 
 if __name__ == "__main__":

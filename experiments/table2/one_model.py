@@ -16,15 +16,12 @@ OUT/rows.jsonl; rows that it holds are not run again.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+from itertools import product
 from pathlib import Path
 
 from experiments.real_text.word_adapters import columns, further_texts, wikipedia
-from xcloud.claims.reproduce import figures_of
+from xcloud.claims.reproduce import Rows
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 UPDATES, LONG = 1200, 4800
 CLOUD = ["cluster=two_clouds", "cluster/wan=free"]
 SVD = [*CLOUD, "compression=svd_fp16_int8"]
@@ -56,20 +53,11 @@ def main() -> None:
     parser.add_argument("--corpora", nargs="+", default=["tatoeba", "multi30k", "multi30k_10k"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     given = parser.parse_args()
-    out = given.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    record = out / "rows.jsonl"
-    lines = record.read_text().splitlines() if record.exists() else []
-    done = {(line["corpus"], line["row"], line["seed"]) for line in map(json.loads, lines)}
-    settings = corpora(given.data.resolve(), out)
-    for seed in given.seeds:
-        for corpus in given.corpora:
-            for row in given.rows:
-                if (corpus, row, seed) not in done:
-                    line = {"corpus": corpus, "row": row, "seed": seed}
-                    line |= run(settings[corpus], row, seed, out)
-                    with record.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+    rows = Rows(given.out.resolve())
+    settings = corpora(given.data.resolve(), rows.work)
+    for seed, corpus, row in product(given.seeds, given.corpora, given.rows):
+        about = {"corpus": corpus, "row": row, "seed": seed}
+        rows.add(about, [*words_of(settings[corpus], row, rows.work), f"seed={seed}"])
 
 
 def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
@@ -99,7 +87,7 @@ def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
 
 def part(corpus: Path, out: Path, names: tuple[str, str], num: int) -> tuple[list[str], list[str]]:
     """Write the first pairs as a corpus; returns one half's source, the other's target side."""
-    out.mkdir(exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     files = {"train": "train", "dev": "dev", "test": "test"}
     if (corpus / "val.tsv.gz").exists():
         files = {"train": "train", "dev": "val", "test": "test_2016_flickr"}
@@ -115,21 +103,18 @@ def part(corpus: Path, out: Path, names: tuple[str, str], num: int) -> tuple[lis
     return [source for source, _ in rest[:half]], [target for _, target in rest[half:]]
 
 
-def run(setting: tuple[list[str], list[str]], row: str, seed: int, out: Path) -> dict[str, object]:
+def words_of(setting: tuple[list[str], list[str]], row: str, work: Path) -> list[str]:
     pairs, further = setting
-    folder = out / f"run{sum(1 for _ in out.glob('run*'))}"
     words = [
-        "+exp=abnet_iwslt", "profile=files", *pairs, "tracker=none", "training.eval_samples=1000",
+        "+exp=abnet_iwslt", "profile=files", *pairs, "training.eval_samples=1000",
         "task.source_tokenizer.vocab_size=4000", "task.target_tokenizer.vocab_size=4000",
-        f"cache_dir={out / 'cache'}", f"hydra.run.dir={folder}", f"training.max_steps={UPDATES}",
-        f"seed={seed}", "training.precision=fp32", "training.checkpoint.every_minutes=0",
+        f"cache_dir={work / 'cache'}", f"training.max_steps={UPDATES}",
+        "training.precision=fp32", "training.checkpoint.every_minutes=0",
     ]  # fmt: skip
     if row != "Transformer":
         sides = (f"model.{side}.pretraining.steps={LONG}" for side in ("encoder", "decoder"))
         words += ["recipe=abnet_demo", *further, *sides]
-    subprocess.run([sys.executable, "run.py", *words, *ROWS[row]], cwd=ROOT, check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
-    return figures_of(json.loads((folder / "summary.json").read_text()))
+    return [*words, *ROWS[row]]
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ def commit() -> str:
     """Short git commit of xcloud's own sources, e.g. "1a2b3c4" or "1a2b3c4-dirty".
 
     Dirty means that `git status` lists anything, new files included: a new class that only a
-    YAML names can decide a run as well as a changed line. "unknown" outside git. Never raises.
+    YAML names can decide a run as well as a changed line. Records, which are results, do not
+    count. "unknown" outside git. Never raises.
     """
     root = _checkout()
     if root is None:  # Installed: the repository around the current directory is another one.
         return "unknown"
     head = _git(root, "rev-parse", "--short", "HEAD")
-    status = _git(root, "status", "--porcelain")
+    status = _git(root, "status", "--porcelain", "--", ".", ":(exclude)records")
     if not head or status is None:
         return "unknown"
     return f"{head}-dirty" if status else head

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
@@ -36,7 +36,7 @@ class Estimate:
         return cls(statistics.fmean(values), error, len(values))
 
     def __str__(self) -> str:
-        digits = 2 if abs(self.mean) >= 1 else 3
+        digits = 2 if abs(self.mean) >= 2 else 3
         if self.error is None:
             return f"{self.mean:.{digits}f} (one seed)"
         return f"{self.mean:.{digits}f} ± {self.error:.{digits}f}"
@@ -55,14 +55,17 @@ class Figure:
 
     def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
         """None without any seed that has what is needed."""
+        values = self.values(rows)
+        return Estimate.of(values) if values else None
+
+    def values(self, rows: Sequence[ResultRow]) -> list[float]:
+        """By seed."""
         own, other = self._by_seed(rows, self.row), self._by_seed(rows, self.minus or self.over)
         if self.minus or self.over:
             seeds = sorted(own.keys() & other.keys())
             pairs = [(own[seed], other[seed]) for seed in seeds]
-            values = [a - b if self.minus else a / b for a, b in pairs]
-        else:
-            values = list(own.values())
-        return Estimate.of(values) if values else None
+            return [a - b if self.minus else a / b for a, b in pairs]
+        return [own[seed] for seed in sorted(own)]
 
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> dict[Any, float]:
         wanted = {"row": name, **self.where}
@@ -105,6 +108,42 @@ class Cell:
     better: Figure | None = None
 
 
+@settings("claim.quotes")
+class Quote:
+    """Where README or docs quote a figure: text of the file, with {} in place of the figure. form:
+    the mean; each seed's value; the mean and the standard deviation over seeds; or by how many
+    percent the mean exceeds 1."""
+
+    file: str
+    text: str
+    figure: Figure
+    decimals: NotNegative = 1
+    form: Literal["mean", "each", "deviation", "more"] = "mean"
+
+    def filled(self, rows: Sequence[ResultRow]) -> str:
+        values, digits = self.figure.values(rows), f".{self.decimals}f"
+        mean = statistics.fmean(values)
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        shown = {
+            "mean": f"{mean:{digits}}",
+            "each": ", ".join(f"{value:{digits}}" for value in values),
+            "deviation": f"{mean:{digits}} ± {deviation:{digits}}",
+            "more": f"{100 * (mean - 1):+{digits}} %",
+        }
+        return self.text.replace("{}", shown[self.form])
+
+
+@settings("claim.picture")
+class Drawn:
+    """What the claim's picture shows of its rows: the figure y, and x beside it. Without x rows
+    whose names end in a number, such as a block, are the points of a line, others a list."""
+
+    y: str
+    x: str | None = None
+    log: bool = False
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
 @settings("claim")
 class Claim:
     """source: where it is published. means: what it says here. runs: settings of run.py by row;
@@ -121,6 +160,8 @@ class Claim:
     machine_minutes: Positive
     rules: Sequence[Rule]
     cells: Sequence[Cell] = ()
+    quotes: Sequence[Quote] = ()
+    picture: Drawn | None = None
     runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     module: Sequence[str] = ()
     common: Sequence[str] = ()
@@ -139,7 +180,7 @@ class Claim:
 
     @property
     def command(self) -> str:
-        return f"python -m xcloud reproduce {self.name}"
+        return f"python -m xcloud reproduce {self.name}{' --data DIR' * bool(self.needs)}"
 
 
 @dataclass(frozen=True)
@@ -174,6 +215,12 @@ def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
             Cell(**{k: Figure(**v) if isinstance(v, dict) else v for k, v in cell.items()})  # type: ignore[arg-type]
             for cell in entry.get("cells", ())
         ]
-        return Claim(name=name, **{**entry, "rules": rules, "cells": cells})
+        quotes = [
+            Quote(**{**quote, "figure": Figure(**quote["figure"])})
+            for quote in entry.get("quotes", ())
+        ]
+        made = {"rules": rules, "cells": cells, "quotes": quotes}
+        picture = Drawn(**entry["picture"]) if "picture" in entry else None
+        return Claim(name=name, **{**entry, **made, "picture": picture})
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(f"{FILE}: claim {name!r}: {error}") from None

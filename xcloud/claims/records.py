@@ -27,7 +27,8 @@ LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
 
 @dataclass(frozen=True)
 class Record:
-    """is_quick: of the short run, which judges nothing. data: digests by file name."""
+    """is_quick: of the short run, which judges nothing. data: digests by file name. note: what
+    must be known of this record, such as rows older than the rule."""
 
     claim: str
     made_at: str
@@ -37,6 +38,7 @@ class Record:
     rows: Sequence[ResultRow]
     environment: Mapping[str, Any]
     data: Mapping[str, str]
+    note: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
@@ -74,11 +76,13 @@ def page(claim: Claim, record: Record) -> str:
         f"**Claim.** {claim.means} Source: {claim.source}.", "",
         f"**Command.** `{claim.command}{' --quick' if record.is_quick else ''}` "
         f"({claim.human_minutes} minutes of yours, about {claim.machine_minutes} of the machine).",
-        "", "| rule, stated before the run | came to | met |", "|---|---|---|",
+        "", "| rule | came to | met |", "|---|---|---|",
     ]  # fmt: skip
     for one in judge(claim, record.rows):
         lines.append(f"| {one.rule.says} | {one.found or '–'} | {'yes' if one.is_met else 'no'} |")
     lines += ["", f"**Verdict.** {record.verdict[0].upper()}{record.verdict[1:]}.", ""]
+    if record.note:
+        lines += [f"**Note.** {record.note}", ""]
     lines += table(record.rows)
     if record.is_quick and claim.leaves_out:
         lines += ["", f"**Left out by --quick.** {claim.leaves_out}"]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
-from xcloud.base.project import project_root
-from xcloud.claims.claims import FILE, Claim, read_claims
+from xcloud.base.project import commit, project_root
+from xcloud.claims.claims import FILE, Claim, ResultRow, read_claims
 from xcloud.claims.records import FOLDER, made
 
-ROWS_FILE = "rows.jsonl"  # of a module, in its OUT folder: a line of JSON a row
+LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -45,10 +46,11 @@ def _reproduce(given: argparse.Namespace) -> int:
     data = _data(claim, given.data)
     usual = Path("outputs", "quick", claim.name) if given.quick else Path(FOLDER, claim.name)
     out = (given.out or project_root() / usual).absolute()
-    rows = list(_rows(claim, given.data, out, given.quick))
+    rows = _rows(claim, given.data, out, given.quick)
     now = datetime.now(UTC).isoformat(timespec="minutes")
     record = made(claim, rows, data, now, given.quick)
     record.write(out, claim)
+    shutil.rmtree(out / "work", ignore_errors=True)
     print((out / "README.md").read_text(encoding="utf-8"))
     if given.quick and claim.leaves_out:
         print(f"--quick leaves out: {claim.leaves_out}")
@@ -68,41 +70,71 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
     return paths
 
 
-def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Iterator[Mapping[str, Any]]:
+def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[ResultRow]:
+    more = claim.quick if quick else ()
+    rows = Rows(out)
     if claim.module:
-        yield from _of_module(claim, data, out, quick)
-        return
-    seeds = claim.seeds[:1] if quick else claim.seeds
-    for seed in seeds:
+        given = {"DATA": str(data), "OUT": str(out)}
+        words = [*(given.get(word, word) for word in claim.module), *more]
+        done = subprocess.run([sys.executable, "-m", *words], cwd=project_root())
+        if done.returncode:
+            raise RunFailed(f"python -m {' '.join(words)} ended with code {done.returncode}")
+        return rows.read()
+    for seed in claim.seeds[:1] if quick else claim.seeds:
         for row, settings in claim.runs.items():
-            words = [*claim.common, *settings, *(claim.quick if quick else ()), f"seed={seed}"]
-            print(f"{row}, seed {seed}: {' '.join(words)}", flush=True)
-            yield {"row": row, "seed": seed} | _run(
-                words, data, out / "runs" / f"{row}-seed{seed}"
-            )
+            words = [*claim.common, *settings, *more, f"seed={seed}"]
+            rows.add({"row": row, "seed": seed}, [w.replace("DATA", str(data)) for w in words])
+    return rows.read()
 
 
-def _run(words: Sequence[str], data: Path | None, folder: Path) -> dict[str, Any]:
-    """Figures of one run; one that the folder holds is not made again."""
-    if not (folder / "summary.json").exists():
-        filled = [word.replace("DATA", str(data)) for word in words]
-        work = folder.with_name(f"{folder.name}.work")
-        command = [sys.executable, "run.py", *filled, f"hydra.run.dir={work}", "tracker=none"]
+class Rows:
+    """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs/NAME, what is kept of
+    that run. OUT/work is for what a study makes on its way; a record does not keep it."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._file = out, out / "rows.jsonl"
+        self.work = out / "work"
+
+    def read(self) -> list[dict[str, Any]]:
+        text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def write(self, row: ResultRow) -> None:
+        self._out.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, "commit": commit()}, ensure_ascii=False) + "\n")
+
+    def has(self, about: ResultRow) -> bool:
+        return any(about.items() <= row.items() for row in self.read())
+
+    def add(self, about: ResultRow, words: Sequence[str]) -> None:
+        """Run run.py with these words, unless there is such a row already. Raises RunFailed."""
+        if self.has(about):
+            return
+        named = "-".join(f"seed{v}" if k == "seed" else str(v) for k, v in about.items())
+        name = re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
+        print(f"{named}: {' '.join(words)}", flush=True)
+        folder = self.work / name
+        self.keep(words, folder)
+        kept = self._out / "runs" / name
+        kept.mkdir(parents=True, exist_ok=True)
+        for file in KEPT_FILES:
+            if (folder / file).exists():
+                shutil.copyfile(folder / file, kept / file)
+        self.write({**about, **figures_of(json.loads((kept / "summary.json").read_text("utf-8")))})
+        shutil.rmtree(folder)
+
+    def keep(self, words: Sequence[str], folder: Path) -> None:
+        """Run run.py into this folder, unless a run has finished there. Raises RunFailed."""
+        if (folder / "summary.json").exists():
+            return
+        command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
         done = subprocess.run(
-            command,
-            cwd=project_root(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             text=True,
-        )
+        )  # fmt: skip
         if done.returncode:
             raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in KEPT_FILES:
-            if (work / name).exists():
-                shutil.copyfile(work / name, folder / name)
-        shutil.rmtree(work)
-    return figures_of(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,18 +146,8 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         "loss": summary["final_loss"],
         "bytes_forward": sent["forward"],
         "bytes_backward": sent["backward"],
+        "bytes": sum(value or 0 for value in sent.values()),
         "ratio": ratio["total"],
         "wall_s": summary["wall_s"],
+        **{name: value for name, value in summary.items() if name in LEAKS},
     }
-
-
-def _of_module(
-    claim: Claim, data: Path | None, out: Path, quick: bool
-) -> Iterator[Mapping[str, Any]]:
-    words = [word.replace("DATA", str(data)).replace("OUT", str(out)) for word in claim.module]
-    more = claim.quick if quick else ()
-    done = subprocess.run([sys.executable, "-m", *words, *more], cwd=project_root())
-    if done.returncode:
-        raise RunFailed(f"python -m {' '.join(words)} ended with code {done.returncode}")
-    text = (out / ROWS_FILE).read_text(encoding="utf-8")
-    yield from (json.loads(line) for line in text.splitlines())

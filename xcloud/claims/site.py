@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xcloud.base.project import project_root
-from xcloud.claims.claims import FILE, Claim, Estimate, Figure, judge, read_claims
+from xcloud.claims.claims import FILE, Claim, judge, read_claims
 from xcloud.claims.list import Records, read_records
 from xcloud.claims.records import Record
 from xcloud.report.site import Cell, Page, Picture, Table, write_site
@@ -31,7 +31,9 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
     if record:
         where = ", ".join(f"{name} {value}" for name, value in record.environment.items())
         facts.append(("Made", f"{record.made_at}, commit {record.commit}; {where}"))
-    tables = [Table("Rules, stated before the run", ("rule", "came to", "met"), rules)]
+        if record.note:
+            facts.append(("Note", record.note))
+    tables = [Table("Rules", ("rule", "came to", "met"), rules)]
     if rows:
         cells = [[Cell(_text(row.get(name))) for name in columns] for row in rows]
         tables.append(Table("Every run", columns, cells))
@@ -46,42 +48,22 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
          Cell(claim.source), Cell(str(claim.machine_minutes))]
         for name, claim in claims.items()
     ]  # fmt: skip
-    shown = list(drawn.items())[:NUM_HEADLINES]
-    pictures = [Picture(str(path), claims[name].title, f"{name}.html") for name, path in shown]
+    pictures = [
+        Picture(str(path), claims[name].title, f"{name}.html")
+        for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)
+    ][:NUM_HEADLINES]  # those whose claim says what its picture shows
     table = Table("Claims", ("claim", "state", "source", "machine minutes"), rows)
     return Page(
         "index", "xcloud: what is claimed and what was measured", (), "", pictures, [table]
     )
 
 
-def draw(claim: Claim, record: Record, path: Path) -> bool:
-    """The claim's figure by row, mean and standard error over seeds; False if no row has it."""
-    from xcloud.report.figures import LINES, canvas, save  # draws: only where a site is made
-
-    column, where = claim.rules[0].figure.column, claim.rules[0].figure.where
-    names = dict.fromkeys(row["row"] for row in record.rows)
-    found = {name: Figure(name, column, where=where).of(record.rows) for name in names}
-    drawn: dict[str, Estimate] = {name: one for name, one in found.items() if one is not None}
-    if not drawn:
-        return False
-    figure = canvas("", 6.4, 0.8 + 0.32 * len(drawn))
-    axes = figure.subplots()
-    means, errors = (
-        [getattr(one, key) or 0.0 for one in drawn.values()] for key in ("mean", "error")
-    )
-    axes.errorbar(means, list(drawn), xerr=errors, fmt="o", color=LINES[1], capsize=3)
-    axes.margins(y=0.25)
-    axes.invert_yaxis()
-    axes.set_xlabel(column)
-    axes.grid(axis="x", alpha=0.3)
-    save(figure, path)
-    return True
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m xcloud site", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("site"))
     given = parser.parse_args(words)
+    from xcloud.claims.pictures import draw  # matplotlib: only where a site is made
+
     claims = read_claims(project_root() / FILE)
     records = read_records(claims)
     given.out.mkdir(parents=True, exist_ok=True)

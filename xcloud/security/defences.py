@@ -7,9 +7,10 @@ A defence acts in the sender's cloud, before memory and compressor.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,18 +25,24 @@ LABEL = "label"
 _TINY = 1e-12
 
 
-@runtime_checkable
-class Defence(Protocol):
+class Plain(NamedTuple):
+    """A message as it is. has_row: bool [B, longest], where the rows are if every sample is padded
+    to the longest; in this order they are the tensor's."""
+
+    tensor: Tensor
+    has_row: Tensor
+    labels: Tensor | None
+
+
+class Defence(ABC):
     """Defence of one direction, without state. All noise is drawn from `chance`, which must be
-    secret to the sender: anyone who can reproduce the noise can subtract it."""
+    secret to the sender: anyone who can reproduce the noise can subtract it.
 
-    @property
-    def needs_labels(self) -> bool:
-        """Whether `protect` needs the samples' labels."""
+    label: short name. needs_labels: whether it reads the samples' labels.
+    """
 
-    @property
-    def label(self) -> str:
-        """Short name."""
+    label: str
+    needs_labels = False
 
     def protect(
         self,
@@ -45,10 +52,21 @@ class Defence(Protocol):
         chance: np.random.Generator,
     ) -> Tensor:
         """What to send instead of `tensor`, [R, D]. counts: None if every sample is one row."""
+        if not tensor.numel():
+            return tensor
+        if counts is None:
+            counts = torch.ones(len(tensor))
+        wide = counts.to(tensor.device, torch.int64)
+        has_row = torch.arange(int(wide.max()), device=tensor.device) < wide[:, None]
+        return self._protect(Plain(tensor, has_row, labels), chance)
+
+    @abstractmethod
+    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
+        """As `protect`, of some rows."""
 
 
 @settings("GaussianNoise")
-class GaussianNoise:
+class GaussianNoise(Defence):
     """The Gaussian mechanism: clip each row to norm `clip`, then add noise to every value.
 
     x' = x * min(1, clip / |x|) + sigma * clip * N(0, I)
@@ -62,32 +80,23 @@ class GaussianNoise:
     clip: PositiveFloat
     sigma: NotNegativeFloat
     unit: Literal["absolute", "largest"] = "largest"
-    needs_labels = False
 
     @property
-    def label(self) -> str:
+    def label(self) -> str:  # type: ignore[override]
         return f"gaussian({self.sigma:g})"
 
-    def protect(
-        self,
-        tensor: Tensor,
-        counts: Tensor | None,
-        labels: Tensor | None,
-        chance: np.random.Generator,
-    ) -> Tensor:
-        if not tensor.numel():
-            return tensor
+    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
+        tensor = plain.tensor
         norms = torch.linalg.vector_norm(tensor.flatten(1), dim=1).clamp(min=_TINY)
         clip = self.clip * (float(norms.detach().max()) if self.unit == "largest" else 1.0)
         # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
         scale = torch.where(norms > clip, clip / norms, 1.0)
-        scale = scale.view(-1, *[1] * (tensor.dim() - 1))
-        noised: Tensor = tensor * scale + self.sigma * clip * _normal(tensor, chance)
-        return noised
+        noise = self.sigma * clip * normal(tensor, chance)
+        return tensor * scale.view(_column(tensor)) + noise
 
 
 @dataclass(frozen=True)
-class MaxNorm:
+class MaxNorm(Defence):
     """Scale every sample so that its mean square norm equals the largest of the message.
 
     x' = x * (1 + e * sqrt(|x_longest|^2 / |x|^2 - 1)),  e ~ N(0, 1), |x| over all rows of a sample
@@ -96,31 +105,30 @@ class MaxNorm:
     Hides the norm and nothing else: directions are kept, up to their sign.
     """
 
-    needs_labels = False
     label = "max_norm"
 
-    def protect(
-        self,
-        tensor: Tensor,
-        counts: Tensor | None,
-        labels: Tensor | None,
-        chance: np.random.Generator,
-    ) -> Tensor:
-        owner = sample_of_row(tensor, counts)
-        if not len(owner):
-            return tensor
-        num_samples = len(tensor) if counts is None else len(counts)
+    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
+        tensor, has_row, _ = plain
+        owner = has_row.nonzero()[:, 0]
+
+        def squares_of(rows: Tensor) -> Tensor:
+            """Squared norm of each sample over all its rows, float64 [B]."""
+            squares = rows.detach().flatten(1).double().square().sum(1)
+            return squares.new_zeros(len(has_row)).index_add_(0, owner, squares)
+
+        def of_rows(per_sample: Tensor) -> Tensor:
+            return per_sample[owner].view(_column(tensor))
+
         with torch.no_grad():
-            squares = _squares(tensor, owner, num_samples)
+            squares = squares_of(tensor)
             longest = squares.max()
             spread = (longest / squares.clamp(min=_TINY * float(longest) + 1e-45) - 1).clamp(min=0)
-            factor = 1 + spread.sqrt() * _normal(spread, chance)
+            factor = 1 + spread.sqrt() * normal(spread, chance)
             factor = torch.where(squares > 0, factor, torch.ones_like(factor))
-            noise = _normal(tensor, chance) * (squares == 0)[owner].view(_column(tensor))
-            noise_squares = _squares(noise, owner, num_samples)
-            noise_scale = (longest / noise_squares.clamp(min=_TINY)).sqrt()
-        scaled: Tensor = tensor * factor[owner].view(_column(tensor)).to(tensor.dtype)
-        return scaled + (noise * noise_scale[owner].view(_column(tensor))).to(tensor.dtype)
+            noise = normal(tensor, chance) * of_rows(squares == 0)
+            noise_scale = (longest / squares_of(noise).clamp(min=_TINY)).sqrt()
+        scaled: Tensor = tensor * of_rows(factor).to(tensor.dtype)
+        return scaled + (noise * of_rows(noise_scale)).to(tensor.dtype)
 
 
 class NoiseShape(NamedTuple):
@@ -134,7 +142,7 @@ class NoiseShape(NamedTuple):
 
 
 @settings("Marvell")
-class Marvell:
+class Marvell(Defence):
     """Noise with the class covariances that best hide a binary label at a given power.
 
     Model of Li et al., arXiv:2102.08504, section 4.2: the gradients of class 0 and 1 are
@@ -159,34 +167,25 @@ class Marvell:
     needs_labels = True
 
     @property
-    def label(self) -> str:
+    def label(self) -> str:  # type: ignore[override]
         return f"marvell({self.power:g})"
 
-    def protect(
-        self,
-        tensor: Tensor,
-        counts: Tensor | None,
-        labels: Tensor | None,
-        chance: np.random.Generator,
-    ) -> Tensor:
+    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
+        tensor, has_row, labels = plain
         assert labels is not None
-        if not _is_binary(labels):
+        is_class = labels.dim() == 1 and not labels.is_floating_point()
+        if not is_class or bool(((labels != 0) & (labels != 1)).any()):
             raise ConfigError(
                 "Marvell hides a binary label, so it needs integers 0 and 1, got "
                 f"{str(labels.dtype).removeprefix('torch.')} labels such as "
                 f"{labels.flatten()[:3].tolist()}; for other labels choose another "
                 "security/defences/backward (max_norm, gaussian_noise)"
             )
-        if not tensor.numel():
-            return tensor
-        owner = sample_of_row(tensor, counts)
-        place = _place_in_sample(owner)
-        longest = int(place.max()) + 1
         rows = tensor.detach().flatten(1).double()
-        flat = rows.new_zeros(len(labels), longest, rows.shape[1])
-        flat[owner, place] = rows
+        flat = rows.new_zeros(*has_row.shape, rows.shape[1])
+        flat[has_row] = rows
         noise = self._noise(flat.flatten(1), labels.to(tensor.device) == 1, chance)
-        return tensor + noise.view_as(flat)[owner, place].view_as(tensor).to(tensor.dtype)
+        return tensor + noise.view_as(flat)[has_row].view_as(tensor).to(tensor.dtype)
 
     def _noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
         """float64 [B, d]. is_1: bool [B]."""
@@ -194,7 +193,7 @@ class Marvell:
         share = float(is_1.double().mean())
         if share in (0.0, 1.0):
             variance = self.power * float(flat.square().sum(1).mean()) / size
-            isotropic: Tensor = _normal(flat, chance) * variance**0.5
+            isotropic: Tensor = normal(flat, chance) * variance**0.5
             return isotropic
         mean_0, mean_1 = flat[~is_1].mean(0), flat[is_1].mean(0)
         difference = mean_1 - mean_0
@@ -208,9 +207,9 @@ class Marvell:
         )  # fmt: skip
         variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
         along, across = variances.unbind(1)
-        one = _normal(flat[:, 0], chance) * (along - across).clamp(min=0).sqrt()
+        one = normal(flat[:, 0], chance) * (along - across).clamp(min=0).sqrt()
         noise: Tensor = one[:, None] * difference / gap**0.5
-        return noise + across.sqrt()[:, None] * _normal(flat, chance)
+        return noise + across.sqrt()[:, None] * normal(flat, chance)
 
 
 def noise_shape(
@@ -289,13 +288,13 @@ class Defences:
     def check_head(self, kind: str, num_outputs: int) -> None:
         """Raise ConfigError if a defence cannot hide these labels. kind, num_outputs: of the
         task's head, known where labels are."""
-        if self.backward is not None and self.backward.needs_labels:
-            if (kind, num_outputs) != ("classes", 2):
-                raise ConfigError(
-                    f"security.defences.backward: {self.backward.label} hides labels of two "
-                    f"classes, but this task's are of kind {kind!r} with {num_outputs} outputs; "
-                    "choose security/defences/backward=max_norm or gaussian_noise"
-                )
+        defence = self.backward
+        if defence is not None and defence.needs_labels and (kind, num_outputs) != ("classes", 2):
+            raise ConfigError(
+                f"security.defences.backward: {defence.label} hides labels of two classes, but "
+                f"this task's are of kind {kind!r} with {num_outputs} outputs; choose "
+                "security/defences/backward=max_norm or gaussian_noise"
+            )
 
     def check(self, last_reads: frozenset[str]) -> None:
         """Raise ConfigError if a defence needs labels that the last stage does not read."""
@@ -310,55 +309,18 @@ def no_defence() -> None:
     """No defence, for configs (security/defences/forward=none)."""
 
 
-def sample_of_row(tensor: Tensor, counts: Tensor | None) -> Tensor:
-    """For each row, the position of its sample in the message, int64 [R]."""
-    if counts is None:
-        return torch.arange(len(tensor), device=tensor.device)
-    wide = counts.to(tensor.device, torch.int64)
-    return torch.repeat_interleave(torch.arange(len(wide), device=tensor.device), wide)
-
-
-def _is_binary(labels: Tensor) -> bool:
-    is_class = labels.dim() == 1 and not labels.is_floating_point()
-    return is_class and bool(((labels == 0) | (labels == 1)).all())
-
-
-def _place_in_sample(owner: Tensor) -> Tensor:
-    """0, 1, 2 ... for the rows of each sample."""
-    counts = torch.bincount(owner)
-    first = counts.cumsum(0) - counts
-    return torch.arange(len(owner), device=owner.device) - first[owner]
-
-
-def _squares(tensor: Tensor, owner: Tensor, num_samples: int) -> Tensor:
-    """Squared norm of each sample over all its rows, float64 [B]."""
-    rows = tensor.detach().flatten(1).double().square().sum(1)
-    return torch.zeros(num_samples, dtype=rows.dtype, device=rows.device).index_add_(
-        0, owner, rows
-    )
+def normal(like: Tensor, chance: np.random.Generator) -> Tensor:
+    return torch.from_numpy(chance.standard_normal(like.shape, dtype=np.float32)).to(like)
 
 
 def _column(tensor: Tensor) -> tuple[int, ...]:
     return (-1, *[1] * (tensor.dim() - 1))
 
 
-def _normal(like: Tensor, chance: np.random.Generator) -> Tensor:
-    return torch.from_numpy(chance.standard_normal(like.shape, dtype=np.float32)).to(like)
-
-
 def _lowest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Minimiser of a unimodal function, by golden-section search; both ends are candidates."""
-    ratio = (5**0.5 - 1) / 2
-    first, last = low, high
-    a, b = last - ratio * (last - first), first + ratio * (last - first)
-    at_a, at_b = function(a), function(b)
-    for _ in range(40):
-        if at_a <= at_b:
-            last, b, at_b = b, a, at_a
-            a = last - ratio * (last - first)
-            at_a = function(a)
-        else:
-            first, a, at_a = a, b, at_b
-            b = first + ratio * (last - first)
-            at_b = function(b)
-    return float(min((low, a, b, high), key=function))
+    """Minimiser of a unimodal function; both ends are candidates."""
+    from scipy.optimize import minimize_scalar
+
+    precise = {"xatol": 1e-9 * (high - low)}
+    inside = minimize_scalar(function, bounds=(low, high), method="bounded", options=precise).x
+    return float(min((low, inside, high), key=function))
