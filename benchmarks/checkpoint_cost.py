@@ -26,9 +26,10 @@ from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
 from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
 from xcloud.launch.processes import MEMORY_SETTINGS
+from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, CheckpointPart
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 

@@ -17,8 +17,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source
+from xcloud.parallel.one_way.plan import ConsumptionPlan
 from xcloud.plan.engine import Program, run
 
 
@@ -87,15 +88,11 @@ class OneWayPrediction:
 
 def simulate_one_way(job: SimulatedJob, num_steps: int = 200) -> OneWayPrediction:
     """Runs the plan for num_steps; the first half warms up."""
-    lanes = [producer.num_ranks for producer in job.producers]
-    feed = Feed(run_ahead=job.run_ahead)
-    feed.check(lanes, job.consumer.num_ranks, job.batches_per_step)
     planned = _planned(
-        tuple(p.share for p in job.producers),
-        tuple(lanes),
+        tuple(OneWayCloud(p.num_ranks, p.share) for p in job.producers),
         job.consumer.num_ranks,
         job.batches_per_step,
-        feed,
+        job.run_ahead,
         num_steps,
     )
     program, seconds = _program(job, planned)
@@ -121,47 +118,46 @@ class _Planned(NamedTuple):
     """ordered: the batches (source, number) that are ordered when a step begins, by step. used_in:
     the step that consumes a batch; batches of later steps are missing."""
 
-    ordered: list[list[tuple[Source, int]]]
-    used_in: dict[tuple[Source, int], int]
+    ordered: list[list[tuple[int, int]]]
+    used_in: dict[tuple[int, int], int]
 
 
 @lru_cache(maxsize=64)
 def _planned(
-    shares: tuple[float, ...],
-    lanes: tuple[int, ...],
+    producers: tuple[OneWayCloud, ...],
     num_consumers: int,
     batches_per_step: int,
-    feed: Feed,
+    run_ahead: int,
     num_steps: int,
 ) -> _Planned:
     """What the plan says while nobody is slow or lost; it does not depend on times then."""
-    plan = ConsumptionPlan(shares, lanes, num_consumers, batches_per_step, feed)
-    everyone, nobody = [num_consumers] * len(lanes), [0] * len(lanes)
-    plan.end_step(Round({}, {}, everyone, nobody, nobody))
+    clouds = {"consumer": OneWayCloud(num_consumers)} | {
+        f"producer {p}": cloud for p, cloud in enumerate(producers)
+    }
+    layout = OneWayLayout(clouds, "free")
+    feed = Feed(run_ahead=run_ahead).fitted(layout, batches_per_step)
+    plan = ConsumptionPlan(layout, batches_per_step, feed)
+    steady = plan.round()
+    steady.ready[:] = num_consumers
+    plan.end_step(steady)
     ordered = []
-    used: Counter[Source] = Counter()
+    used: Counter[int] = Counter()
     used_in = {}
     for step in range(num_steps):
         ordered.append([(order.source, order.number) for order in plan.orders()])
         for source in (s for c in range(num_consumers) for s in plan.step_slots(c)):
             used[source] += 1
             used_in[source, used[source]] = step
-        plan.end_step(Round({}, {}, everyone, nobody, nobody))
+        plan.end_step(steady)
     return _Planned(ordered, used_in)
 
 
 def _program(job: SimulatedJob, planned: _Planned) -> tuple[Program, list[list[float]]]:
     """Rank 0 is the consumer, whose ranks work as one; behind it stand the producers' ranks.
     Route 0 carries the orders, route 1 + p what producer p sends."""
-    rank_of = {
-        source: rank
-        for rank, source in enumerate(
-            (Source(p, lane) for p, c in enumerate(job.producers) for lane in range(c.num_ranks)),
-            1,
-        )
-    }
-    program = Program.for_ranks(1 + len(rank_of))
-    seconds: list[list[float]] = [[] for _ in range(1 + len(rank_of))]
+    producer_of = [p for p, cloud in enumerate(job.producers) for _ in range(cloud.num_ranks)]
+    program = Program.for_ranks(1 + len(producer_of))
+    seconds: list[list[float]] = [[] for _ in range(1 + len(producer_of))]
     program.route()
     routes = [program.route() for _ in job.producers]
     needed = Counter(planned.used_in.values())
@@ -174,12 +170,13 @@ def _program(job: SimulatedJob, planned: _Planned) -> tuple[Program, list[list[f
         program.operation(0, inputs[step])
         seconds[0] += [0.0, _consumer_s(job)]
         for source, number in orders:
-            rank, producer = rank_of[source], job.producers[source.producer]
+            rank, p = 1 + source, producer_of[source]
+            producer = job.producers[p]
             used_in = planned.used_in.get((source, number))
             token = nowhere if used_in is None else inputs[used_in]
-            batch = program.parcel(rank, 0, routes[source.producer], token)
+            batch = program.parcel(rank, 0, routes[p], token)
             program.operation(rank, told, (batch,))
-            round_ = source.producer, number
+            round_ = p, number
             if round_ not in met:
                 met[round_] = program.token(producer.num_ranks)
             program.operation(rank, signal=met[round_])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
@@ -35,8 +37,17 @@ def is_plain_value(override: str) -> bool:
 
 @cache
 def by_hydra(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    """Reads each file once."""
+    with (
+        initialize_config_dir(str(CONF), version_base="1.3"),
+        mock.patch.object(OmegaConf, "load", lambda file: read_once(file.name).copy()),
+    ):
         return compose("config", overrides=list(overrides))
+
+
+@cache
+def read_once(path: str, read: Callable[[str], DictConfig] = OmegaConf.load) -> DictConfig:
+    return read(path)
 
 
 def build(*overrides: str) -> Experiment:

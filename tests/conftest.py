@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests import warm_ranks
 from xcloud.launch import processes as launch
@@ -48,6 +49,28 @@ def _ranks_start_warm() -> Iterator[None]:
     warm_ranks.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _pictures_are_empty() -> Iterator[None]:
+    """In this process, but for tests that use `pictures`: drawing one takes half a second, and
+    every run ends with two."""
+
+    def save(figure: Figure, path: Path, draw: Any = Figure.savefig) -> None:
+        draw(figure, path) if _draws else Path(path).touch()
+
+    with mock.patch.object(Figure, "savefig", save):
+        yield
+
+
+_draws = list[bool]()
+
+
+@pytest.fixture
+def pictures() -> Iterator[None]:
+    _draws.append(True)
+    yield
+    _draws.clear()
+
+
 @pytest.fixture(scope="session")
 def suite_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder of all processes of xdist together, for runs of one and the same backbone:
@@ -68,7 +91,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
-        option.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
+        # One more than cores: slow tests wait for half of their time.
+        option.numprocesses = min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False  # ours, below: slow tests first

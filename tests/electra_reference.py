@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ class Reference:
         names = list(model.generators)
         model.check(names)
         self.producers: list[GeneratorRank] = [
-            model.producer(index, name, 0, 1, context) for index, name in enumerate(names)
+            model.producer(replace(context, cloud=name)) for name in names
         ]
-        self.consumer: DiscriminatorRank = model.consumer(0, 1, context)
+        self.consumer: DiscriminatorRank = model.consumer(context)
         modules = [producer.parameters_module for producer in self.producers]
         self._buffers = [None if m is None else FlatBuffer(m.parameters()) for m in modules]
         self._buffer = FlatBuffer(self.consumer.module.parameters())

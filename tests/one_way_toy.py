@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.state import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
+from xcloud.contracts.task import Scores
 from xcloud.training.trained_module import TrainedModule
 
 ROWS, WIDTH = 8, 6
@@ -62,15 +64,13 @@ class ToyFeed:
         if self.fail_cloud is not None and self.fail_cloud not in producers:
             raise ConfigError(f"model.fail_cloud must be one of {', '.join(producers)}")
 
-    def producer(
-        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
-    ) -> ToyProducer:
-        time.sleep(self.late_s.get(cloud, 0.0))
-        if self.fail_how == "load" and self.fail_cloud == cloud:
+    def producer(self, context: OneWayContext) -> ToyProducer:
+        time.sleep(self.late_s.get(context.cloud, 0.0))
+        if self.fail_how == "load" and self.fail_cloud == context.cloud:
             raise DataError("the toy producer finds no data")
-        return ToyProducer(self, index, cloud, group_rank, context)
+        return ToyProducer(self, context)
 
-    def consumer(self, group_rank: int, group_size: int, context: OneWayContext) -> ToyConsumer:
+    def consumer(self, context: OneWayContext) -> ToyConsumer:
         return ToyConsumer(self, context)
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
@@ -90,11 +90,9 @@ class ToyFeedThatNeverMeets(ToyFeed):
 
 
 class ToyProducer:
-    def __init__(
-        self, model: ToyFeed, index: int, cloud: str, group_rank: int, context: OneWayContext
-    ) -> None:
-        self.model, self.cloud, self.group_rank = model, cloud, group_rank
-        self.seed = 1000 * context.seed + 100 * index
+    def __init__(self, model: ToyFeed, context: OneWayContext) -> None:
+        self.model, self.cloud, self.group_rank = model, context.cloud, context.group_rank
+        self.seed = 1000 * context.seed + 100 * context.producers.index(context.cloud)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.net = nn.Linear(WIDTH, 1)
@@ -132,11 +130,10 @@ class ToyProducer:
     def load_state_dict(self, state: State) -> None:
         TrainedModule(self.net, self.optimizer).load_state_dict(state)
 
-    def finish(self, run_dir: Path, group_rank: int) -> None:
+    def finish(self, run_dir: Path) -> None:
         time.sleep(self.model.export_s.get(self.cloud, 0.0))
-        if group_rank == 0:
-            (run_dir / "model").mkdir(exist_ok=True)
-            save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
+        (run_dir / "model").mkdir(exist_ok=True)
+        save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
 
     def _fail_if_asked(self, number: int) -> None:
         model = self.model
@@ -196,16 +193,15 @@ class ToyConsumer:
     def load_state_dict(self, state: State) -> None:
         TrainedModule(self.module, self.optimizer).load_state_dict(state)
 
-    def export(self, run_dir: Path, group_rank: int) -> None:
-        if group_rank == 0:
-            (run_dir / "model").mkdir(exist_ok=True)
-            save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
+    def export(self, run_dir: Path) -> None:
+        (run_dir / "model").mkdir(exist_ok=True)
+        save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
 
-    def evaluate(self, group_rank: int) -> dict[str, float]:
+    def evaluate(self) -> Scores:
         time.sleep(self.model.evaluate_s)
         if self.model.fail_evaluation:
             raise RuntimeError("the toy consumer was asked to fail")
-        return {"accuracy": 0.5}
+        return Scores({"accuracy": 0.5})
 
 
 def busy(work: int) -> None:
@@ -220,6 +216,13 @@ def cloud(num_ranks: int = 1, share: float | None = None) -> dict[str, object]:
         "_target_": "xcloud.cluster.one_way_layout.OneWayCloud",
         "num_ranks": num_ranks, "share": share,
     }  # fmt: skip
+
+
+def feeding(shares: Sequence[float], lanes: Sequence[int], consumers: int = 1) -> OneWayLayout:
+    """Producers with these shares and numbers of ranks, and one consumer."""
+    producers = map(OneWayCloud, lanes, shares)
+    named = {f"p{number}": cloud for number, cloud in enumerate(producers)}
+    return OneWayLayout({"d": OneWayCloud(consumers), **named}, "free")
 
 
 def feed_config(

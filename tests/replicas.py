@@ -15,7 +15,7 @@ from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.parallel.averaging import Averager
-from xcloud.parallel.replica_links import Mailbox
+from xcloud.parallel.replica_links import ReplicaLinks
 
 PATIENCE_S = 20.0
 
@@ -30,7 +30,7 @@ class Post:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def links(self, replica: int, num_shares: int = 1) -> PostLinks:
-        return PostLinks(self, replica, num_shares)
+        return PostLinks(replica, self.num_replicas, num_shares, 1, self)
 
     def end(self, replica: int) -> None:
         """As if its process had been killed: what it sent before still arrives."""
@@ -47,20 +47,13 @@ class Post:
 
 
 @dataclass
-class PostLinks:
-    """One replica's ReplicaLinks. num_bytes: of the parts that it sent."""
+class PostLinks(ReplicaLinks):
+    """Of one replica. num_bytes: of the parts that it sent."""
 
-    post: Post
-    replica: int
-    num_shares: int = 1
-    num_parts: int = 1
+    office: Post
     num_bytes: int = 0
     raw_bytes: int = 0
     patience_s: float = PATIENCE_S
-
-    @property
-    def num_replicas(self) -> int:
-        return self.post.num_replicas
 
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None: ...
 
@@ -73,7 +66,7 @@ class PostLinks:
     def ranks_of(self, replica: int) -> Sequence[int]:
         return (replica,)
 
-    def send(
+    def post(
         self,
         to_replica: int,
         key: MessageKey,
@@ -82,28 +75,28 @@ class PostLinks:
         raw_bytes: int,
     ) -> None:
         assert len(carries) == len(parts)
-        with self.post.changed:
-            if to_replica in self.post.gone:
+        with self.office.changed:
+            if to_replica in self.office.gone:
                 raise LinkClosed(f"replica {to_replica} is gone")
             copies = tuple(part.clone() for part in parts)
-            self.post.queues.setdefault((self.replica, to_replica), []).append((key, copies))
-            self.post.changed.notify_all()
+            self.office.queues.setdefault((self.replica, to_replica), []).append((key, copies))
+            self.office.changed.notify_all()
         self.num_bytes += sum(TensorSpec.of(part).num_bytes for part in parts)
         self.raw_bytes += raw_bytes
 
-    def recv(
+    def next(
         self,
         from_replica: int,
         key: MessageKey,
         wait_s: float | None = None,
     ) -> Parts:
         deadline_s = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
-        with self.post.changed:
-            while not (queue := self.post.queues.get((from_replica, self.replica), [])):
-                if from_replica in self.post.gone:
+        with self.office.changed:
+            while not (queue := self.office.queues.get((from_replica, self.replica), [])):
+                if from_replica in self.office.gone:
                     raise LinkClosed(f"replica {from_replica} is gone")
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self.post.changed.wait(left_s):
+                if left_s <= 0 or not self.office.changed.wait(left_s):
                     raise LinkTimeout(f"no {key} from replica {from_replica}")
             came, parts = queue.pop(0)
         if came != key:
@@ -116,8 +109,8 @@ def connected(num_replicas: int) -> list[PostLinks]:
     return [post.links(replica) for replica in range(num_replicas)]
 
 
-def averagers(num_replicas: int, make: Callable[[Mailbox], Averager]) -> list[Averager]:
-    return [make(Mailbox(links)) for links in connected(num_replicas)]
+def averagers(num_replicas: int, make: Callable[[ReplicaLinks], Averager]) -> list[Averager]:
+    return [make(links) for links in connected(num_replicas)]
 
 
 def exchange(

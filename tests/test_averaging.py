@@ -21,7 +21,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Terms, averager_for
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.replica_links import Mailbox
+from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.plan.costs import FREE
 from xcloud.plan.formulas import exchange_of
 from xcloud.plan.profile import AveragingCodec
@@ -57,11 +57,13 @@ def codec(compressor: Compressor, feedback: bool = True) -> TensorCodec:
     return TensorCodec(SHAPES, lambda name, shape: compressor, 7, feedback)
 
 
-def all_to_all(compressor: Compressor, feedback: bool = True) -> Callable[[Mailbox], AllToAll]:
+def all_to_all(
+    compressor: Compressor, feedback: bool = True
+) -> Callable[[ReplicaLinks], AllToAll]:
     return lambda mail: AllToAll(mail, codec(compressor, feedback))
 
 
-def aggregators(compressor: Compressor) -> Callable[[Mailbox], Aggregators]:
+def aggregators(compressor: Compressor) -> Callable[[ReplicaLinks], Aggregators]:
     def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
         return TensorCodec(shapes, lambda name, shape: compressor, 7, True)
 
@@ -135,7 +137,7 @@ def test_a_message_has_the_bytes_it_promises_and_few_parts() -> None:
     one = codec(Chain(topk=TopK(0.2), int4=BlockInt(4)))
     parts, _ = one.encode(drawn(1))
     links = connected(2)
-    averager = AllToAll(Mailbox(links[0]), one)
+    averager = AllToAll(links[0], one)
     averager.start(1, drawn(1))
 
     assert len(parts) == 2 and sum(part.nbytes for part in parts) == one.max_bytes
@@ -279,16 +281,16 @@ def test_a_message_of_other_settings_is_refused() -> None:
     with pytest.raises(FrameError, match="run the same experiment file"):
         codec(BlockInt(4)).decode(parts)
     links = connected(2)
-    receiver = AllToAll(Mailbox(links[1]), codec(Nothing()))
+    receiver = AllToAll(links[1], codec(Nothing()))
     receiver.start(1, drawn(0))
-    AllToAll(Mailbox(links[0]), codec(Nothing())).start(1, drawn(1), weight=math.nan)
+    AllToAll(links[0], codec(Nothing())).start(1, drawn(1), weight=math.nan)
     with pytest.raises(FrameError, match="replica 0 sent a weight of nan"):
         receiver.finish(1)
 
 
 def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:
     links = replace(connected(2)[0], patience_s=0.01)
-    alone = AllToAll(Mailbox(links), codec(Nothing()))
+    alone = AllToAll(links, codec(Nothing()))
     alone.start(1, drawn(1))
     with pytest.raises(LinkTimeout, match="from replica 1"):
         alone.finish(1)
@@ -315,9 +317,7 @@ def test_aggregators_send_less_than_all_to_all_from_three_replicas_on() -> None:
     for num_replicas in (2, 5):
         for make in KINDS:
             links = connected(num_replicas)
-            exchange(
-                [make(Nothing())(Mailbox(own)) for own in links], 1, [drawn(1)] * num_replicas
-            )
+            exchange([make(Nothing())(own) for own in links], 1, [drawn(1)] * num_replicas)
             values = [own.num_bytes / (4 * 157) for own in links]
             sent[num_replicas, make] = sum(values) / num_replicas
     weights = 8 / (4 * 157)  # a message
@@ -351,7 +351,7 @@ def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
         layout = ClusterLayout({f"c{i}": Cloud(1, (0, 1), replica=i) for i in range(num_replicas)})
         links = connected(num_replicas)
         exchange(
-            [averager_for(Mailbox(own), SHAPES, new_codec) for own in links],
+            [averager_for(own, SHAPES, new_codec) for own in links],
             1,
             [drawn(1)] * num_replicas,
         )
@@ -372,7 +372,7 @@ def test_what_was_under_way_is_restored_to_the_device_of_the_tensors() -> None:
     sender, _ = averagers(2, all_to_all(Nothing()))
     sender.start(1, drawn(0))
 
-    def on_meta(links: Mailbox) -> AllToAll:
+    def on_meta(links: ReplicaLinks) -> AllToAll:
         return AllToAll(links, TensorCodec(SHAPES, lambda n, s: Nothing(), 7, True, device="meta"))
 
     restored, _ = averagers(2, on_meta)
@@ -385,7 +385,7 @@ def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
     for make in KINDS:
         fragments = []
         for links in connected(3):
-            mail = Mailbox(links)
+            mail = links
             fragments.append([make(Nothing())(mail), make(Nothing())(mail)])
             fragments[-1][1]._terms = Terms(channel=1)
         for r, (first, second) in enumerate(fragments):

@@ -22,6 +22,7 @@ from tests.channels import (
 )
 from tests.codecs import COMPRESSORS
 from tests.in_process_link import InProcessLink
+from tests.nightly import NIGHTLY
 from tests.pipelines import wired
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
@@ -68,7 +69,12 @@ SETTINGS["phases with state"] = [
     (2, Chain(svd=Svd(0.05), int4=BlockInt(4, stochastic=True)), ErrorFeedback()),
     (None, Chain(k=RandomK(0.3), int8=BlockInt(8, stochastic=True)), DeltaCache()),
 ]
-every_setting = pytest.mark.parametrize("name", SETTINGS)
+# Any compressor with one memory, and at night with each.
+BY_DAY = {f"{c}-{MEMORIES[n % len(MEMORIES)]}" for n, c in enumerate(COMPRESSORS)}
+AT_NIGHT = {f"{c}-{memory}" for c in COMPRESSORS for memory in MEMORIES} - BY_DAY
+every_setting = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NIGHTLY * (name in AT_NIGHT)) for name in SETTINGS]
+)
 
 
 @every_setting

@@ -28,7 +28,7 @@ ROWS = [
 
 SUMMARY = {
     "wan_bytes_per_step": {"forward": 1, "backward": 1}, "compression_ratio": {"total": 2.0},
-    "step_time_s": {"median": 0.1}, "final_loss": 1.0, "wall_s": 3.0,
+    "step_time_s": {"median": 0.1}, "final_loss": 1.0, "wall_s": 3.0, "status": "finished",
 }  # fmt: skip
 
 
@@ -189,6 +189,7 @@ def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
     assert Quote("a.md", "<{}>", Figure("ours", "bleu"), form=form).filled(ROWS) == f"<{expected}>"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made(claim(), ROWS, [], "2026-01-01", False)
     monkeypatch.setattr(site, "read_claims", lambda path: {"front": claim()})

@@ -108,11 +108,11 @@ def test_settings_and_sizes_change_the_fingerprint(
 def test_scores_work_from_labels_alone(task: Classification) -> None:
     view = task.load(LABEL, seed=1)
     labels = view.batch("test", torch.arange(20))["label"].tolist()
-    assert view.score("test", {i: [label] for i, label in enumerate(labels)}) == {
+    assert view.score("test", {i: [label] for i, label in enumerate(labels)}).values == {
         "accuracy": 100.0
     }
     half = {i: [label if i < 5 else 1 - label] for i, label in enumerate(labels[:10])}
-    assert view.score("test", half) == {"accuracy": 50.0}
+    assert view.score("test", half).values == {"accuracy": 50.0}
     assert view.signature() == {"accuracy": "share of correct classes, percent"}
     shown = view.sample_outputs("test", half, 1)
     assert "its text is not visible in this cloud" in shown
@@ -222,7 +222,7 @@ def test_values_are_learned_and_scored_as_they_stand(tmp_path: Path) -> None:
     batch = data.batch("test", torch.arange(4))
     assert batch["label"].dtype == torch.float32 and batch["label"].tolist() == [0, 1, 2, 3]
     said = {0: [500_000], 1: [2_000_000], 2: [1_000_000], 3: [3_500_000]}
-    assert data.score("test", said) == {"pearson": 78.072, "spearman": 80.0}
+    assert data.score("test", said).values == {"pearson": 78.072, "spearman": 80.0}
     write(tmp_path, [("t", "high")] * 4, "test")
     with pytest.raises(DataError, match="a label is not a number"):
         own(tmp_path, kind="value")
@@ -248,12 +248,12 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
     labels = data.batch("test", torch.arange(24))["label"].tolist()
     assert labels[::2] == labels[1::2]  # the same pairs in both languages
     said = {i: [labels[i] if i % 2 == 0 or i < 6 else 7] for i in range(24)}
-    assert data.score("test", said) == {
+    assert data.score("test", said).values == {
         "accuracy": 62.5, "accuracy_en": 100.0, "accuracy_es": 25.0
     }  # fmt: skip
     assert list(data.signature()) == ["accuracy", "accuracy_en", "accuracy_es"]
     assert data.signature()["accuracy"].startswith("mean over en, es of")
-    assert list(data.score("dev", {0: [0]})) == ["accuracy"]
+    assert list(data.score("dev", {0: [0]}).values) == ["accuracy"]
     only = DemoCrossLingual(train_language="es", languages=["en"], num_test=5,
                                    num_train=5, num_dev=1)  # fmt: skip
     assert only.load(LABEL, 1).num_samples("test") == 5

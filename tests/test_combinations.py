@@ -100,11 +100,14 @@ def test_a_pair_that_cannot_be_is_refused_by_the_names_of_both() -> None:
 def is_named(pair: Row) -> bool:
     """Whether a refusal names both factors of the pair; or, where a third stands between
     them, all name it and one of them."""
-    found = [
+    refused = (
         {factor for factor, pattern in NAMES.items() if re.search(pattern, refusal(row))}
         for row in contexts(pair)
         if not refusal({**row, **{factor: FIRST[factor] for factor in pair}})
-    ]
-    return any(pair.keys() <= named for named in found) or all(
-        len(named) > 1 and named & pair.keys() for named in found
     )
+    found = []
+    for named in refused:
+        if pair.keys() <= named:
+            return True
+        found.append(named)
+    return all(len(named) > 1 and named & pair.keys() for named in found)

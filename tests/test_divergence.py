@@ -11,7 +11,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from torch import nn
 
+from tests.local_replicas import (
+    DILOCO,
+    MEAN,
+    furthest,
+    reference,
+    replicas,
+    run_together,
+)
+from tests.local_replicas import equal as equal_values
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
@@ -19,7 +29,11 @@ from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.model import StageOutput
 from xcloud.launch.local import run
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.part import StepReport
+from xcloud.parallel.partition import by_tensor
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import DivergenceGuard, Trainer
 
@@ -131,6 +145,37 @@ def bad_toy(*overrides: str) -> dict[str, Any]:
     config["model"].update(fail_stage=1, fail_step=5, fail_how="nan")
     config["training"]["optimizer"].update(clip_norm=0.0)
     return config
+
+
+def test_a_replica_whose_parameters_are_not_finite_is_left_out_and_heals() -> None:
+    """The others' merge is as if it had done nothing, and it takes that."""
+    notes = list[str]()
+    job = replicas(LocalUpdates(3, MEAN), 6)
+    job[1].exchange._replicas.reporter.note = notes.append  # type: ignore[method-assign]
+    run_together(job, 2)
+    with torch.no_grad():
+        next(job[1].module.parameters()).view(-1)[0] = math.nan
+    run_together(job, 3, 3)
+
+    expected = reference(1, [range(1, 4)], (1.0, 0.0, False), [1.0])
+    assert furthest(job[0].values, expected) < 1e-6
+    assert equal_values(job[0].values, job[1].values)
+    assert notes == [
+        "parameters were not finite at the merge of step 3: this replica goes back to the values "
+        "of the merge before and counts for nothing in this one"
+    ]
+
+
+def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
+    """Of a sum that overflowed, or of a peer that sends nonsense."""
+    parameter = nn.Parameter(torch.ones(2))
+    shares = by_tensor({"w": parameter.shape}, 1)
+    values = OuterParameters({"w": parameter}, shares, RankGroup.alone(), DILOCO)
+    values.move([torch.tensor([1.0, math.inf])])
+    values.take()
+
+    assert parameter.tolist() == [1.0, 1.0]
+    assert values.velocity[0].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.slow

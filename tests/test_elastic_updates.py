@@ -241,13 +241,13 @@ def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> N
     post, diary, waits = Post(2), Diary(), list[float]()
     hub = Scalar(0, post, settings, 40, diary)
     links = hub.end.links
-    recv = links.recv
+    recv = links.next
 
     def counted(replica: int, key: MessageKey, wait_s: float) -> Any:
         waits.append(wait_s)
         return recv(replica, key, wait_s)
 
-    links.recv = counted
+    links.next = counted
     hub.run(1, 40)
     assert len(diary.merges) == 40
     assert len(waits) > 40 and sum(wait > 0 for wait in waits) == 2  # the first, and at the end

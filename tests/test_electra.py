@@ -55,11 +55,11 @@ def made_by(
     model: MultilingualElectra,
     cache_dir: Path,
     numbers: range,
-    group_rank: int = 0,
     **changes: Any,
 ) -> list[Fed]:
     """A lone producer, which learns from its own batches."""
-    part = model.producer(0, "es", group_rank, 2, feed_context(cache_dir, **changes))
+    context = feed_context(cache_dir, cloud="es", group_size=2, **changes)
+    part = model.producer(context)
     module = part.parameters_module
     buffer = None if module is None else FlatBuffer(module.parameters())
     made = []
@@ -76,7 +76,7 @@ def mean(steps: list[dict[str, float]], key: str) -> float:
 
 
 def unpacked(model: MultilingualElectra, cache_dir: Path, fed: Fed) -> Any:
-    part = model.consumer(0, 1, feed_context(cache_dir))
+    part = model.consumer(feed_context(cache_dir))
     return part._packing.unpack(fed.payload)
 
 
@@ -123,7 +123,7 @@ def test_a_batch_follows_from_seed_lane_and_number(cache_dir: Path) -> None:
 
 def test_what_crosses_is_the_corrupted_text_and_its_flags_alone(cache_dir: Path) -> None:
     model = tiny(batch_size=64)
-    part = model.producer(0, "es", 0, 1, feed_context(cache_dir))
+    part = model.producer(feed_context(cache_dir, cloud="es"))
     ids_R, counts_B = part._stream.batch(1)
     fed = part.produce(1)
     got = unpacked(model, cache_dir, fed)
@@ -150,7 +150,7 @@ def test_the_consumer_learns_the_sum_whatever_the_order_and_the_ranks(cache_dir:
     def gradients(orders: list[list[int]]) -> tuple[torch.Tensor, float]:
         total, loss = torch.zeros(1), 0.0
         for order in orders:
-            part = model.consumer(0, 1, feed_context(cache_dir))
+            part = model.consumer(feed_context(cache_dir))
             buffer = FlatBuffer(part.module.parameters())
             sums = part.consume([(0, payloads[i]) for i in order])
             total, loss = total + buffer.flat, loss + sums["loss_sum"]
@@ -169,7 +169,7 @@ def test_the_loss_weight_scales_gradients_and_so_meets_the_clip(cache_dir: Path)
         optimizer = dataclasses.replace(FAST, clip_norm=clip)
         settings = DiscriminatorSettings(NETWORK, optimizer, weight, precision="fp32")
         model = tiny(discriminator=settings)
-        part = model.consumer(0, 1, feed_context(cache_dir))
+        part = model.consumer(feed_context(cache_dir))
         fed = made_by(model, cache_dir, range(1, 2))[0]
         sums = part.consume([(0, fed.payload)])
         part.update(1, sums["weight"])
@@ -212,11 +212,11 @@ def test_a_frozen_generator_needs_weights_and_trains_nothing(
 ) -> None:
     with pytest.raises(ConfigError, match="frozen needs a PretrainedBackbone"):
         Generator(["es"], frozen=True)
-    part = tiny().producer(0, "es", 0, 1, feed_context(cache_dir))
-    part.finish(tmp_path, 0)
+    part = tiny().producer(feed_context(cache_dir, cloud="es"))
+    part.finish(tmp_path)
     folder = tmp_path / "model" / "generator_es"
     model = tiny(backbone=PretrainedBackbone(str(folder)), frozen=True)
-    frozen = model.producer(0, "es", 0, 1, feed_context(cache_dir))
+    frozen = model.producer(feed_context(cache_dir, cloud="es"))
 
     before = [p.clone() for p in frozen._encoder.parameters()]
     assert frozen.parameters_module is None
@@ -224,7 +224,7 @@ def test_a_frozen_generator_needs_weights_and_trains_nothing(
     frozen.update(1)
     assert all(map(torch.equal, before, frozen._encoder.parameters()))
     assert torch.equal(frozen.produce(1).payload, payload)
-    frozen.finish(tmp_path / "nothing", 0)
+    frozen.finish(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
 
@@ -269,13 +269,11 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
     reference = Reference(tiny(), feed_context(cache_dir))
     for _ in range(3):
         reference.step()
-    reference.consumer.export(tmp_path, 0)
-    quality = reference.consumer.evaluate(0)
-    assert set(quality) == {
+    reference.consumer.export(tmp_path)
+    scores = reference.consumer.evaluate()
+    assert set(scores.values) == set(scores.errors) == {
         "replaced_precision", "replaced_recall", "replaced_f1", "replaced_loss"
     }  # fmt: skip
-    reference.consumer.export(tmp_path / "other", 1)
-    assert reference.consumer.evaluate(1) == {}
     folder = tmp_path / "model" / "discriminator"
     with quiet():
         theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()
@@ -313,14 +311,14 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 def test_a_message_of_another_tokenizer_is_refused(cache_dir: Path) -> None:
     fed = made_by(tiny(), cache_dir, range(1, 2))[0]
     other = dataclasses.replace(TEXT, source=DemoText(399))
-    consumer = tiny(text=other).consumer(0, 1, feed_context(cache_dir, producers=("en", "es")))
+    consumer = tiny(text=other).consumer(feed_context(cache_dir, producers=("en", "es")))
     words = r"a batch of producer 'es' is refused: .*All clouds need one tokenizer"
     with pytest.raises(FrameError, match=words):
         consumer.consume([(1, fed.payload)])
 
 
 def test_a_generator_that_diverges_says_so(cache_dir: Path) -> None:
-    part = tiny().producer(0, "es", 0, 1, feed_context(cache_dir))
+    part = tiny().producer(feed_context(cache_dir, cloud="es"))
     assert part.parameters_module is not None
     for parameter in part.parameters_module.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
@@ -331,7 +329,7 @@ def test_a_generator_that_diverges_says_so(cache_dir: Path) -> None:
 def test_a_generator_that_takes_over_learns_longer(cache_dir: Path) -> None:
     """Its learning rate falls to zero at the end that it is told last."""
     falling = Optimizer(1e-3, warmup_steps=1, decay="linear")
-    part = tiny(optimizer=falling).producer(0, "es", 0, 1, feed_context(cache_dir, num_steps=1))
+    part = tiny(optimizer=falling).producer(feed_context(cache_dir, cloud="es", num_steps=1))
     module = part.parameters_module
     assert module is not None
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS
+from xcloud.comm.ids import CorruptedTexts
 from xcloud.contracts.model import TokenIds
 from xcloud.electra.networks import (
     Discriminator,
@@ -117,12 +118,11 @@ def test_a_word_drawn_right_is_not_replaced_and_the_rest_is_left_alone() -> None
     sure = torch.full((IDS.size,), -100.0)
     sure[ids_R[2]] = 100.0
 
-    assert made.num_masked == 4
     assert torch.equal(made.replaced_R, made.ids_R != ids_R)
     assert set(made.replaced_R.nonzero()[:, 0].tolist()) <= set(masked.tolist())
     generator.head.bias.data = sure  # type: ignore[union-attr]
     made = corrupt(generator, ids_R, Packing(counts), masked[:1], IDS, 1.0, draws())
-    assert made.num_right == 1 and not made.replaced_R.any()
+    assert not made.replaced_R.any()
     assert float(made.loss.detach()) == pytest.approx(0, abs=1e-3)
 
 
@@ -142,11 +142,9 @@ def test_the_counts_are_those_of_the_scores() -> None:
         network = Discriminator(CONFIG)
     counts_B = torch.tensor([5, 7])
     ids_C = torch.randint(FIRST_WORD, IDS.size, (12,), generator=draws())
-    replaced_C = torch.arange(12) % 3 == 0
+    texts = CorruptedTexts(ids_C, counts_B, torch.arange(12) % 3 == 0)
     for bias, expected in ((100.0, (4, 8, 0)), (-100.0, (0, 0, 4))):
-        network.head.score.bias.data.fill_(bias)
-        found = detect_replaced(network, ids_C, counts_B, replaced_C, IDS)
-        assert found[1:] == expected
-    assert float(found.loss.detach()) == pytest.approx(
-        400, rel=0.05
-    )  # 4 tokens, each 100 nats wrong
+        network.score.bias.data.fill_(bias)
+        loss, counts = detect_replaced(network, texts, IDS)
+        assert tuple(counts) == expected
+    assert float(loss.detach()) == pytest.approx(400, rel=0.05)  # 4 tokens, each 100 nats wrong

@@ -35,6 +35,8 @@ LINE = {
     "_target_": "xcloud.cluster.link_profile.LinkProfile",
     "bandwidth_bits_per_s": 1e9, "timeout_s": 4.0, "timeout_factor": 1.0,
 }  # fmt: skip
+# Where the last step is saved, a run would start again.
+ONCE = {"_target_": "xcloud.job.job.Launch", "max_restarts": 0}
 TWO_CLOUDS = layout(a=cloud(1), b=cloud(1))
 CHAIN = layout(a=cloud(1), b=cloud(1), c=cloud(2))
 U_SHAPE = layout(owner=cloud(2, [0, 2]), other=cloud(1, [1]))
@@ -47,6 +49,7 @@ def config_of(clusters: dict, max_steps: int, evaluate_every: int = 0, **model: 
         "max_steps": max_steps, "evaluate_every": evaluate_every, "eval_batch_size": 10,
     }  # fmt: skip
     config["model"] |= model
+    config["launch"] = ONCE
     return config
 
 
@@ -94,10 +97,7 @@ def test_a_rank_that_is_stopped_in_an_evaluation_is_named(tmp_path: Path) -> Non
     """By rank 0, which waits for it, or by the launcher, which sees that it is stopped."""
     started_s = time.monotonic()
     with pytest.raises(RunFailed, match=r"rank 1 (has not come .*no heartbeat|.*SIGSTOP)"):
-        config = config_of(TWO_CLOUDS, 2, predict_how="stop")
-        # Its last step is saved, so it would start again.
-        config["launch"] = {"_target_": "xcloud.job.job.Launch", "max_restarts": 0}
-        start(tmp_path, config)
+        start(tmp_path, config_of(TWO_CLOUDS, 2, predict_how="stop"))
 
     assert time.monotonic() - started_s < 60
     assert no_workers(tmp_path)
@@ -107,6 +107,7 @@ def feed(clouds: dict, **model: object) -> dict:
     config = feed_config(clouds, wan=LINE, model=model, feed={"slow_after_s": 3.0})
     config["cluster"]["liveness"] = LIVENESS
     config["training"]["max_steps"] = 4
+    config["launch"] = ONCE
     return config
 
 

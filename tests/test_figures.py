@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.figures import check_figures, figures_of
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.record.summary import RunStatistics
 
@@ -144,7 +145,8 @@ def test_a_one_way_jobs_figures_are_those_of_its_events() -> None:
                    if rank == 0 else {}),
             })  # fmt: skip
     events.append(quality("test", num_steps, {"replaced_loss": 0.352846}, 60.0))
-    statistics = OneWayStatistics(2, shares, lanes)
+    clouds = {name: OneWayCloud(lanes[name], share) for name, share in shares.items()}
+    statistics = OneWayStatistics(OneWayLayout({"d": OneWayCloud(2), **clouds}, "free"))
     for event in events:
         statistics.feed(event)
     summary = statistics.summary(name="x", status="finished", commit="c")

@@ -17,13 +17,13 @@ from tests.trainers import ranks, update
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
+from xcloud.job.places import Places
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Averaging, Strategy
-from xcloud.survive.changes import Places
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Optimizer, Training
 
@@ -51,11 +51,8 @@ def vote(contributions: Sequence[Contribution]) -> list[Tensor]:
 class Votes(Exchange):
     def __init__(self, scale: float, replicas: Replicas) -> None:
         self._scale, self._parameters = scale, list(replicas.trained.values())
-        self._averager = replicas.averager(
-            lambda shapes: replicas.codec(shapes, False, "votes"),
-            {name: parameter.shape for name, parameter in replicas.trained.items()},
-            Terms(vote),
-        )
+        shapes = {name: parameter.shape for name, parameter in replicas.trained.items()}
+        self._averager = replicas.averager(shapes, Terms(vote), False, "votes")
         replicas.open([self._averager])
 
     def before_update(
@@ -97,7 +94,7 @@ def test_a_strategy_of_one_class_trains_over_clouds_that_stay_equal(num_clouds: 
 def test_the_rest_of_the_product_asks_the_strategy_itself() -> None:
     layout = VOTES.arrange(clouds(3))
     assert VOTES.describe(layout) == "votes (votes, 0.5), 3 replicas"
-    assert not VOTES.is_apart and not VOTES.is_elastic
+    assert not VOTES.traits.is_apart and not VOTES.traits.is_elastic
     places = Places.held(layout, VOTES, 9)
     assert (places.column, places.merges_every) == ("data parallel", 1)
     assert replace(VOTES, averaging=MajorityVote(2.0)).label == "votes (votes, 2)"

@@ -22,14 +22,15 @@ from tests.understanding_models import build, model, question, where
 from xcloud.contracts.model import Stage
 from xcloud.models.lora import Lora
 from xcloud.security.attacks import f1_of_sets, rouge
-from xcloud.security.gradient_attacks import attack_layers, changed_rows, raised_words
+from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows, raised_words
 
 READ = {3, 9, 4, 20, 21}  # no later word of its text reads the last one, and no loss needs it
 EMBEDDINGS, HEAD = "network.model.embed_tokens.weight", "network.lm_head.weight"
 
 
 def attacked(stage: Stage, changes: dict[str, Tensor]) -> tuple[set[int], list[list[int]]]:
-    found = attack_layers(stage, lambda ids: run(stage, ids), changes, torch.arange(WORDS), 6)
+    victim = Victim(stage, lambda ids: run(stage, ids), torch.arange(WORDS), 6)
+    found = attack_layers(victim, changes)
     return set(found.tokens.tolist()), sorted(found.texts)
 
 
@@ -101,7 +102,8 @@ def test_an_encoder_gives_its_tokens_away(tmp_path: Path) -> None:
     text = batch["text"]
     true = set(text[text != 0].tolist())
     words_N = torch.arange(1, 24)  # without padding
-    found = attack_layers(stages[0], lambda ids: run(stages[0], ids), changes, words_N, 12)
+    victim = Victim(stages[0], lambda ids: run(stages[0], ids), words_N, 12)
+    found = attack_layers(victim, changes)
 
     assert set(changed_rows(changes["embeddings.words.weight"]).tolist()) == true
     assert f1_of_sets(found.tokens.tolist(), sorted(true)) > 0.5, (found, true)

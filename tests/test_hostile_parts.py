@@ -12,6 +12,8 @@ from tests.local_replicas import MEAN, Diary, Scalar
 from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Terms
@@ -28,15 +30,14 @@ from xcloud.parallel.control import (
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, Order, Source
-from xcloud.parallel.replica_links import Mailbox
+from xcloud.parallel.one_way.plan import NOBODY, Order
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints
 
-SOURCE = Source(0, 0)
+ONE_WAY = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
 
 
 def frame(kind: Kind, *parts: Tensor, step: int = 0) -> Frame:
@@ -95,18 +96,19 @@ def test_a_stop_with_parts_another_one_and_orders_after_it_are_refused() -> None
 
 
 def test_batches_come_only_as_ordered_and_not_without_end() -> None:
-    inbox, payload = Inbox([SOURCE], 4, most_waiting=8), torch.zeros(4, dtype=torch.uint8)
-    inbox.expect([Order(SOURCE, number, 0, 9) for number in (2, 5)])
-    with pytest.raises(FrameError, match=r"batch 3 of producer 0 .* was not ordered"):
-        inbox.put(SOURCE, frame(Kind.BATCH, payload, step=3))
-    inbox.put(SOURCE, frame(Kind.BATCH, payload, step=2))
-    inbox.put(SOURCE, frame(Kind.BATCH, payload, step=5))
-    inbox.put(SOURCE, frame(Kind.BATCH, payload, step=7))  # its order is not known here yet
-    inbox.expect([Order(SOURCE, 7, 0, 9)])
+    inbox = Inbox(ONE_WAY, 4, {1: PeerLife()}, most_waiting=8)
+    payload = torch.zeros(4, dtype=torch.uint8)
+    inbox.expect([Order(0, number, 0, 9) for number in (2, 5)])
+    with pytest.raises(FrameError, match=r"batch 3 of producer 'a' .* was not ordered"):
+        inbox.put(0, frame(Kind.BATCH, payload, step=3))
+    inbox.put(0, frame(Kind.BATCH, payload, step=2))
+    inbox.put(0, frame(Kind.BATCH, payload, step=5))
+    inbox.put(0, frame(Kind.BATCH, payload, step=7))  # its order is not known here yet
+    inbox.expect([Order(0, 7, 0, 9)])
 
     with pytest.raises(FrameError, match="8 wait here"):
         for number in range(8, 100):
-            inbox.put(SOURCE, frame(Kind.BATCH, payload, step=number))
+            inbox.put(0, frame(Kind.BATCH, payload, step=number))
 
 
 # --- control
@@ -223,9 +225,7 @@ def test_a_weight_that_would_decide_a_merge_is_refused(weight: float) -> None:
     shapes = {"w": torch.Size([3])}
     links = connected(2)
     one, other = (
-        AllToAll(
-            Mailbox(own), TensorCodec(shapes, lambda *_: Chain(), 7, False), Terms(weighted_mean)
-        )
+        AllToAll(own, TensorCodec(shapes, lambda *_: Chain(), 7, False), Terms(weighted_mean))
         for own in links
     )
     one.start(2, [torch.zeros(3)])

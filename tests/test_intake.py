@@ -111,7 +111,8 @@ def test_what_no_honest_rank_tells_is_refused_counted_and_shown_with_its_sender(
 
 def test_the_rank_that_scores_tells_losses_and_scores(desk: Desk) -> None:
     quality = {"event": "quality", "step": 20, "split": "test", "values": {"f1": float("nan")},
-               "signature": {"f1": "v1"}, "evaluation_s": 1.0}  # fmt: skip
+               "errors": {"f1": float("nan")}, "signature": {"f1": "v1"},
+               "evaluation_s": 1.0}  # fmt: skip
     desk.take(2, {**STEP, "loss": 1.5, "learning_rate": 0.1, "tokens": 9}, quality)
 
     assert [event["event"] for event in desk.written()] == ["step", "quality"]

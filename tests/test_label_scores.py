@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 
-from xcloud.tasks.labels import MEANINGS, score
 from xcloud.tasks.question_answering import exact_match, normalised, word_f1
+from xcloud.tasks.scores import (
+    MEANINGS,
+    bootstrap_error,
+    label_measure,
+    label_scores,
+    ratio_error,
+)
+
+
+def score(name: str, right: Sequence[float], said: Sequence[float]) -> float:
+    return label_measure(name, right, said)(np.ones(len(right)))
+
 
 accuracy, f1, macro_f1, matthews, pearson, spearman = (
     partial(score, name) for names in MEANINGS.values() for name in names
@@ -48,6 +61,67 @@ def test_correlations() -> None:
     assert spearman([1, 2, 3, 4], [1, 100, 1000, 9999]) == pytest.approx(100.0)
     # Ranks 0, 1.5, 1.5, 3 against 0, 1, 2, 3.
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(100 * 4.5 / math.sqrt(4.5 * 5))
+
+
+@pytest.mark.parametrize("name", [name for names in MEANINGS.values() for name in names])
+def test_a_sample_that_counts_twice_scores_as_one_that_occurs_twice(name: str) -> None:
+    draw = np.random.default_rng(5)
+    right, said = draw.integers(0, 4, (2, 40))
+    times = draw.integers(0, 4, 40)
+    repeated = score(name, np.repeat(right, times).tolist(), np.repeat(said, times).tolist())
+    assert label_measure(name, right, said)(times.astype(float)) == pytest.approx(repeated)
+
+
+def test_scores_are_those_of_scikit_learn_and_scipy() -> None:
+    from scipy import stats
+    from sklearn import metrics
+
+    draw = np.random.default_rng(5)
+    right, said = draw.integers(0, 4, (2, 60))
+    assert matthews(right, said) == pytest.approx(100 * metrics.matthews_corrcoef(right, said))
+    theirs = metrics.f1_score(right, said, average=None)
+    assert macro_f1(right, said) == pytest.approx(100 * theirs.mean())
+    assert f1(right, said) == pytest.approx(100 * theirs[1])
+    assert spearman(right, said) == pytest.approx(100 * stats.spearmanr(right, said).statistic)
+
+
+def test_the_error_of_an_accuracy_is_binomial() -> None:
+    pairs = [(1.0, 1.0)] * 90 + [(1.0, 0.0)] * 10
+    values, errors = label_scores(["accuracy"], {"": pairs})
+    assert values == {"accuracy": 90.0} and errors == {"accuracy": 3.0}  # 100 sqrt(0.9 0.1 / 100)
+
+
+def test_an_error_is_the_spread_of_the_score_over_other_samples() -> None:
+    """Of 400 test sets drawn anew, and of one of them resampled; a ratio of sums in both ways."""
+    draw = np.random.default_rng(5)
+
+    def ratio(tokens: np.ndarray, nats: np.ndarray) -> float:
+        return float(nats.sum() / tokens.sum())
+
+    sets = [(tokens, draw.normal(2.0 * tokens, 3.0))
+            for tokens in draw.integers(5, 50, (400, 100)).astype(float)]  # fmt: skip
+    spread = np.std([ratio(*one) for one in sets])
+    linear = np.mean([ratio_error(nats, tokens) for tokens, nats in sets])
+    tokens, nats = sets[0]
+    resampled = bootstrap_error(100, lambda counts: ratio(counts * tokens, counts * nats))
+    assert linear == pytest.approx(spread, rel=0.1)
+    assert resampled == pytest.approx(ratio_error(nats, tokens), rel=0.1)
+    assert resampled == bootstrap_error(100, lambda counts: ratio(counts * tokens, counts * nats))
+
+
+def test_the_error_of_a_mean_over_languages_knows_that_they_share_their_samples() -> None:
+    """The same sentences are right in both languages, so the second tells nothing new; sentences
+    that have nothing to do with each other give a smaller error, by the square root of 2."""
+    draw = np.random.default_rng(5)
+    hits, others = draw.random((2, 400)) < 0.8
+    (same, apart), alone = (
+        label_scores(["accuracy"], {name: [(1.0, float(hit)) for hit in each]
+                                    for name, each in (("en", hits), ("es", second))})[1]
+        for second in (hits, others)
+    ), 100 * ratio_error(hits, 1)  # fmt: skip
+    assert same["accuracy"] == pytest.approx(alone, rel=0.1)
+    assert apart["accuracy"] == pytest.approx(alone / math.sqrt(2), rel=0.15)
+    assert same["accuracy_es"] == pytest.approx(alone, rel=1e-3)
 
 
 def test_answers_are_compared_without_case_marks_and_articles() -> None:

@@ -13,7 +13,7 @@ from tests.toy_text import text_config
 from xcloud.base.errors import DataError
 from xcloud.launch.local import run
 from xcloud.record.tracking import final_metrics
-from xcloud.security.leak_meter import FIGURES, main, measure
+from xcloud.security.leak_meter import main, measure
 from xcloud.security.observer import OBSERVATIONS_DIR, LeakMeter, Observer, Stream
 
 GRADIENT = Stream("backward", 0, "received", "hidden")
@@ -62,13 +62,14 @@ def test_planted_leaks_are_measured(tmp_path: Path) -> None:
     found = measure(tmp_path)
 
     assert found["label_leak_auc"] > 0.99
-    attacks = found["label"]["text_owner"]["hidden gradient of boundary 0, received"]
+    attacks = found["leakage"]["label"]["text_owner"]["hidden gradient of boundary 0, received"]
     assert attacks["norm"] > 0.99 and attacks["direction"] < 0.65
     assert attacks["num_samples"] == 300
     assert found["token_recovery"] > 0.97
     assert found["token_recovery_baseline"] < 0.1
     # Who holds labels is not asked for them, nor who holds text for text.
-    assert set(found["label"]) == {"text_owner"} and set(found["text"]) == {"label_owner"}
+    clouds = {kind: set(attacked) for kind, attacked in found["leakage"].items()}
+    assert clouds == {"label": {"text_owner"}, "text": {"label_owner"}, "averaging": set()}
 
 
 def test_nothing_planted_is_near_chance(tmp_path: Path) -> None:
@@ -99,9 +100,9 @@ def test_labels_of_one_class_and_spans_are_no_leak(tmp_path: Path) -> None:
     owner.write(tmp_path / "span")
     other.write(tmp_path / "span")
 
-    assert measure(tmp_path / "span") == {
-        **dict.fromkeys(FIGURES), "label": {}, "text": {}, "averaging": {}
-    }  # fmt: skip
+    found = measure(tmp_path / "span")
+    assert found.pop("leakage") == {"label": {}, "text": {}, "averaging": {}}
+    assert len(found) == 8 and set(found.values()) == {None}
 
 
 def test_notes_are_of_the_last_steps_and_the_newest_rows(tmp_path: Path) -> None:

@@ -19,11 +19,16 @@ from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compression import Compression
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
-from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.join.agreement import Verdict
+from xcloud.parallel.one_way.plan import Order
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.rank.one_way.wiring import CARRIES, consumer_links, producer_links
+from xcloud.rank.one_way.consumer import ConsumerRank
+from xcloud.rank.one_way.producer import ProducerRank
+from xcloud.rank.role import RankContext
+from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker
-from xcloud.wire.ends import Ends
+from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
 
 TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
@@ -136,28 +141,36 @@ def test_a_line_with_a_speed_is_refused_in_memory(tmp_path: Path) -> None:
 
 def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(2, 1.0)}, "free")
-    world, source = MemoryWorld(), Source(0, 1)
+    world = MemoryWorld()
     job = OneWayExperiment(
         name="toy", cluster=layout, model=ToyFeed(), training=OneWayTraining(2, 2),
         tracker=NullTracker(),
     )  # fmt: skip
-    ends = [
-        Ends(world.transport(rank), layout, tmp_path, received=CARRIES if rank == 0 else None)
-        for rank in range(3)
-    ]
-    consumer = consumer_links(job, ends[0])
-    producers = [producer_links(job, end) for end in ends[1:]]
+
+    def context(rank: int) -> RankContext[OneWayExperiment]:
+        reporter, holder = Reporter(rank, "", print), RankCheckpoints.of(job, rank, tmp_path, {})
+        return RankContext(
+            job, torch.device("cpu"), reporter, lambda *_: None, Verdict(), holder, StopSignal(),
+            transport=world.transport(rank),
+        )  # fmt: skip
+
+    consumer, *producers = (
+        ConsumerRank(context(0)), ProducerRank(context(1)), ProducerRank(context(2))
+    )  # fmt: skip
     for producer in producers:
         producer.say_ready()
-    consumer.send_orders([Order(source, 1, 0, 9)])
+    consumer.send_orders([Order(1, 1, 0, 9)])
     ordered = producers[1].orders.next(may_drop=True)
     assert ordered is not None and ordered.number == 1
     producers[1].send(0, 1, torch.arange(5, dtype=torch.uint8))
-    arrived = consumer.inbox.take(source)
+    arrived = consumer.inbox.next_of(1)
 
     assert consumer.inbox.was_ready(0) and arrived is not None
     assert arrived.payload.tolist() == [0, 1, 2, 3, 4]
-    assert ends[2].records[0].bytes_of[Kind.BATCH] == arrived.num_bytes
-    assert ends[0].received[2].bytes_of[Kind.BATCH] == arrived.num_bytes
-    unheard = in_threads([lambda: ends[0].part_from([1, 2], 1.0), ends[1].close, ends[2].close])
+    sent = sum(record.bytes_of[Kind.BATCH] for record in producers[1].records)
+    assert sent == arrived.num_bytes
+    assert consumer.received[2].bytes_of[Kind.BATCH] == arrived.num_bytes
+    unheard = in_threads(
+        [lambda: consumer.ends.part_from([1, 2], 1.0), *(p.ends.close for p in producers)]
+    )
     assert unheard[0] == {}

@@ -215,8 +215,8 @@ def test_what_is_reported_names_no_folder(tmp_path: Path, folder: Path) -> None:
         FolderText(str(folder)), FileTokenizer(str(tmp_path / "shared.json")), max_length=32
     )
     said: list[str] = []
-    context = feed_context(tmp_path / "cache", report=said.append)
-    MultilingualElectra(text, {"es": spanish}).producer(0, "es", 0, 1, context)
+    context = feed_context(tmp_path / "cache", report=said.append, cloud="es")
+    MultilingualElectra(text, {"es": spanish}).producer(context)
 
     num_tokens = sum(map(len, tokenizer.encode(TEXTS)))
     assert said == [

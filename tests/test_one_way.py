@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 
@@ -19,7 +18,7 @@ from tests.runs import command, losses, no_workers, read, wait_for
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.rank.one_way.wiring import OneWayRank
+from xcloud.rank.one_way.one_way_rank import OneWayRank
 from xcloud.security.wire_audit import compact
 
 pytestmark = pytest.mark.slow
@@ -39,7 +38,7 @@ def in_threads(
 ) -> dict:
     """As `start`, with the ranks in threads of this process, over links in memory. They take no
     turns, so that one can be slow."""
-    patch.setattr(OneWayRank, "computing_in", lambda rank, clock: nullcontext())
+    patch.setattr(OneWayRank, "computing_in", lambda rank, clock, what: clock.during(what))
     return runs.in_threads(run_dir, feed_config(clouds, "clouds", **groups), patch)
 
 
@@ -120,10 +119,10 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
 
     forth = {(n, "disc", kind, parts) for n in ("one", "two")
              for kind, parts in (("batch", ("uint8 1",)), ("ready", ()),
-                                 ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
+                                 ("goodbye", ()))}  # fmt: skip
     back = {("disc", n, kind, parts) for n in ("one", "two")
             for kind, parts in (("order", ("int32 2",)), ("stop", ()),
-                                ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
+                                ("goodbye", ()))}  # fmt: skip
     reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
     saves = {(*ends, "checkpoint", ("uint8 1",)) for n in ("one", "two")
              for ends in ((n, "disc"), ("disc", n))}  # fmt: skip
@@ -316,7 +315,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
 ) -> None:
     """Also where a producer has two ranks, of which one may have been ordered more."""
     saves = {"_target_": "xcloud.training.settings.Checkpoints", "every_steps": 20}
-    groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.03}}
+    groups: dict = {"training": {"max_steps": 60, "checkpoint": saves}, "model": {"step_s": 0.02}}
     runs.in_threads(tmp_path / "whole", feed_config(WIDE, **groups), monkeypatch)
 
     def ask() -> None:

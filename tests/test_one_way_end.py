@@ -16,17 +16,17 @@ from tests.one_way_toy import cloud as feed_cloud
 from xcloud.base.errors import LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import NOBODY, Round, Source
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way.plan import NOBODY, Order
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
-from xcloud.rank.one_way.producer import ProducerRank, ProducerRun, feed
-from xcloud.rank.one_way.wiring import ConsumerLinks, OneWayRank, ProducerLinks
+from xcloud.rank.one_way.producer import ProducerRank, ProducerRun
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
@@ -42,12 +42,12 @@ from xcloud.wire.ends import Ends
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
     rows = torch.tensor([[1, 0, 9], [2, 1, 9], [3, NOBODY, 9]], dtype=torch.int32)
     for may_drop, left in (
-        (False, [Ordered(2, 1, 9), Ordered(3, NOBODY, 9), None]),
+        (False, [Order(0, 2, 1, 9), Order(0, 3, NOBODY, 9), None]),
         (True, [None]),
     ):
         book = OrderBook(num_consumers=2)
         book.take_orders(frame(Kind.ORDER, rows))
-        assert book.next(may_drop) == Ordered(1, 0, 9)
+        assert book.next(may_drop) == Order(0, 1, 0, 9)
         book.take_stop(frame(Kind.STOP))
         assert [book.next(may_drop) for _ in left] == left
 
@@ -63,19 +63,21 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     group_size: int, frozen: bool, made: int, tmp_path: Path
 ) -> None:
     book, lines = OrderBook(), []
-    context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, lines.append, 9)
-    part = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context)
+    context = OneWayContext(
+        1, torch.device("cpu"), Path(), lambda: None, lines.append, 9, ["a"], "a"
+    )
+    part = ToyProducer(ToyFeed(frozen=frozen), context)
     reporter = Reporter(1, "a", lines.append)
     rank = SimpleNamespace(
         group=RankGroup(1, (*range(1, 1 + group_size),)), reporter=reporter,
         divergence_guard=DivergenceGuard, memory=MemoryMeter(torch.device("cpu")),
-        computing_in=lambda clock: nullcontext(),
+        computing_in=lambda clock, what: nullcontext(), orders=book,
     )  # fmt: skip
     rows = torch.tensor([[number, NOBODY, 7] for number in (1, 2, 3)], dtype=torch.int32)
     book.take_orders(frame(Kind.ORDER, rows))
     book.take_stop(frame(Kind.STOP))
 
-    run = ProducerRun(cast(OneWayRank, rank), part, "a")
+    run = ProducerRun(cast(ProducerRank, rank), part, "a")
     checkpoints = Checkpointer(
         Timing(Checkpoints(0, 0)),
         CheckpointWriter(CheckpointFolder(tmp_path), 1, {}),
@@ -83,7 +85,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
         {},
         reporter,
     )
-    feed(run, ProducerLinks([], book), checkpoints)
+    run.feed(checkpoints)
     reporter.flush()
     told = [json.loads(line) for chunk in lines for line in chunk.splitlines()]
     assert sum(event["num_batches"] for event in told) == made
@@ -124,28 +126,33 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path
     assert closed == ["to 2", "to 1", "from 2", "from 1"]
 
 
-def consumer_links(job: OneWayExperiment, inbox: Inbox) -> ConsumerLinks:
-    return ConsumerLinks(job, cast(Ends, SimpleNamespace(run_dir=Path())), inbox, {})
+def consumer(rank: int, clouds: dict[str, object], **feed: object) -> ConsumerRank:
+    """Without links."""
+    role, config = object.__new__(ConsumerRank), feed_config(clouds, feed=feed)
+    role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(OmegaConf.create(config)))
+    lives = {rank: PeerLife() for rank in range(role.job.cluster.num_ranks)}
+    role.inbox, role._outs = Inbox(role.job.cluster, 100, lives), []
+    return role
 
 
 def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -> None:
     """Else the plan goes on from it counting on batches that nobody makes again."""
     clouds = {"disc": feed_cloud(1), "one": feed_cloud(1, 1.0), "two": feed_cloud(1, 1.0)}
-    job = cast(OneWayExperiment, job_from_config(OmegaConf.create(feed_config(clouds))))
     context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, print, 9)
-    role = object.__new__(ConsumerRank)
-    role.rank, role.job, role.group = 0, job, RankGroup.alone()
+    role = consumer(0, clouds)
+    role.group, role.place = RankGroup.alone(), role.job.cluster.placement(0)
     role.context, role.reporter = SimpleNamespace(run_dir=Path()), Reporter(0, "disc", print)
-    role.place, role.control = job.cluster.placement(0), SimpleNamespace(out={1: None, 2: None})
-    role.links = consumer_links(job, Inbox([Source(0, 0), Source(1, 0)], 100))
+    role.control = SimpleNamespace(out={1: None, 2: None})
     run, given_up = ConsumerRun(role, ToyConsumer(ToyFeed(), context)), []
-    for p in (0, 1):
-        role.links.inbox.set_ready(Source(p, 0))
-    role.links.inbox.set_ended(Source(1, 0), "killed")
+    for source in (0, 1):
+        role.inbox.set_ready(source)
+    role.inbox.set_ended(1, "killed")
     assert [*role.control.out] == [1, 2]
 
     checkpoints = cast(Checkpointer, SimpleNamespace(lose=given_up.append))
-    run._move_on(1, Round({}, {}, [1, 1], [0, 0], [0, 1]), checkpoints)
+    agreed = run.plan.round()
+    agreed.ready[:], agreed.dead[1] = 1, 1
+    run._move_on(1, agreed, checkpoints)
     assert [*role.control.out] == [1] and given_up == [2]
 
 
@@ -164,25 +171,17 @@ def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
 def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -> None:
     """Its first rank, which hears of all. What becomes of one that has ended the plan knows."""
     clouds = {"disc": feed_cloud(2), "one": feed_cloud(2, 1.0), "two": feed_cloud(1, 1.0)}
-    sources = [Source(0, 0), Source(0, 1), Source(1, 0)]
-
-    def consumer(rank: int, on_slow: str = "redistribute") -> ConsumerRank:
-        config = OmegaConf.create(feed_config(clouds, feed={"on_slow": on_slow}))
-        role = object.__new__(ConsumerRank)
-        role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(config))
-        role.links = consumer_links(role.job, Inbox(sources, 9))
-        return role
 
     def needed(role: ConsumerRank) -> list[bool]:
         return [role.needs(frozenset(lost)) for lost in ({1, 0}, {2, 3}, {2, 4})]
 
-    role = consumer(0)
+    role = consumer(0, clouds, on_slow="redistribute")
     assert needed(role) == [True, False, True]
-    assert needed(consumer(0, "wait")) == [True, True, True]
-    assert needed(consumer(1)) == [True, False, False]
-    role.links.inbox.set_ended(Source(0, 0), "gone")
+    assert needed(consumer(0, clouds, on_slow="wait")) == [True, True, True]
+    assert needed(consumer(1, clouds, on_slow="redistribute")) == [True, False, False]
+    role.inbox.set_ended(0, "gone")
     assert needed(role) == [True, False, True] and not role.needs(frozenset({3}))
-    role.links.send_stop()
+    role.send_stop()
     assert needed(role) == [True, False, False]
     producer = object.__new__(ProducerRank)
     producer.rank, producer.job = 2, role.job

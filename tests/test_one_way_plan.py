@@ -4,34 +4,33 @@ from collections import Counter
 
 import pytest
 
+from tests.one_way_toy import feeding
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import FREE, LinkProfile
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, State
 from xcloud.training.settings import Optimizer
 
 
 def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> ConsumptionPlan:
-    plan = ConsumptionPlan(shares, lanes, consumers, batches, Feed(**feed), num_batches)
-    come(plan, *range(len(shares)))
+    plan = ConsumptionPlan(feeding(shares, lanes, consumers), batches, Feed(**feed), num_batches)
+    end(plan, ready=range(len(shares)))
     return plan
 
 
-def come(plan: ConsumptionPlan, *producers: int, **also) -> None:
-    ready = [plan.num_consumers * (p in producers) for p in range(plan.num_producers)]
-    end(plan, ready=ready)
+def end(plan: ConsumptionPlan, consumed=(), skipped=(), ready=(), slow=(), dead=()):
+    """consumed, skipped: pairs. The others: producers of which all ranks say so."""
+    agreed = plan.round()
+    for some, pairs in ((agreed.consumed, consumed), (agreed.skipped, skipped)):
+        for pair in pairs:
+            some[pair] += 1
+    for flags, producers in ((agreed.ready, ready), (agreed.slow, slow), (agreed.dead, dead)):
+        flags[list(producers)] = plan.num_consumers
+    return plan.end_step(agreed)
 
 
-def end(plan: ConsumptionPlan, consumed=(), skipped=(), ready=None, slow=(), dead=()):
-    num = plan.num_producers
-    flags = [[plan.num_consumers * (p in some) for p in range(num)] for some in (slow, dead)]
-    return plan.end_step(Round(Counter(consumed), Counter(skipped), ready or [0] * num, *flags))
-
-
-def run_steps(
-    plan: ConsumptionPlan, num_steps: int
-) -> tuple[list[Order], list[list[list[Source]]]]:
+def run_steps(plan: ConsumptionPlan, num_steps: int) -> tuple[list[Order], list[list[list[int]]]]:
     """All orders, and what each rank of the consumer takes in each step."""
     orders, taken = [], []
     for _ in range(num_steps):
@@ -44,7 +43,7 @@ def run_steps(
 
 def test_shares_are_kept_in_every_stretch() -> None:
     _, taken = run_steps(plan_of([0.5, 0.3, 0.2], [1, 1, 1]), 50)
-    order = [slot.producer for (slots,) in taken for slot in slots]
+    order = [slot for (slots,) in taken for slot in slots]
 
     assert Counter(order) == {0: 50, 1: 30, 2: 20}
     for first in range(0, 90, 10):
@@ -54,7 +53,7 @@ def test_shares_are_kept_in_every_stretch() -> None:
 def test_numbers_go_up_by_one_for_every_source_and_are_dealt_to_ranks_in_turn() -> None:
     orders, taken = run_steps(plan_of([0.5, 0.5], [2, 1], consumers=2, batches=4), 20)
 
-    for source in (Source(0, 0), Source(0, 1), Source(1, 0)):
+    for source in (0, 1, 2):
         numbers = [order.number for order in orders if order.source == source]
         assert numbers == list(range(1, len(numbers) + 1))
     for c in (0, 1):
@@ -76,18 +75,19 @@ def test_nobody_runs_further_ahead_than_allowed(order: str) -> None:
 
 
 def test_nothing_is_ordered_before_enough_are_ready() -> None:
-    plan = ConsumptionPlan([0.5, 0.5], [1, 1], 1, 2, Feed())
-    come(plan, 0)
+    layout = feeding([0.5, 0.5], [1, 1])
+    plan = ConsumptionPlan(layout, 2, Feed())
+    end(plan, ready=[0])
     assert plan.orders() == [] and not plan.has_started
-    come(plan, 1)
-    assert {order.source.producer for order in plan.orders()} == {0, 1}
+    end(plan, ready=[1])
+    assert {order.source for order in plan.orders()} == {0, 1}
 
-    early = ConsumptionPlan([0.5, 0.5], [1, 1], 1, 2, Feed(min_producers=1))
-    come(early, 0)
-    assert {order.source.producer for order in early.orders()} == {0}
-    come(early, 1)
+    early = ConsumptionPlan(layout, 2, Feed(min_producers=1))
+    end(early, ready=[0])
+    assert {order.source for order in early.orders()} == {0}
+    end(early, ready=[1])
     _, taken = run_steps(early, 40)
-    late = sum(slot.producer == 1 for (slots,) in taken for slot in slots)
+    late = sum(slot == 1 for (slots,) in taken for slot in slots)
     assert 30 <= late <= 40  # its share from now on, not what it missed
 
 
@@ -97,7 +97,7 @@ def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_misse
     assert end(plan, dead=[1])[1] == (State.ACTIVE, State.DEAD)
     _, taken = run_steps(plan, 20)
 
-    producers = [slot.producer for (slots,) in taken for slot in slots]
+    producers = [slot for (slots,) in taken for slot in slots]
     assert producers.count(1) <= 4 and set(producers[10:]) == {0}
     assert all(len(slots) == 2 for (slots,) in taken)
     assert end(plan, dead=[0])[0][1] is State.DEAD
@@ -107,8 +107,7 @@ def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_misse
 def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_used() -> None:
     plan = plan_of([0.5, 0.5], [1, 1], run_ahead=4)
     plan.orders()
-    one = Source(1, 0)
-    skips = 0
+    one, skips = 1, 0
     for number in range(6):
         slots = plan.step_slots(0)
         skips += slots.count(one)
@@ -121,17 +120,16 @@ def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_u
         assert plan.state[1] is State.SLOW
         assert all(order.source != one for order in plan.orders())
     assert 0 < skips <= 4
-    ordered = plan.numbers(one)
+    ordered = plan.numbers[one]
 
-    end(plan, ready=[0, 1])
+    end(plan, ready=[1])
     assert plan.state[1] is State.ACTIVE
     orders, taken = run_steps(plan, 10)
     used = sum(slot == one for (slots,) in taken for slot in slots)
     new = [order for order in orders if order.source == one]
     assert new[0].number == ordered + 1
-    assert (
-        used + plan._slots.planned[one] == len(new) + skips
-    )  # the late ones fill its first slots
+    # The late ones fill its first slots.
+    assert used + plan.slots[0].count(one) == len(new) + skips
 
 
 def test_by_arrival_the_share_decides_among_the_ready_and_a_bound_holds_if_asked() -> None:
@@ -153,7 +151,7 @@ def test_the_consumer_comes_first_whatever_the_order() -> None:
 
     assert [layout.placement(rank).cloud for rank in range(5)] == ["d", "d", "a", "a", "b"]
     assert layout.placement(3).producer == 0 and layout.placement(3).group_rank == 1
-    assert layout.shares == (0.75, 0.25) and layout.group_sizes == (2, 1)
+    assert layout.shares == (0.75, 0.25) and layout.sources == (range(2), range(2, 3))
     assert "a (2 ranks, 75 %), b (1 rank, 25 %) feed d (2 ranks)" in layout.describe()
     assert layout.wan_between(0, 2) is FREE and layout.wan_between(0, 1) is None
     alone = OneWayLayout(layout.clouds, "free", form="one_cloud")
@@ -196,7 +194,8 @@ def test_each_producer_is_told_its_share_of_the_batches_as_long_as_all_feed() ->
     plan = plan_of([0.5, 0.3, 0.2], [2, 1, 1], num_batches=100)
     orders, _ = run_steps(plan, 50)
 
-    told = {p: {o.num_planned for o in orders if o.source.producer == p} for p in range(3)}
+    of = [{0, 1}, {2}, {3}]
+    told = {p: {o.num_planned for o in orders if o.source in of[p]} for p in range(3)}
     assert told == {0: {25}, 1: {30}, 2: {20}}
 
 
@@ -207,7 +206,7 @@ def test_who_takes_over_a_share_is_told_how_much_longer_it_goes_on() -> None:
     orders, taken = run_steps(plan, 30)
 
     assert {order.num_planned for order in orders} == {80}
-    made = sum(slot.producer == 0 for (slots,) in taken for slot in slots)
+    made = sum(slot == 0 for (slots,) in taken for slot in slots)
     assert 20 + made <= 80
     by_end = max(order.number for order in orders)
     assert Optimizer(1.0, 5, "linear").learning_rate_at(20 + made, 80) > 0 and by_end <= 84
@@ -224,7 +223,7 @@ def test_all_ranks_of_a_cloud_hear_the_same_of_the_same_batch(lost_at: int) -> N
         end(plan, consumed=[(slot, 0)], dead=[1] if step == lost_at else [])
     told: dict[tuple[int, int], set[int]] = {}
     for order in orders:
-        told.setdefault((order.source.producer, order.number), set()).add(order.num_planned)
+        told.setdefault((order.source // 2, order.number), set()).add(order.num_planned)
 
     assert all(len(plans) == 1 for plans in told.values())
     assert len({n for plans in told.values() for n in plans}) == 2
@@ -235,8 +234,8 @@ def test_by_arrival_the_plan_follows_what_each_really_gives() -> None:
     orders = []
     for _ in range(50):
         orders += plan.orders()
-        end(plan, consumed={(Source(0, 0), 0): 2})
-    told = [order.num_planned for order in orders if order.source == Source(0, 0)]
+        end(plan, consumed=[(0, 0)] * 2)
+    told = [order.num_planned for order in orders if order.source == 0]
 
     assert told[0] == 50 and told[-1] == 99 and told == sorted(told)
 

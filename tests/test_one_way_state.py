@@ -4,6 +4,7 @@ import random
 import shutil
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from tests.channels import same_state, stored
 from tests.combinations import SAVED, STEPS, interrupted, losses, run, state
 from tests.electra_reference import Reference, feed_context, small_electra
 from tests.golden import one_way
-from tests.one_way_toy import ToyFeed
+from tests.one_way_toy import ToyFeed, feeding
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Order, Round, Source
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Order
 from xcloud.training.settings import Checkpoints
 
 
@@ -46,7 +47,7 @@ def same_runs(one: Path, other: Path, step: int) -> bool:
     """In all that the ranks had saved after the step; not in how long a job was to be when a batch
     was ordered."""
     states = state(one, step), state(other, step)
-    names = [name for name in states[0] if not name.endswith("plan.promised")]
+    names = [name for name in states[0] if not name.endswith("shares.promised")]
     equal = [torch.equal(states[0][name], states[1][name]) for name in names]
     return states[0].keys() == states[1].keys() and len(equal) > 20 and all(equal)
 
@@ -87,21 +88,19 @@ def test_a_job_that_makes_no_checkpoints_saves_no_last_step(
 
 def next_steps(plan: ConsumptionPlan, draws: random.Random, num_steps: int) -> list[list[Order]]:
     """With producers that are late, silent and lost now and then; as the draws say."""
-    everyone, ordered = [plan.num_consumers] * plan.num_producers, []
+    ordered = []
     for _ in range(num_steps):
         ordered.append(plan.orders())
-        consumed: dict[tuple[Source, int], int] = {}
-        skipped: dict[tuple[Source, int], int] = {}
+        agreed = plan.round()
         for consumer in range(plan.num_consumers):
-            ahead = plan.ordered - plan.consumed
-            open_ = [source for source in plan.sources if ahead[source, consumer]]
+            open_ = (plan.ordered - plan.consumed)[:, consumer].nonzero()[0].tolist()
             for source in plan.step_slots(consumer) or open_[: plan.per_consumer]:
-                kept = skipped if draws.random() < 0.2 else consumed
-                kept[source, consumer] = kept.get((source, consumer), 0) + 1
-        slow = [int(draws.random() < 0.2) for _ in plan.state]
-        dead = [0] * (plan.num_producers - 1) + [int(draws.random() < 0.05)]
-        ready = everyone if draws.random() < 0.7 else [0] * plan.num_producers
-        plan.end_step(Round(consumed, skipped, ready, slow, dead))
+                kept = agreed.skipped if draws.random() < 0.2 else agreed.consumed
+                kept[source, consumer] += 1
+        agreed.slow[:] = torch.tensor([draws.random() < 0.2 for _ in plan.state])
+        agreed.dead[-1] = draws.random() < 0.05
+        agreed.ready[:] = plan.num_consumers * (draws.random() < 0.7)
+        plan.end_step(agreed)
     return ordered
 
 
@@ -110,7 +109,7 @@ def next_steps(plan: ConsumptionPlan, draws: random.Random, num_steps: int) -> l
 def test_a_plan_goes_on_with_the_same_orders(order: Any, num_steps: int) -> None:
     feed = Feed(8, order, on_slow="redistribute")
     original, restored = (
-        ConsumptionPlan([0.5, 0.3, 0.2], [2, 1, 3], 2, 6, feed, 600) for _ in range(2)
+        ConsumptionPlan(feeding([0.5, 0.3, 0.2], [2, 1, 3], 2), 6, feed, 600) for _ in range(2)
     )
     next_steps(original, random.Random(1), num_steps)
     restored.load_state_dict(stored(original.state_dict()))
@@ -121,12 +120,12 @@ def test_a_plan_goes_on_with_the_same_orders(order: Any, num_steps: int) -> None
 
 
 def test_a_plan_of_other_producers_is_refused() -> None:
-    plans = [ConsumptionPlan([1.0] * n, [1] * n, 1, 2, Feed(8)) for n in (2, 3)]
-    with pytest.raises(ValueError, match=r"whole numbers 'counts' of shape \[3, 3\], got .*3, 2"):
+    plans = [ConsumptionPlan(feeding([1.0] * n, [1] * n), 2, Feed(8)) for n in (2, 3)]
+    with pytest.raises(ValueError, match=r"whole numbers 'states' of shape \[3\], got .*\(2,\)"):
         plans[1].load_state_dict(plans[0].state_dict())
 
 
-SOURCES = [Source(0, 0), Source(0, 1), Source(1, 0)]
+TWO = feeding([0.5, 0.5], [2, 1])
 
 
 def batch(number: int, *payload: int) -> Frame:
@@ -135,28 +134,29 @@ def batch(number: int, *payload: int) -> Frame:
 
 
 def test_an_inbox_goes_on_with_the_batches_that_were_waiting() -> None:
-    original, restored = Inbox(SOURCES, 5), Inbox(SOURCES, 5)
-    original.put(SOURCES[0], batch(1, 1, 2))
-    original.put(SOURCES[0], batch(3))
-    original.put(SOURCES[2], batch(2, 7))
-    assert original.take(SOURCES[2]) is not None
-    original.put(SOURCES[2], batch(4, 9, 9, 9))
+    lives = defaultdict[int, PeerLife](PeerLife)
+    original, restored = Inbox(TWO, 5, lives), Inbox(TWO, 5, lives)
+    original.put(0, batch(1, 1, 2))
+    original.put(0, batch(3))
+    original.put(2, batch(2, 7))
+    assert original.next_of(2) is not None
+    original.put(2, batch(4, 9, 9, 9))
     restored.load_state_dict(stored(original.state_dict()))
 
     assert same_state([restored.state_dict()], [original.state_dict()])
     with pytest.raises(Exception, match="came after number 4"):
-        restored.put(SOURCES[2], batch(4))
-    for source in SOURCES:
-        while (expected := original.take(source)) is not None:
-            found = restored.take(source)
+        restored.put(2, batch(4))
+    for source in range(3):
+        while (expected := original.next_of(source)) is not None:
+            found = restored.next_of(source)
             assert found is not None and torch.equal(found.payload, expected.payload)
             assert found._replace(payload=expected.payload) == expected
-        assert restored.take(source) is None
+        assert restored.next_of(source) is None
 
 
 def test_who_waits_for_batches_or_orders_says_for_which() -> None:
-    lives = {source: PeerLife() for source in SOURCES}
-    inbox, book = Inbox(SOURCES, 5, lives), OrderBook(lives[SOURCES[0]])
+    lives = {rank: PeerLife() for rank in (1, 2, 3)}
+    inbox, book = Inbox(TWO, 5, lives), OrderBook(lives[1])
 
     def awaited() -> list[str]:
         found: list[str] = []
@@ -169,17 +169,17 @@ def test_who_waits_for_batches_or_orders_says_for_which() -> None:
         time.sleep(0.6)  # so that it counts as over
         return found
 
-    inbox.set_ready(SOURCES[0])
+    inbox.set_ready(0)
     assert awaited() == ["the message that it is ready"] * 2
-    inbox.expect([Order(SOURCES[0], number, 0, 9) for number in (3, 5)])
+    inbox.expect([Order(0, number, 0, 9) for number in (3, 5)])
     assert awaited() == ["batch 3"]
-    inbox.put(SOURCES[0], batch(3))
+    inbox.put(0, batch(3))
     assert awaited() == ["batch 5"]
 
     waiting = threading.Thread(target=lambda: book.next(False))
     waiting.start()
-    wait_for(lambda: lives[SOURCES[0]].awaited is not None, 10)
-    assert lives[SOURCES[0]].awaited[0] == "orders after batch 0"  # type: ignore[index]
+    wait_for(lambda: lives[1].awaited is not None, 10)
+    assert lives[1].awaited[0] == "orders after batch 0"  # type: ignore[index]
     rows = torch.tensor([[1, 0, 9]], dtype=torch.int32)
     book.take_orders(Frame(MessageKey(Kind.ORDER), (rows,), 0, 0.0, 0))
     waiting.join(10)
@@ -192,11 +192,11 @@ def test_what_was_ordered_for_nobody_may_still_be_ordered_for_a_rank() -> None:
     for rows in ([[1, 0, 9]], level, level, wanted):
         book.take_orders(orders(rows))
     assert [book.next(False) for _ in range(3)] == [
-        Ordered(1, 0, 9), Ordered(2, NOBODY, 9), Ordered(2, 0, 9)
+        Order(0, 1, 0, 9), Order(0, 2, NOBODY, 9), Order(0, 2, 0, 9)
     ]  # fmt: skip
     again.begin_after(2, {2})
     again.take_orders(orders(wanted))
-    assert again.next(False) == Ordered(2, 0, 9)
+    assert again.next(False) == Order(0, 2, 0, 9)
     for one in (book, again):
         with pytest.raises(FrameError, match="after number 2"):
             one.take_orders(orders(wanted))
@@ -235,7 +235,7 @@ def test_an_order_book_wakes_who_waits_for_an_order() -> None:
     book.take_orders(Frame(MessageKey(Kind.ORDER), (rows,), 0, 0.0, 0))
     waiting.join(10)
 
-    assert found == [Ordered(1, 0, 9)]
+    assert found == [Order(0, 1, 0, 9)]
 
 
 def test_generators_and_a_discriminator_go_on_bit_for_bit(tmp_path: Path) -> None:
@@ -254,6 +254,6 @@ def test_generators_and_a_discriminator_go_on_bit_for_bit(tmp_path: Path) -> Non
     restored.steps = original.steps
 
     assert [restored.step() for _ in range(2)] == [original.step() for _ in range(2)]
-    assert restored.consumer.evaluate(0) == original.consumer.evaluate(0)
-    with pytest.raises(ValueError, match="discriminator needs 'recent'"):
+    assert restored.consumer.evaluate() == original.consumer.evaluate()
+    with pytest.raises(ValueError, match="needs 'recent'"):
         restored.consumer.load_state_dict(restored.producers[0].state_dict())

@@ -29,6 +29,8 @@ from xcloud.report.pictures import (
 )
 from xcloud.watch.monitor import Monitor
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 PACKAGE = Path(__file__).parent.parent / "xcloud"
 TITLE = "toy, gpipe m=4, link: emulated 2 Mbit/s, compression: int8"
 

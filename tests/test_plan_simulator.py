@@ -188,6 +188,7 @@ def test_ranks_of_a_stage_average_once_all_are_there() -> None:
     assert found.ranks[1].average_s > found.ranks[0].average_s == pytest.approx(0.5)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_predicted_step_is_drawn_as_a_recorded_one(tmp_path: Path) -> None:
     found = uniform(OneForwardOneBackward(4), 3, 0.01, 0.02, 0.005, 0.003).timeline
 

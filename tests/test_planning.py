@@ -57,6 +57,7 @@ def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
     return config
 
 
+@pytest.mark.usefixtures("pictures")
 def test_show_makes_one_trial_prints_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tried: list[Any]
 ) -> None:

@@ -1,5 +1,5 @@
 """Mutated experiment files: whatever they say, a worker refuses them with one of our errors or
-builds a job within this cloud's policy."""
+builds a job within this cloud's policy. What it may build is what conf/ names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.utils import get_object
+from omegaconf import OmegaConf
 
+from tests.configs import CONF
 from xcloud.base.errors import XcloudError
 from xcloud.job import config as configs
 from xcloud.job.job import Job
+from xcloud.security.policy import CONSTRUCTORS
 
 FILE = """\
 _target_: xcloud.job.experiment.Experiment
@@ -146,3 +150,25 @@ def test_a_mutated_file_is_refused_by_one_of_our_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_100_000_mutated_files_are_refused_by_one_of_our_errors(seed: int, tmp_path: Path) -> None:
     check(seed, 10_000, tmp_path)
+
+
+def test_the_list_of_constructors_is_that_of_conf() -> None:
+    found = set[str]()
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            found.add(str(node.get("_target_")))
+        for entry in node.values() if isinstance(node, dict) else node:
+            if isinstance(entry, dict | list):
+                walk(entry)
+
+    for path in CONF.rglob("*.yaml"):
+        walk(OmegaConf.to_container(OmegaConf.load(path)))
+    ours = {name for name in found if name.startswith("xcloud.")}
+    assert ours == CONSTRUCTORS, "xcloud/security/policy.py"
+
+
+def test_every_constructor_is_of_the_module_that_its_name_says() -> None:
+    for name in CONSTRUCTORS:
+        found = get_object(name)
+        assert f"{found.__module__}.{found.__qualname__}" == name

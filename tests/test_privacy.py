@@ -17,10 +17,10 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, PrivateContribution, Terms
+from xcloud.parallel.averaging import AllToAll, Terms, private_contribution
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import Strategy
 from xcloud.rank.privacy import account
 from xcloud.security.privacy import (
@@ -144,10 +144,10 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
     def take(links: ReplicaLinks, privacy: CloudPrivacy, tensors: list[Tensor]) -> None:
         codec = TensorCodec(names, lambda name, shape: Nothing(), 1, False)
         averager = AllToAll(
-            Mailbox(links),
+            links,
             codec,
             Terms(
-                protect=PrivateContribution(names, privacy, 4, silent={"(loss)"}),
+                protect=private_contribution(names, privacy, 4, silent={"(loss)"}),
                 watch=(lambda s, r, tensors: seen.update(tensors)) if links.replica else None,
             ),
         )
@@ -203,9 +203,9 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
 
 def test_contributions_of_a_cloud_are_counted() -> None:
     def count(steps: int, **settings: int) -> int:
-        return LocalUpdates(**settings).most_contributions(steps)
+        return LocalUpdates(**settings).traits.most_contributions(steps)
 
-    assert GradientAveraging().most_contributions(7) == 7
+    assert GradientAveraging().traits.most_contributions(7) == 7
     assert count(100, every=25) == 4 and count(101, every=25) == 5
     assert count(100, every=25, fragments=2) == 5  # one is merged in between, and at the end
 

@@ -3,11 +3,12 @@
 import io
 import re
 import time
+from collections.abc import Mapping
 
 import pytest
 
 from xcloud.base.units import human_duration
-from xcloud.record.events import StepTotals
+from xcloud.record.events import Key, StepTotals
 from xcloud.report.progress import ProgressLine
 
 
@@ -42,26 +43,26 @@ def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def totals(step: int, **fields: object) -> StepTotals:
-    made = StepTotals(
-        step,
-        step_s=0.4,
-        num_ranks={"source": 1, "target": 1},
-        seconds={"waiting_s": {"source": 0.05, "target": 0.1}},
-        sent={"forward": 100_000.0, "backward": 25_000.0},
-        loss=3.0,
-    )
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+def totals(
+    step: int, loss: float = 3.0, step_s: float = 0.4, more: Mapping[Key, float] | None = None
+) -> StepTotals:
+    numbers: dict[Key, float] = {
+        ("num_ranks", "source"): 1, ("num_ranks", "target"): 1,
+        ("waiting_s", "source"): 0.05, ("waiting_s", "target"): 0.1,
+        ("sent", "forward"): 100_000.0, ("sent", "backward"): 25_000.0,
+    }  # fmt: skip
+    return StepTotals(step, step_s, loss=loss, numbers={**numbers, **(more or {})})
 
 
 def test_line_shows_step_loss_times_link_use_and_time_left() -> None:
     stream = io.StringIO()
     there, back, other = ("a", "b"), ("b", "a"), ("b", "c")
-    busy_s = {"forward": {there: 0.15, other: 0.1}, "backward": {back: 0.1}, "x": {there: 0.05}}
+    busy_s: dict[Key, float] = {
+        ("line_busy_s", "forward", there): 0.15, ("line_busy_s", "forward", other): 0.1,
+        ("line_busy_s", "backward", back): 0.1, ("line_busy_s", "x", there): 0.05,
+    }  # fmt: skip
     line = ProgressLine(2000, stream=stream, clock=Clock())
-    line.update(totals(1000, line_busy_s=busy_s))
+    line.update(totals(1000, more=busy_s))
 
     # The busiest line, which carries two kinds, is busy half of the time.
     assert stream.getvalue() == (

@@ -82,11 +82,11 @@ def test_labels_point_at_the_answer_and_every_answer_is_in_a_window(
 
 def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnsweringData) -> None:
     perfect = right_answers(data, "test")
-    assert data.score("test", perfect) == {"f1": 100.0, "exact_match": 100.0}
+    assert data.score("test", perfect).values == {"f1": 100.0, "exact_match": 100.0}
     assert list(data.signature()) == ["f1", "exact_match"]
     spoilt = {i: [b, b, 99] for i, (_, _, b) in enumerate(
         data.batch("test", torch.arange(len(perfect)))["label"].tolist())}  # fmt: skip
-    assert data.score("test", spoilt)["exact_match"] < 60
+    assert data.score("test", spoilt).values["exact_match"] < 60
     shown = data.sample_outputs("test", perfect, 2)
     assert shown.count("question") == 2 and "reference" in shown
     assert data.sample_outputs("test", {}, 2) == ""
@@ -95,7 +95,7 @@ def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnswering
             data.score("test", wrong)
     for nonsense in ([0, 0, 5], [90, 95, 5], [12, 8, 5]):
         said = {i: nonsense for i in perfect}
-        assert data.score("test", said)["exact_match"] < 30
+        assert data.score("test", said).values["exact_match"] < 30
 
 
 def test_the_best_span_over_the_windows_of_a_question_counts() -> None:

@@ -18,6 +18,7 @@ SUMMARY: dict[str, Any] = {
     "wall_s": 1234.0,
     "final_loss": 2.1038,
     "quality": {"bleu": 41.92, "chrf": 61.5},
+    "quality_error": {"bleu": 0.814},
     "step_time_s": {"median": 0.4123, "p90": 0.5},
     "compute_s": {"source": 0.2, "target": 0.1},
     "codec_s": {"source": 0.02, "target": 0.0042},
@@ -43,7 +44,7 @@ def test_table_holds_every_figure_in_human_units() -> None:
     text = " ".join(printed(SUMMARY, {}).split())
     for piece in [
         "abnet [iwslt]: finished, 2000 steps, 21 min",
-        "BLEU 41.92",
+        "BLEU 41.92 ± 0.81",
         "chrF 61.50",
         "median 412 ms times and rates leave out 3 first steps",
         "p90 500 ms",

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import dropout
 
 from tests.channels import same_state, stored
+from tests.nightly import each_once
 from tests.pipelines import in_threads, samples
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
@@ -64,16 +65,7 @@ def load(made: Sequence[Rank], saved: Sequence[State]) -> None:
         rank.load_state_dict(state)
 
 
-GRID = [
-    (shape, codec)
-    for shape in SHAPES
-    for codec in CODECS
-    # Replicas add one more codec to those of the boundaries: two of them are enough.
-    if SHAPES[shape].strategy.averaging is None or codec in ("plain", "randomk unbiased, delta")
-]
-
-
-@pytest.mark.parametrize(("shape", "codec"), GRID)
+@pytest.mark.parametrize(("shape", "codec"), each_once([*SHAPES], [*CODECS]))
 def test_a_job_built_anew_goes_on_from_the_state_of_the_old_one_bit_for_bit(
     shape: str, codec: str
 ) -> None:

@@ -24,6 +24,7 @@ from tests.runs import (
 )
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.launch import processes
 from xcloud.record.checkpoints import CheckpointFolder
 
 pytestmark = pytest.mark.slow
@@ -132,7 +133,11 @@ def test_evaluation_during_training_leaves_the_result_alone(
     summary = in_threads(tmp_path, config, monkeypatch)
 
     assert losses(tmp_path) == losses(local)
-    assert "bleu" in summary["dev_quality"]
+    assert "bleu" in summary["dev_quality"] and "bleu" in summary["dev_quality_error"]
+    scored = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in scored] == list(range(10))
+    hits = [line["correct"] for line in scored]
+    assert 100 * sum(hits) / len(hits) == pytest.approx(summary["quality"]["bleu"])
     check_figures(read_events(tmp_path), summary)
 
 
@@ -167,7 +172,10 @@ def test_a_failing_rank_ends_the_run_and_is_named_first(
     assert summary["num_steps"] > 0
 
 
-def test_a_rank_that_hangs_is_a_timeout_with_its_name(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_a_timeout_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.5)  # it has none
     config = toy_config("two_clouds", ["cluster/wan=line_1g", "cluster.wan.timeout_s=4"])
     config["model"] |= {"fail_stage": 1, "fail_how": "hang", "fail_step": 10}
 

@@ -239,7 +239,7 @@ def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
         def run(replica: int, post: Post = post, stages: Any = stages) -> Any:
             stage, reporter = stages[replica], Reporter(replica, "c", lambda lines: None)
             links, group = post.links(replica), RankGroup.alone()
-            links.recv = partial(links.recv, wait_s=20.0)  # type: ignore[method-assign]
+            links.next = partial(links.next, wait_s=20.0)  # type: ignore[method-assign]
             replicas = Replicas(
                 links, alone if replica == 0 else group, {0: stage}, lambda *_: Nothing(), 7, 9,
                 Work(4, 4.0), reporter,

@@ -28,7 +28,7 @@ def test_every_span_is_counted_in_its_sum_and_nowhere_else() -> None:
     for name in ("compute_s", "codec_s", "waiting_s", "sync_s"):
         spans = [span for span in recorded.spans if SUM_OF[span.what] == name]
         seconds = sum(span.ended_at_s - span.started_at_s for span in spans)
-        assert getattr(clock, name) == seconds > 0
+        assert clock.seconds[name] == seconds > 0
     assert step_s == recorded.ended_at_s - recorded.started_at_s
 
 
@@ -39,7 +39,7 @@ def test_a_clock_that_is_not_asked_to_record_only_sums() -> None:
         pass
     clock.end_step()
 
-    assert clock.compute_s > 0
+    assert clock.seconds["compute_s"] > 0
     assert not clock.recorded
     assert clock.messages is None
 
@@ -114,11 +114,13 @@ def test_a_gpus_work_is_counted_where_it_is_done_and_waited_for_once_a_step(gpu:
         gpu.sleep(4.0)
     with clock.during("backward"):
         gpu.compute(3.0)
-    assert (clock.compute_s, gpu.waits) == (0.0, 0)
+    assert (clock.seconds["compute_s"], gpu.waits) == (0.0, 0)
     step_s = clock.end_step()
 
     assert gpu.waits == 1
-    assert (step_s, clock.compute_s, clock.waiting_s) == pytest.approx((7.0, 5.0, 2.0))
+    assert (step_s, clock.seconds["compute_s"], clock.seconds["waiting_s"]) == pytest.approx(
+        (7.0, 5.0, 2.0)
+    )
     (recorded,) = clock.recorded
     moments = [moment for span in recorded.spans for moment in (span[1], span[2])]
     assert moments == pytest.approx([5.0, 7.0, 7.0, 9.0, 9.0, 12.0])
@@ -131,11 +133,11 @@ def test_who_looks_at_the_sums_within_a_step_settles_them_first(gpu: Gpu) -> Non
         with clock.during("forward"):
             gpu.compute(1.0)
     clock.settle()
-    assert clock.compute_s == pytest.approx(2.0)
+    assert clock.seconds["compute_s"] == pytest.approx(2.0)
     with clock.during("optimizer"):
         gpu.compute(0.5)
     clock.end_step()
-    assert clock.compute_s == pytest.approx(2.5)
+    assert clock.seconds["compute_s"] == pytest.approx(2.5)
 
 
 def test_a_slowed_gpu_is_waited_for_at_each_computing_span(gpu: Gpu) -> None:
@@ -147,7 +149,7 @@ def test_a_slowed_gpu_is_waited_for_at_each_computing_span(gpu: Gpu) -> None:
         gpu.sleep(1.0)
 
     assert clock.end_step() == pytest.approx(7.0)
-    assert (clock.compute_s, clock.waiting_s) == pytest.approx((6.0, 1.0))
+    assert (clock.seconds["compute_s"], clock.seconds["waiting_s"]) == pytest.approx((6.0, 1.0))
 
 
 def test_a_step_begins_where_the_one_before_ended_but_for_pauses(
@@ -180,8 +182,10 @@ def test_a_slow_device_stretches_computing_and_nothing_else(
             time.sleep(0.01)
     step_s = clock.end_step()
 
-    assert clock.compute_s == pytest.approx(2 * 4 * 0.01)
-    assert clock.codec_s == pytest.approx(0.01) and clock.waiting_s == pytest.approx(0.01)
+    assert clock.seconds["compute_s"] == pytest.approx(2 * 4 * 0.01)
+    assert clock.seconds["codec_s"] == pytest.approx(0.01) and clock.seconds[
+        "waiting_s"
+    ] == pytest.approx(0.01)
     assert step_s == pytest.approx(0.1)
 
 
@@ -191,7 +195,7 @@ def test_a_block_that_raises_is_counted_too() -> None:
     with pytest.raises(RuntimeError), clock.during("wait"):
         raise RuntimeError
 
-    assert clock.waiting_s > 0
+    assert clock.seconds["waiting_s"] > 0
 
 
 def test_steps_before_the_first_wanted_one_leave_no_trace() -> None:
@@ -204,7 +208,7 @@ def test_steps_before_the_first_wanted_one_leave_no_trace() -> None:
             log.sending(MessageKey(Kind.ACTIVATION, step, 0), step, 100, 0.0, 0.0, None)
             log.sending(MessageKey(Kind.REPORT), 100 + step, 100, 0.0, 0.0, None)
         clock.end_step()
-        assert clock.compute_s > 0
+        assert clock.seconds["compute_s"] > 0
 
     assert [(recorded.step, len(recorded.spans)) for recorded in clock.recorded] == [
         (4, 1),

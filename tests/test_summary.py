@@ -20,7 +20,7 @@ ALLOWED = REQUIRED | {
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
     *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory", "privacy"),
     *("num_cut", "num_resumes", "num_steps_done_twice", "goodput"),
-    *("num_resumes", "num_steps_done_twice", "goodput", "quality_before"),
+    *("quality_before", "quality_error", "dev_quality_error"),
 }
 
 
@@ -84,6 +84,7 @@ def test_figures_of_two_equal_steps() -> None:
             "split": "test",
             "step": 2,
             "values": {"bleu": 41.9249, "accuracy": 92.2312},
+            "errors": {"bleu": 0.8149, "accuracy": 1.0},
             "signature": {"bleu": "nrefs:1"},
         }
     )
@@ -99,6 +100,7 @@ def test_figures_of_two_equal_steps() -> None:
     assert summary["link_utilisation"] == {"forward": None, "backward": None}
     assert summary["final_loss"] == 3.0 and summary["num_steps"] == 2
     assert summary["quality"] == {"bleu": 41.92, "accuracy": 92.23}
+    assert summary["quality_error"] == {"bleu": 0.81, "accuracy": 1.0}
     assert summary["signatures"] == {"bleu": "nrefs:1"}
     assert summary["started_at"] == "1970-01-01T00:16:41+00:00" and summary["wall_s"] == 9.0
     assert (summary["seed"], summary["profile"], summary["commit"]) == (3, "full", "1a2b3c4")

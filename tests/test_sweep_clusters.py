@@ -19,7 +19,7 @@ from tests.toy import toy_config
 from xcloud.record.summary import read_run
 from xcloud.sweep import report
 from xcloud.sweep.pictures import LOSSES, curves_of, write_losses
-from xcloud.sweep.results import Row, from_folder, published_for, rows_of
+from xcloud.sweep.results import Results, from_folder
 from xcloud.sweep.table import print_sweep, write_csv
 
 NUM_STEPS = 60
@@ -54,19 +54,20 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def printed(rows: list[Row]) -> str:
+def printed(results: Results) -> str:
     stream = StringIO()
-    print_sweep(rows, Console(file=stream, width=150))
+    print_sweep(results, Console(file=stream, width=150))
     return " ".join(stream.getvalue().split())
 
 
 def test_throughput_is_a_share_of_the_same_work_in_one_cloud(folder: Path) -> None:
-    rows = {row.cluster: row for row in rows_of(from_folder(folder))}
+    results = Results(from_folder(folder))
+    rows = results.rows.set_index("cluster")
 
-    share = {"samples_per_s": pytest.approx(0.97), "tokens_per_s": pytest.approx(0.97)}
-    assert rows["two_clouds"].share_of_one_cloud == share
-    assert rows["one_cloud"].share_of_one_cloud["tokens_per_s"] == 1.0
-    text = printed(list(rows.values()))
+    assert rows.samples_per_s_share_of_one_cloud["two_clouds"] == pytest.approx(0.97)
+    assert rows.tokens_per_s_share_of_one_cloud["two_clouds"] == pytest.approx(0.97)
+    assert rows.tokens_per_s_share_of_one_cloud["one_cloud"] == 1.0
+    text = printed(results)
     assert "tokens/s of one cloud" in text and "970 ± 137 97.0 %" in text
 
 
@@ -77,23 +78,20 @@ def test_compression_does_not_part_work_from_its_one_cloud_but_other_settings_do
     run(tmp_path / "b", "two_clouds", "compression=int4", 50.0)
     run(tmp_path / "c", "two_clouds", "compression=int4 training.max_steps=9", 40.0)
 
-    shares = [
-        row.share_of_one_cloud.get("samples_per_s") for row in rows_of(from_folder(tmp_path))
-    ]
-    assert sorted(shares, key=str) == [0.5, 1.0, None]
+    shares = Results(from_folder(tmp_path)).rows.samples_per_s_share_of_one_cloud
+    assert sorted(shares.dropna()) == [0.5, 1.0] and len(shares) == 3
 
 
 def test_another_number_of_ranks_is_said(tmp_path: Path) -> None:
     run(tmp_path / "a", "one_cloud", "", 100.0)
     run(tmp_path / "b", "two_clouds_dp", "", 150.0)
 
-    assert "one_cloud has 2" in (text := printed(rows_of(from_folder(tmp_path))))
+    assert "one_cloud has 2" in (text := printed(Results(from_folder(tmp_path))))
     assert "two_clouds_dp has 4" in text
 
 
 def test_csv_has_rates_and_shares(folder: Path, tmp_path: Path) -> None:
-    results = from_folder(folder)
-    write_csv(tmp_path, rows_of(results), results)
+    write_csv(tmp_path, Results(from_folder(folder)))
     with open(tmp_path / "table.csv", encoding="utf-8") as file:
         table = {row["setting"]: row for row in csv.DictReader(file)}
 
@@ -109,15 +107,18 @@ def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
     assert read_run(folder / "nowhere").num_steps == 0
 
 
+@pytest.mark.usefixtures("pictures")
 def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
-    alone, (across,) = curves_of(rows_of(from_folder(folder)))
+    reference, curves = curves_of(Results(from_folder(folder)))
+    alone, across = curves
 
-    assert alone is not None and "one_cloud" in alone.label and "two_clouds" in across.label
-    step, loss = across.by_seed[2]
-    assert len(step) == NUM_STEPS and np.allclose(loss, 5 / step + 0.21)
-    differences = across.minus(alone)
-    assert set(differences) == {1, 2} and np.allclose(differences[1][1], 0.01)
-    pixels = matplotlib.image.imread(write_losses(folder, alone, [across], "sweep fig5"))
+    assert reference == alone and "one_cloud" in alone and "two_clouds" in across
+    loss = curves[across][2]
+    assert len(loss) == NUM_STEPS and np.allclose(loss, 5 / loss.index + 0.21)
+    differences = curves[across] - curves[alone]
+    assert list(differences) == [1, 2] and np.allclose(differences, 0.01)
+    picture = write_losses(folder, reference, curves, "sweep fig5")
+    pixels = matplotlib.image.imread(picture)
     assert pixels[..., :3].std() > 0.04 and pixels.shape[0] > 600  # with the difference below
 
 
@@ -125,17 +126,17 @@ def test_without_a_single_cloud_the_uncompressed_setting_is_the_reference(tmp_pa
     run(tmp_path / "a", "two_clouds", "", 100.0, 0.1)
     run(tmp_path / "b", "two_clouds", "compression=int4", 100.0, 0.1)
 
-    reference, (other,) = curves_of(rows_of(from_folder(tmp_path)))
-    assert reference is not None and (reference.label, other.label) == ("none", "int4+int4")
-    assert not other.minus(reference)[1][1].any()
+    reference, curves = curves_of(Results(from_folder(tmp_path)))
+    assert reference == "none" and list(curves) == ["none", "int4+int4"]
+    assert curves["int4+int4"].equals(curves["none"])
 
 
 def test_one_setting_alone_or_runs_without_events_draw_no_curves(tmp_path: Path) -> None:
     run(tmp_path / "a", "one_cloud", "", 100.0, 0.1)
-    assert curves_of(rows_of(from_folder(tmp_path))) == (None, [])
+    assert curves_of(Results(from_folder(tmp_path))) == ("", {})
 
     run(tmp_path / "b", "two_clouds", "compression=int4", 50.0)
-    assert curves_of(rows_of(from_folder(tmp_path))) == (None, [])
+    assert curves_of(Results(from_folder(tmp_path))) == ("", {})
 
 
 def test_the_report_draws_the_curves(
@@ -153,13 +154,13 @@ def test_the_published_share_stands_beside_pre_training_across_clouds() -> None:
         split_run(None, name="electra_multilingual", summary=rates, cluster__name=name)
         for name in ("one_cloud", "clouds")
     ]
-    rows = {row.cluster: row for row in rows_of(runs)}
-    found = published_for(rows["clouds"])
+    results = Results(runs)
+    found = results.rows.set_index("cluster").published
 
-    assert found is not None and found.of_one_cloud == 0.85
-    assert "85 % of the throughput in a single cloud" in found.notes[0]
-    assert published_for(rows["one_cloud"]) is None
-    assert "85 %" in printed(list(rows.values()))
+    assert found["clouds"].of_one_cloud == 0.85
+    assert "85 % of the throughput in a single cloud" in found["clouds"].notes[0]
+    assert found["one_cloud"].of_one_cloud is None
+    assert "85 %" in printed(results)
 
 
 def test_ranks_that_only_feed_others_are_not_waited_for_in_the_curves(tmp_path: Path) -> None:

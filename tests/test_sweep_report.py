@@ -1,6 +1,7 @@
 """What a sweep came to: rows over seeds, table, CSV, pictures, comparison, the page in MLflow."""
 
 import csv
+import math
 import re
 import shutil
 from io import StringIO
@@ -22,8 +23,8 @@ from xcloud.report.figures import canvas
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
 from xcloud.sweep.report import prepare, view_of
-from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, published_for, rows_of
-from xcloud.sweep.table import print_sweep, write_csv
+from xcloud.sweep.results import Result, Results, from_folder, open_sweep
+from xcloud.sweep.table import print_sweep, spread_text, write_csv
 
 RUNS = [  # overrides, BLEU, step time, ratio
     ("compression=none seed=1", 40.0, 1.0, 0.99),
@@ -51,28 +52,23 @@ def sweep(written: Path, tmp_path: Path) -> Path:
     return shutil.copytree(written, tmp_path / "multirun" / "s")
 
 
-def printed(rows: list[Row], width: int = 100) -> str:
+def printed(results: Results, width: int = 100) -> str:
     stream = StringIO()
-    print_sweep(rows, Console(file=stream, width=width))
+    print_sweep(results, Console(file=stream, width=width))
     return stream.getvalue()
 
 
-def test_spread_is_the_sample_standard_deviation() -> None:
-    assert Spread.of([40.0, None, 42.0]) == Spread(41.0, pytest.approx(2**0.5), 2)
-    assert Spread.of([40.0]) == Spread(40.0, None, 1)
-    assert Spread.of([None]) is None
-
-
 def test_rows_are_settings_over_seeds_best_first(sweep: Path) -> None:
-    rows = rows_of(from_folder(sweep))
+    rows = Results(from_folder(sweep)).rows
 
-    assert [row.label for row in rows] == ["int8+int8", "none", "int2+int2"]
-    int8, none, int2 = rows
-    assert int8.score == Spread(42.0, pytest.approx(2**0.5), 2)
-    assert int8.step_time_s is not None and int8.step_time_s.mean == pytest.approx(0.45)
+    assert list(rows.setting) == ["int8+int8", "none", "int2+int2"]
+    int8, none, int2 = (row for _, row in rows.iterrows())
+    assert (int8.bleu, int8.bleu_std) == (42.0, pytest.approx(2**0.5))
+    assert int2.bleu == 12.0 and math.isnan(int2.bleu_std), "a single seed has no spread"
+    assert int8.step_time_s == pytest.approx(0.45)
     assert (int8.share, none.share, int2.share) == (pytest.approx(0.45), 1.0, 0.2)
-    assert (int2.num_finished, len(int2.results)) == (1, 2)
-    assert int8.parts_s("codec_s") == {"cloud_a": 0.05, "cloud_b": 0.05}
+    assert (int2.finished, int2.runs) == (1, 2)
+    assert (int8.codec_s_cloud_a, int8.codec_s_cloud_b) == (0.05, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +82,15 @@ def test_where_less_is_better_the_lowest_score_comes_first_everywhere(
     for compression, value in zip(("none", "int8", "int2"), values, strict=True):
         config = compose([f"compression={compression}", "seed=1"])
         write_run(tmp_path / compression, config, quality={score: value})
-    rows = rows_of(from_folder(tmp_path))
-    write_csv(tmp_path, rows, [result for row in rows for result in row.results])
+    results = Results(from_folder(tmp_path))
+    write_csv(tmp_path, results)
     with open(tmp_path / "table.csv", encoding="utf-8") as file:
         first = next(csv.DictReader(file))
 
     ordered = sorted(values, reverse=best == max(values))
-    assert [row.score.mean for row in rows if row.score] == ordered
+    assert list(results.rows[score]) == ordered
     assert float(first[score]) == best
-    assert view_of("s", [row.settings for row in rows], score)["orderByAsc"] == (
-        best < max(values)
-    )
+    assert view_of("s", list(results.rows.settings), score)["orderByAsc"] == (best < max(values))
 
 
 def test_the_share_is_of_the_uncompressed_runs_on_the_same_link(tmp_path: Path) -> None:
@@ -107,14 +101,15 @@ def test_the_share_is_of_the_uncompressed_runs_on_the_same_link(tmp_path: Path) 
     ]:
         write_run(tmp_path / name, compose(overrides.split()), step_s=step_s)
 
-    assert {row.share for row in rows_of(from_folder(tmp_path))} == {1.0, 0.4, None}
+    shares = Results(from_folder(tmp_path)).rows.share
+    assert sorted(shares.dropna()) == [0.4, 1.0] and len(shares) == 3
 
 
 def test_settings_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for name, steps in (("a", 8), ("b", 9)):
         write_run(tmp_path / name, compose([f"training.max_steps={steps}"]))
 
-    labels = sorted(row.label for row in rows_of(from_folder(tmp_path)))
+    labels = sorted(Results(from_folder(tmp_path)).rows.setting)
     assert labels == ["none max_steps=8", "none max_steps=9"]
 
 
@@ -128,16 +123,17 @@ def test_a_share_has_the_noise_of_both_its_times(tmp_path: Path) -> None:
     for number, (choice, step_s) in enumerate(times):
         config = compose(f"compression={choice}".split())
         write_run(tmp_path / str(number), config, step_s=step_s)
-    none, int8 = sorted(rows_of(from_folder(tmp_path)), key=lambda row: row.share or 0)
+    results = Results(from_folder(tmp_path))
+    none, int8 = (row for _, row in results.rows.sort_values("share").iterrows())
 
     relative = ((0.2 * 2**0.5 / 0.8) ** 2 + (0.4 * 2**0.5 / 1.2) ** 2) ** 0.5
     assert int8.share == pytest.approx(1.5) and int8.share_std == pytest.approx(1.5 * relative)
-    assert none.share == 1.0 and none.share_std is None
-    assert "150 ± 88 %" in printed([none, int8])
+    assert none.share == 1.0 and math.isnan(none.share_std)
+    assert "150 ± 88 %" in printed(results)
 
 
 def test_table_shows_mean_spread_share_and_what_is_missing(sweep: Path) -> None:
-    text = printed(rows_of(from_folder(sweep)))
+    text = printed(Results(from_folder(sweep)))
 
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.strip()}
     assert lines["int8+int8"] == "int8+int8 2 42.00 ± 1.41 450 ± 71 ms 45 ± 7 % 3.90x"
@@ -147,7 +143,7 @@ def test_table_shows_mean_spread_share_and_what_is_missing(sweep: Path) -> None:
 
 def test_the_papers_numbers_stand_beside_ours_and_are_said_not_to_compare(tmp_path: Path) -> None:
     common = {"name": "abnet_iwslt", "model": "AbNet", "cluster.name": "two_clouds"}
-    rows = []
+    runs = []
     for label, more in [
         ("fp16(svd(0.6))+int8", {}),
         ("fp16(svd(0.2))+int8", {}),
@@ -157,15 +153,22 @@ def test_the_papers_numbers_stand_beside_ours_and_are_said_not_to_compare(tmp_pa
         ("fp16(svd(0.6))+int8", {"name": "something else"}),
     ]:
         write_run(tmp_path / "a", compose([]), compression=label)
-        result = from_folder(tmp_path)[0]
-        settings = {**result.settings, **common, **more}
-        rows.append(Row(label, [type(result)("s", result.run_dir, settings, result.summary)]))
-    found = [published_for(row) for row in rows]
+        run = from_folder(tmp_path)[0]
+        runs.append(Result(label, run.run_dir, {**run.settings, **common, **more}, run.summary))
+    results = Results(runs)
+    found = results.rows.published.sort_index()
 
-    assert [entry and (entry.quality, entry.share) for entry in found] == [
-        *(("41.92", 0.32), ("−4.19", 0.19), None, ("43.19", None), ("39.60", None), None)
+    assert [(entry.quality, entry.share) for entry in found] == [
+        *(
+            ("41.92", 0.32),
+            ("−4.19", 0.19),
+            ("", None),
+            ("43.19", None),
+            ("39.60", None),
+            ("", None),
+        )
     ]
-    text = " ".join(printed(rows, width=500).split())
+    text = " ".join(printed(results, width=500).split())
     assert (
         "41.92" in text
         and "32 %" in text
@@ -179,13 +182,12 @@ def test_points_that_ran_at_once_and_mixed_code_are_said(sweep: Path) -> None:
     object.__setattr__(results[0], "at_once", 2)
     results[1].summary["commit"] = "9f9f9f9"
 
-    text = printed(rows_of(results))
+    text = printed(Results(results))
     assert "2 points ran at once" in text and "1a2b3c4, 9f9f9f9" in text
 
 
 def test_csv_has_every_setting_and_every_run(sweep: Path, tmp_path: Path) -> None:
-    results = from_folder(sweep)
-    write_csv(tmp_path, rows_of(results), results)
+    write_csv(tmp_path, Results(from_folder(sweep)))
     with open(tmp_path / "table.csv", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     with open(tmp_path / "points.csv", encoding="utf-8") as file:
@@ -199,6 +201,18 @@ def test_csv_has_every_setting_and_every_run(sweep: Path, tmp_path: Path) -> Non
     assert points[2]["compression_ratio"] == "3.9"
 
 
+def test_a_score_of_a_single_run_is_shown_with_its_error_over_the_samples(tmp_path: Path) -> None:
+    errors = {"bleu": 0.8149}
+    write_run(tmp_path / "a", compose(["compression=int8"]), bleu=41.5, quality_error=errors)
+    results = Results(from_folder(tmp_path))
+    text = printed(results)
+    assert "41.50 ± 0.81" in text and "its standard error over the test samples" in text
+    write_csv(tmp_path, results)
+    for name in ("table.csv", "points.csv"):
+        with open(tmp_path / name, encoding="utf-8") as file:
+            assert float(next(csv.DictReader(file))["bleu_error"]) == 0.8149
+
+
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     assert front([(1.0, 40), (0.4, 41), (0.2, 12), (0.3, 12), (0.4, 30)]) == [(0.2, 12), (0.4, 41)]
     assert front([]) == []
@@ -207,19 +221,20 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
 def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
     sweep: Path,
 ) -> None:
-    marks = pictures._marks(rows_of(from_folder(sweep)), "bleu", "step_time_s", ["s"])
-    assert len({mark.colour for mark in marks}) == 3
+    marks = pictures.marks_of(Results(from_folder(sweep)), "step_time_s")
+    assert marks.colour.nunique() == 3
     axes = canvas("x", 8, 5).subplots()
-    pictures._scatter(axes, marks, "s", "BLEU")
-    pictures._draw_front(axes, marks, "BLEU")
+    pictures.draw_scatter(axes, marks, "step_time_s", "bleu")
+    pictures.draw_front(axes, marks, "bleu")
     (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert line.get_xydata().tolist() == [[0.2, 12.0], [pytest.approx(0.45), 42.0]]
-    for mark, drawn in zip(marks, axes.containers, strict=True):
-        assert all(to_rgb(bar.get_color()[0]) == to_rgb(mark.colour) for bar in drawn.lines[2])
+    for colour, drawn in zip(marks.colour, axes.containers, strict=True):
+        assert all(to_rgb(bar.get_color()[0]) == to_rgb(colour) for bar in drawn.lines[2])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pictures_are_drawn_and_not_blank(sweep: Path, tmp_path: Path) -> None:
-    written = write_pictures(tmp_path, rows_of(from_folder(sweep)), "sweep s")
+    written = write_pictures(tmp_path, Results(from_folder(sweep)), "sweep s")
 
     names = ["quality_and_step_time.png", "quality_and_ratio.png", "step_time.png"]
     assert [path.name for path in written] == names
@@ -232,12 +247,13 @@ def test_a_sweep_without_a_finished_run_has_a_table_and_no_picture(tmp_path: Pat
     failed = {"bleu": None, "step_s": None, "ratio": None, "compute_s": {}, "cause": "x"}
     write_run(tmp_path / "m" / "a", compose([]), status="failed", **failed)
     (tmp_path / "m" / "b").mkdir()
-    results = from_folder(tmp_path / "m")
+    results = Results(from_folder(tmp_path / "m"))
 
-    assert write_pictures(tmp_path, rows_of(results), "x") == []
-    assert "0 of 1" in printed(rows_of(results))
+    assert write_pictures(tmp_path, results, "x") == []
+    assert "0 of 1" in printed(results)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_compares_two_sweeps(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,7 +320,8 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     monkeypatch.chdir(tmp_path / "mlruns")
     _, results = open_sweep("s", store)
     assert len(results) == 6, "a point that ran twice counts once"
-    assert rows_of(results)[0].score == rows_of(from_folder(sweep))[0].score
+    best, same = (Results(own).rows.iloc[0] for own in (results, from_folder(sweep)))
+    assert spread_text(best, "bleu") == spread_text(same, "bleu") == "42.00 ± 1.41"
 
 
 def test_tables_and_pictures_are_kept_in_one_run_beside_the_sweeps_own(

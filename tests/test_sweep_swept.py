@@ -20,9 +20,11 @@ from xcloud.sweep.points import (
     with_also,
 )
 from xcloud.sweep.report import view_of
-from xcloud.sweep.results import Result, Spread, entries, from_folder, published_for, rows_of
+from xcloud.sweep.results import Result, Results, entries, from_folder, published_for
 from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept, write_swept_picture
 from xcloud.sweep.table import print_sweep
+
+pytestmark = pytest.mark.usefixtures("pictures")
 
 LAYER, RANK = "model.split.layer", "model.split.rank"
 
@@ -72,14 +74,14 @@ def test_an_unsplit_model_has_no_rank() -> None:
 
 
 def test_lines_are_ranks_and_the_unsplit_model_stands_apart() -> None:
-    found = swept_of(rows_of(fig_9()))
+    found = swept_of(Results(fig_9()))
 
     assert found is not None and (found.setting, found.name) == (LAYER, "layer")
     assert (found.values, found.scores, found.num_seeds) == ([0, 2, 4], ["accuracy"], "2")
-    assert [line.label for line in found.lines] == ["rank=8", "rank=16"]
-    assert [row.label for row in found.beside] == ["unsplit"]
-    spread = found.lines[1].rows[4].quality["accuracy"]
-    assert spread == Spread(pytest.approx(80.6), pytest.approx(2 / 2**0.5), 2)
+    assert found.lines == ["rank=8", "rank=16"]
+    assert list(found.beside.setting) == ["unsplit"]
+    (row,) = found.rows.query("line == 'rank=16' and value == 4").itertuples()
+    assert (row.accuracy, row.accuracy_std) == pytest.approx((80.6, 2 / 2**0.5))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +96,10 @@ def test_what_else_varies_gets_lines_of_its_own(
 ) -> None:
     usual = {"model__split__method": "svd", "model__split__place": "output"}
     runs = [split_run(layer, 8, **{**usual, **own}) for layer in (0, 2) for own in ({}, settings)]
-    found = swept_of(rows_of([*runs, split_run(0, 16, **usual)]))
+    found = swept_of(Results([*runs, split_run(0, 16, **usual)]))
     last = labels[1].replace("rank=8", "rank=16")
 
-    assert found is not None and [line.label for line in found.lines] == [*labels, last]
+    assert found is not None and found.lines == [*labels, last]
 
 
 def test_compressions_and_missing_points_are_told_apart() -> None:
@@ -106,10 +108,10 @@ def test_compressions_and_missing_points_are_told_apart() -> None:
         for layer in (0, 2)
         for name in ("none", "int8+int8")
     ]
-    found = swept_of(rows_of([*runs, split_run(4, 8, compression__forward="none")]))
+    found = swept_of(Results([*runs, split_run(4, 8, compression__forward="none")]))
 
     assert found is not None
-    assert [line.label for line in found.lines] == ["int8+int8", "none"]
+    assert found.lines == ["int8+int8", "none"]
     assert [cells for value, cells in table_of(found, "accuracy") if value == "4"] == [
         ["-", "85.00"]
     ]
@@ -119,28 +121,28 @@ def test_any_number_that_varies_by_itself_is_an_axis() -> None:
     """Not one that only comes with another choice, as the ranks of another cluster do."""
     rates = [split_run(0, summary={"compression": f"svd({rate})"}, compression__rate=rate)
              for rate in (0.2, 0.4, 0.6)]  # fmt: skip
-    found = swept_of(rows_of([*rates, split_run(0, compression__rate=None)]))
+    found = swept_of(Results([*rates, split_run(0, compression__rate=None)]))
     assert found is not None and found.setting == "compression.rate"
-    assert [line.label for line in found.lines] == ["runs"] and found.values == [0.2, 0.4, 0.6]
+    assert found.lines == ["runs"] and found.values == [0.2, 0.4, 0.6]
     assert len(found.beside) == 1
 
     clusters = [split_run(0, cluster__name=name, cluster__num_ranks=count)
                 for name, count in (("a", 1), ("b", 2), ("c", 3))]  # fmt: skip
-    assert swept_of(rows_of(clusters)) is None
+    assert swept_of(Results(clusters)) is None
 
 
 def test_sweeps_without_such_a_number_have_no_axis(tmp_path: Path) -> None:
     write_run(tmp_path / "a", compose([]))
 
-    assert swept_of(rows_of(from_folder(tmp_path))) is None
-    assert swept_of(rows_of([split_run(2, 8), split_run(None, 8)])) is None
+    assert swept_of(Results(from_folder(tmp_path))) is None
+    assert swept_of(Results([split_run(2, 8), split_run(None, 8)])) is None
     failed = split_run(4, 8)
     failed.summary.update(status="failed")
-    assert swept_of(rows_of([split_run(2, 8), failed])) is None
+    assert swept_of(Results([split_run(2, 8), failed])) is None
 
 
 def test_table_has_values_down_and_lines_across(tmp_path: Path) -> None:
-    found = swept_of(rows_of(fig_9()))
+    found = swept_of(Results(fig_9()))
     assert found is not None
     stream = StringIO()
     print_swept(found, Console(file=stream, width=100))
@@ -158,7 +160,7 @@ def test_table_has_values_down_and_lines_across(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runs", [fig_9(), [split_run(2, rank) for rank in (8, 16)]])
 def test_the_picture_is_drawn_and_not_blank(tmp_path: Path, runs: list[Result]) -> None:
-    found = swept_of(rows_of(runs))
+    found = swept_of(Results(runs))
     assert found is not None
     path = write_swept_picture(tmp_path, found, "sweep s")
 
@@ -168,12 +170,12 @@ def test_the_picture_is_drawn_and_not_blank(tmp_path: Path, runs: list[Result]) 
 
 def test_scores_of_leaks_have_a_panel_and_a_column(tmp_path: Path) -> None:
     runs = [split_run(layer, 8, summary={"label_leak_auc": 0.9 - layer / 10}) for layer in (0, 2)]
-    rows = rows_of(runs)
-    found = swept_of(rows)
+    results = Results(runs)
+    found = swept_of(results)
     assert found is not None and found.scores == ["accuracy", "label_leak_auc"]
     write_swept_picture(tmp_path, found, "s")
     stream = StringIO()
-    print_sweep(rows, Console(file=stream, width=150))
+    print_sweep(results, Console(file=stream, width=150))
 
     assert "label leak AUC" in stream.getvalue() and "0.7000" in stream.getvalue()
 
@@ -184,25 +186,25 @@ def test_scores_of_leaks_have_a_panel_and_a_column(tmp_path: Path) -> None:
         (None, 8, "bert_split_sst2", "sst2", "92.23±0.57", None),
         (None, 8, "bert_split_sst2", "qnli", "90.82±0.17", None),
         (None, 8, "bert_split_squad", None, "F1 88.52 / EM 81.22", None),
-        (None, 8, "bert_split_trec", None, None, None),
+        (None, 8, "bert_split_trec", None, "", None),
         (11, 8, "bert_split_sst2", "sst2", "", 96.0),
-        (11, 16, "bert_split_sst2", "sst2", None, None),
-        (None, 8, "another", "sst2", None, None),
+        (11, 16, "bert_split_sst2", "sst2", "", None),
+        (None, 8, "another", "sst2", "", None),
     ],
 )
 def test_published_numbers_stand_beside_rows_they_belong_to(
-    layer: int | None, rank: int, name: str, task: str | None, quality: str | None, ratio: float
+    layer: int | None, rank: int, name: str, task: str | None, quality: str, ratio: float
 ) -> None:
-    row = rows_of([split_run(layer, rank, name=name, **({"task__name": task} if task else {}))])[0]
-    found = published_for(row)
+    run = split_run(layer, rank, name=name, **({"task__name": task} if task else {}))
+    found = published_for(run.settings, "none")
 
-    assert (found.quality if found else None, found.ratio if found else None) == (quality, ratio)
+    assert (found.quality, found.ratio) == (quality, ratio)
 
 
 def test_published_numbers_are_said_not_to_compare() -> None:
     stream = StringIO()
-    rows = rows_of([split_run(layer, task__name="sst2") for layer in (None, 11)])
-    print_sweep(rows, Console(file=stream, width=120))
+    runs = [split_run(layer, task__name="sst2") for layer in (None, 11)]
+    print_sweep(Results(runs), Console(file=stream, width=120))
     text = " ".join(stream.getvalue().split())
 
     assert "paper: accuracy" in text and "92.23±0.57" in text and "96x" in text

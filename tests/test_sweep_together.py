@@ -24,7 +24,7 @@ from xcloud.record.summary import read_summary
 from xcloud.record.tracking import NullTracker, final_metrics
 from xcloud.sweep.interleaving import InterleavingServer, StepRatio, record, reference_of
 from xcloud.sweep.points import Point
-from xcloud.sweep.results import from_folder, rows_of
+from xcloud.sweep.results import Results, from_folder
 from xcloud.sweep.runner import LauncherSettings
 from xcloud.sweep.table import print_sweep
 
@@ -227,7 +227,7 @@ def test_a_share_measured_one_after_another_says_so(tmp_path: Path) -> None:
 
 def table(folder: Path) -> str:
     text = io.StringIO()
-    print_sweep(rows_of(from_folder(folder)), Console(file=text, width=200))
+    print_sweep(Results(from_folder(folder)), Console(file=text, width=200))
     return " ".join(text.getvalue().split())
 
 

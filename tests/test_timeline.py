@@ -15,6 +15,8 @@ from xcloud.record.events import EventReader
 from xcloud.record.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
 from xcloud.watch.ending import TRACE_FILE
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 
 def test_ranks_of_one_machine_stand_on_one_clock_from_the_first_start_on() -> None:
     found = timeline()

@@ -43,10 +43,13 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     totals = StepTotals(
         3,
         step_s=0.5,
-        num_ranks={"source": 2},
-        seconds={"waiting_s": {"source": 0.4}},
-        sent={"forward": 10, "backward": 0},
         loss=2.0,
+        numbers={
+            ("num_ranks", "source"): 2,
+            ("waiting_s", "source"): 0.4,
+            ("sent", "forward"): 10,
+            ("sent", "backward"): 0,
+        },
     )
     curves = step_metrics(totals)
     assert curves == {
@@ -61,6 +64,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     final = final_metrics(
         {
             "quality": {"bleu": 41.92, "chrf": None},
+            "quality_error": {"bleu": 0.81},
             "step_time_s": {"median": 0.4, "p90": 0.5},
             "compression_ratio": {"forward": 4.0, "backward": None, "total": 3.0},
             "waiting_s": {"source": 0.2},
@@ -69,6 +73,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
     )
     assert final == {
         "bleu": 41.92,
+        "bleu_error": 0.81,
         "step_time_s": 0.4,
         "step_time_p90_s": 0.5,
         "compression_ratio": 3.0,

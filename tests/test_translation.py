@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
@@ -187,19 +189,42 @@ def test_perfect_output_scores_100_and_worse_output_less(data: TranslationData) 
     references = data._references["test"]
     encode = data.tokenizer("target").encode
     perfect = {i: encode([text])[0] for i, text in enumerate(references)}
-    assert data.score("test", perfect) == {"bleu": 100.0, "chrf": 100.0}
+    assert data.score("test", perfect).values == {"bleu": 100.0, "chrf": 100.0}
     eos = data.vocabulary("target").eos
-    assert data.score("test", {i: [1, *p, eos, 7, 0] for i, p in perfect.items()})["bleu"] == 100.0
+    assert (
+        data.score("test", {i: [1, *p, eos, 7, 0] for i, p in perfect.items()}).values["bleu"]
+        == 100.0
+    )
     half = {i: p[: len(p) // 2] for i, p in perfect.items()}
-    assert 0 < data.score("test", half)["bleu"] < 60
+    assert 0 < data.score("test", half).values["bleu"] < 60
     lower = {i: encode([references[i].lower()])[0] for i in perfect}
-    assert data.score("test", lower)["bleu"] < 100  # cased
+    assert data.score("test", lower).values["bleu"] < 100  # cased
+
+
+def test_every_sentence_has_its_scores_and_the_counts_that_corpus_scores_are_made_of(
+    data: TranslationData,
+) -> None:
+    encode, references = data.tokenizer("target").encode, data._references["test"]
+    said = {i: encode([text])[0][: 5 + i % 5] for i, text in enumerate(references)}
+    outputs = [data.decode(ids) for ids in said.values()]
+    scores = data.score("test", said)
+    assert list(scores.samples) == list(said)
+    assert scores.samples[3]["prediction"] == outputs[3]
+    assert scores.samples[3]["reference"] == references[3]
+    for name, metric in {"bleu": BLEU(force=True), "chrf": CHRF()}.items():
+        # sacreBLEU's own bootstrap has half of the 95 % interval, of other draws.
+        whole = metric.corpus_score(outputs, [references], n_bootstrap=1000)
+        assert scores.values[name] == pytest.approx(whole.score, abs=1e-4)
+        assert scores.errors[name] == pytest.approx(whole._ci / 1.96, rel=0.15)
+        counts = [sample[f"{name}_counts"] for sample in scores.samples.values()]
+        sums = [sum(column) for column in zip(*counts, strict=True)]
+        assert metric._compute_score_from_stats(sums).score == pytest.approx(whole.score)
 
 
 def test_only_the_predicted_samples_are_scored(data: TranslationData) -> None:
     encode = data.tokenizer("target").encode
     some = {i: encode([data._references["dev"][i]])[0] for i in (3, 11)}
-    assert data.score("dev", some)["bleu"] == 100.0
+    assert data.score("dev", some).values["bleu"] == 100.0
     with pytest.raises(ValueError, match="no predictions"):
         data.score("dev", {})
     with pytest.raises(ValueError, match="sample 20 is not in dev"):
@@ -227,7 +252,7 @@ def test_bleu_cuts_text_as_its_language_is_written(
     chinese.decode = lambda ids: outputs[ids[0]]  # type: ignore[method-assign]
 
     assert "tok:zh" in chinese.signature()["bleu"]
-    assert 80 < chinese.score("test", {i: [i] for i in range(3)})["bleu"] < 95
+    assert 80 < chinese.score("test", {i: [i] for i in range(3)}).values["bleu"] < 95
 
 
 @pytest.mark.parametrize("target", ["ja", "ko"])

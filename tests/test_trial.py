@@ -35,7 +35,7 @@ from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import TrialRun
 
-BLOCKS, BLOCK_S, FRONT_S, HEAD_S = 5, 0.012, 0.006, 0.02
+BLOCKS, BLOCK_S, FRONT_S, HEAD_S = 5, 0.006, 0.004, 0.01
 
 
 @dataclass(frozen=True)

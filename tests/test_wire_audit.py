@@ -15,11 +15,11 @@ from tests.wiretap import Tapped, read_tape
 from xcloud.base.errors import DataError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
 from xcloud.cluster.link import LinkRecord
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
 from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.plan import Source
-from xcloud.rank.one_way.wiring import CARRIES
+from xcloud.rank.one_way.one_way_rank import CARRIES
 from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.wire.ends import noting
@@ -108,8 +108,9 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert "samples_text" not in audit["reports"].get("quality", [])
     assert "SECRET" in (tmp_path / "run" / "samples.txt").read_text()
     assert "SECRET" not in (tmp_path / "run" / "events.jsonl").read_text()
-    collectives = {(e.call, e.dtype, len(e.data)) for e in tape if e.call != "isend"}
-    assert collectives == {("all_reduce", "torch.float64", 128)}
+    scored = (tmp_path / "run" / "scores.jsonl").read_text().splitlines()
+    assert scored and all("prediction_sha256" in json.loads(line) for line in scored)
+    assert {entry.call for entry in tape} == {"isend", "store"}  # and no collective
     assert summary["wire"] == compact(audit)
 
 
@@ -187,11 +188,13 @@ def test_no_value_of_a_message_is_kept() -> None:
 def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
     """Its parts have no names, with which no record could be written."""
     layout = OneWayLayout({"a": OneWayCloud(1, 1.0), "d": OneWayCloud()})
-    record, part, inbox = LinkRecord("d", 0, None), torch.zeros(3), Inbox([Source(0, 0)], 100)
+    layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
+    record, part = LinkRecord("d", 0, None), torch.zeros(3)
+    inbox = Inbox(layout, 100, {1: PeerLife()})
     for kind, parts in ((Kind.REPORT, (part, part)), (Kind.BATCH, (part,)), (Kind.READY, (part,))):
         with pytest.raises(FrameError):
             frame = Frame(MessageKey(kind, 1), parts, 0, 0.0, 50)
-            noting(record, CARRIES[kind], partial(inbox.put, Source(0, 0)))(frame)
+            noting(record, CARRIES[kind], partial(inbox.put, 0))(frame)
     ready = Frame(MessageKey(Kind.READY), (), 0, 0.0, 9)
     noting(record, CARRIES[Kind.READY], lambda frame: None)(ready)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput, TokenIds
+from xcloud.contracts.task import Scores
 
 VOCABULARY = 16
 LENGTH = 6
+
+SEEDING = threading.Lock()  # ranks in threads share torch's generator
 
 
 class ToyData:
@@ -66,12 +70,13 @@ class ToyData:
         assert "target" in self.fields
         return float(len(ids) * LENGTH)
 
-    def score(self, split: str, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: str, predictions: dict[int, list[int]]) -> Scores:
         hits = [
             predictions[i] == (self._tokens(torch.tensor([i]))[0] + 1).tolist()
             for i in predictions
         ]
-        return {"bleu": 100.0 * sum(hits) / len(hits)}
+        samples = {i: {"correct": hit} for i, hit in zip(predictions, hits, strict=True)}
+        return Scores({"bleu": 100.0 * sum(hits) / len(hits)}, {"bleu": 1.0}, samples)
 
     def signature(self) -> dict[str, str]:
         return {"bleu": "share of exact answers"}
@@ -128,7 +133,7 @@ class ToyModel:
         return Boundary((counts, hidden), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        with torch.random.fork_rng(devices=[]):
+        with SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(100 * context.seed + stage)
             return ToyStage(self, stage, num_stages)
 
@@ -235,7 +240,7 @@ class ToyModelThatPrepares(ToyModel):
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         if stage == 0:
             time.sleep(self.prepare_s)
-        with torch.random.fork_rng(devices=[]):
+        with SEEDING, torch.random.fork_rng(devices=[]):
             return ToyStageWithStart(self, stage, num_stages)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.toy import toy_config
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Batch, BuildContext, Head, Stage, StageOutput, TokenIds
+from xcloud.contracts.task import Scores
 
 FIRST, NUM_WORDS, LONGEST = 20_011, 40, 10
 PAD, BOS, EOS = 0, 19_001, 19_002
@@ -88,10 +89,12 @@ class ToyTextData:
     def weight(self, ids: Tensor) -> float:
         return float(len(ids))
 
-    def score(self, split: str, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: str, predictions: dict[int, list[int]]) -> Scores:
         assert self.classes is not None
         hits = [predictions[i] == [int(self.classes[i])] for i in predictions]
-        return {"accuracy": sum(hits) / len(hits)}
+        samples = {i: {"prediction": "SECRET", "correct": hit}
+                   for i, hit in zip(predictions, hits, strict=True)}  # fmt: skip
+        return Scores({"accuracy": sum(hits) / len(hits)}, {}, samples)
 
     def signature(self) -> dict[str, str]:
         return {"accuracy": "share of right answers"}

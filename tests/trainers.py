@@ -104,7 +104,7 @@ def ranks(
             held.turns.values(),
             samples,
             (lambda ids: float(len(ids))) if is_last else None,
-            (place.replica, layout.num_replicas) if strategy.is_apart else (0, 1),
+            (place.replica, layout.num_replicas) if strategy.traits.is_apart else (0, 1),
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
         exchange: Exchange = AllReduce(wiring.groups)
@@ -119,7 +119,7 @@ def ranks(
         is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
             held, schedule, training, feed, wiring.groups, exchange, wiring.sums,
-            LossReport(place.replica, strategy.is_apart, is_private),
+            LossReport(place.replica, strategy.traits.is_apart, is_private),
         )  # fmt: skip
         buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
         parts: list[Part] = []

@@ -114,7 +114,7 @@ IMPORTED_BY_COMMANDS = (
 
 
 def command(*words: str, log: Path, cwd: Path = ROOT, **more: str) -> WarmRank:
-    """`python WORDS`, of a file, -c or -m xcloud, with stdout and stderr in `log`. more: of its
+    """`python WORDS`, of a file, -c or -m, with stdout and stderr in `log`. more: of its
     environment. Linux only."""
     import_first(*IMPORTED_BY_COMMANDS)
     assert _server is not None
@@ -158,6 +158,8 @@ def become_process(
         match command[1:]:
             case ["-m", "xcloud", *words]:
                 be_rank(words)
+            case ["-m", name, *words]:
+                be_launcher([name, *words], lambda: runpy.run_module(name, run_name="__main__"))
             case ["-c", code, *words]:
                 be_launcher(["-c", *words], lambda: exec(code, {"__name__": "__main__"}))
             case [file, *words]:

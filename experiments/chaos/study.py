@@ -23,7 +23,7 @@ from xcloud.claims.reproduce import Rows
 
 def main() -> None:
     out, *options = sys.argv[1:]
-    rows = Rows(Path(out).resolve())
+    rows = Rows(Path(out))
     rows.work.mkdir(parents=True, exist_ok=True)
     record = rows.work / "faults.jsonl"
     command = [sys.executable, "-m", "benchmarks.chaos", *options, "--record", str(record)]

@@ -32,7 +32,7 @@ from xcloud.job.experiment import Experiment
 from xcloud.models.causal_stage import run as run_network
 from xcloud.rank.loading import load
 from xcloud.security.attacks import f1_of_sets, rouge
-from xcloud.security.gradient_attacks import attack_layers, changed_rows
+from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows
 from xcloud.security.privacy import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -124,7 +124,7 @@ def attack(
     if EMBEDDINGS in changes:
         before = dict(stage.named_parameters())[EMBEDDINGS].detach() if decays else None
         rows = changed_rows(changes[EMBEDDINGS], before).tolist()
-    layers = attack_layers(stage, run, changes, vocabulary, length)
+    layers = attack_layers(Victim(stage, run, vocabulary, length), changes)
     return {
         "tokens": float(sum(map(len, true))),
         "words": float(len(words)),

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = Rows(given.out.resolve())
+    rows = Rows(given.out, given.corpora)
     data = rows.work / "data"
     subprocess.run(
         [sys.executable, "experiments/low_rank/prepare.py", given.corpora.resolve(), data],

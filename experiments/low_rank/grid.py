@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["fig9", "table3"])
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    corpora, rows = given.corpora.resolve(), Rows(given.out.resolve())
+    corpora, rows = given.corpora.resolve(), Rows(given.out, given.corpora)
     data = rows.work / "data"
     subprocess.run(
         [sys.executable, "experiments/low_rank/prepare.py", corpora, data],

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["throughput", "scaling", "zero_shot"])
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    rows = Rows(given.out.resolve())
+    rows = Rows(given.out)
     for part, number in product(given.parts, range(1, given.rounds + 1)):
         {"throughput": throughput, "scaling": scaling, "zero_shot": zero_shot}[part](rows, number)
 

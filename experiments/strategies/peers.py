@@ -151,7 +151,7 @@ def perplexity(model: WholeModel, data: TaskData, batch_size: int) -> float:
         batch = data.batch("test", ids)
         found = model.stage.predict(None, batch)
         predictions.update(zip(batch["ids"].tolist(), found, strict=True))
-    return data.score("test", predictions)["perplexity"]
+    return data.score("test", predictions).values["perplexity"]
 
 
 if __name__ == "__main__":

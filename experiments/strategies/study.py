@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = Rows(given.out.resolve())
+    rows = Rows(given.out, given.data)
     base = base_model(given.data, rows.work)
     text = given.text or wikitext(given.data, rows.work)
     common = settings(base, text, given.steps, given.batch_size, given.learning_rate)

@@ -19,6 +19,7 @@ from experiments.table2.one_model import ROWS, corpora, words_of
 from xcloud.claims.reproduce import Rows
 
 WIRES = {"wire FP32": "compression=none", "wire BF16": "compression=bf16"}
+FIGURES = ("step_s", "bytes_forward", "bytes_backward", "bytes", "ratio", "wall_s")
 SHORT = [
     "training.eval_samples=8", "training.evaluate_every=0", "seed=1",
     "schedule.num_micro_batches=2",
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=12)
     given = parser.parse_args()
-    rows = Rows(given.out.resolve())
+    rows = Rows(given.out, given.data)
     setting = corpora(given.data.resolve(), rows.work)["tatoeba"]
     line = [
         f"cluster.wan.bandwidth_bits_per_s={given.mbit * 1e6:.0f}",
@@ -52,7 +53,7 @@ def main() -> None:
         own = [word for word in words if word != "cluster/wan=free"]
         base = words_of(setting, "int8+int8", rows.work)[: -len(ROWS["int8+int8"])]
         steps = [f"training.max_steps={given.updates}"]
-        rows.add({"row": name, "seed": number}, [*base, *own, *SHORT, *line, *steps])
+        rows.add({"row": name, "seed": number}, [*base, *own, *SHORT, *line, *steps], FIGURES)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,14 @@ def score_text(name: str, value: float) -> str:
     return f"{value:.{score_digits(name)}f}"
 
 
+def score_with_error(name: str, value: float | None, error: float | None) -> str:
+    """41.92 ± 0.81."""
+    if value is None:
+        return UNKNOWN
+    text = score_text(name, value)
+    return text if error is None else f"{text} ± {score_text(name, error)}"
+
+
 def shown_scores(names: Iterable[str]) -> list[str]:
     """The first score, and those of the others that fit into a table."""
     known = list(dict.fromkeys(names))

@@ -17,6 +17,7 @@ from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import commit, project_root
 from xcloud.claims.claims import FILE, Claim, ResultRow, read_claims
 from xcloud.claims.records import FOLDER, made
+from xcloud.record.summary import read_summary
 
 LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
@@ -72,7 +73,7 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
 
 def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[ResultRow]:
     more = claim.quick if quick else ()
-    rows = Rows(out)
+    rows = Rows(out, data)
     if claim.module:
         given = {"DATA": str(data), "OUT": str(out)}
         words = [*(given.get(word, word) for word in claim.module), *more]
@@ -91,9 +92,10 @@ class Rows:
     """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs/NAME, what is kept of
     that run. OUT/work is for what a study makes on its way; a record does not keep it."""
 
-    def __init__(self, out: Path) -> None:
-        self._out, self._file = out, out / "rows.jsonl"
-        self.work = out / "work"
+    def __init__(self, out: Path, data: Path | None = None) -> None:
+        self._out, self._file = out.resolve(), out.resolve() / "rows.jsonl"
+        self._folders = {"OUT": self._out, **({"DATA": data.resolve()} if data else {})}
+        self.work = self._out / "work"
 
     def read(self) -> list[dict[str, Any]]:
         text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
@@ -107,27 +109,36 @@ class Rows:
     def has(self, about: ResultRow) -> bool:
         return any(about.items() <= row.items() for row in self.read())
 
-    def add(self, about: ResultRow, words: Sequence[str]) -> None:
-        """Run run.py with these words, unless there is such a row already. Raises RunFailed."""
+    def add(
+        self, about: ResultRow, words: Sequence[str], figures: Sequence[str] | None = None
+    ) -> None:
+        """Run run.py with these words, unless there is such a row already. figures: those that
+        mean something here, all by default. Raises RunFailed."""
         if self.has(about):
             return
         named = "-".join(f"seed{v}" if k == "seed" else str(v) for k, v in about.items())
         name = re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
         print(f"{named}: {' '.join(words)}", flush=True)
-        folder = self.work / name
+        folder, kept = self.work / name, self._out / "runs" / name
         self.keep(words, folder)
-        kept = self._out / "runs" / name
         kept.mkdir(parents=True, exist_ok=True)
         for file in KEPT_FILES:
             if (folder / file).exists():
-                shutil.copyfile(folder / file, kept / file)
-        self.write({**about, **figures_of(json.loads((kept / "summary.json").read_text("utf-8")))})
+                text = (folder / file).read_text(encoding="utf-8")
+                for word, path in self._folders.items():
+                    text = text.replace(str(path), word)
+                (kept / file).write_text(text, encoding="utf-8")
+        found = figures_of(read_summary(folder))
+        self.write(
+            {**about, **{k: v for k, v in found.items() if figures is None or k in figures}}
+        )
         shutil.rmtree(folder)
 
     def keep(self, words: Sequence[str], folder: Path) -> None:
         """Run run.py into this folder, unless a run has finished there. Raises RunFailed."""
-        if (folder / "summary.json").exists():
+        if read_summary(folder).get("status") == "finished":
             return
+        shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
         done = subprocess.run(
             command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

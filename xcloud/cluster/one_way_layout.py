@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from xcloud.base.errors import ConfigError
@@ -81,7 +82,7 @@ class OneWayLayout(Layout[OneWayCloud]):
 
     @property
     def producers(self) -> tuple[str, ...]:
-        return tuple(name for name, cloud in self.clouds.items() if cloud.share is not None)
+        return tuple(self.clouds)[1:]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -94,15 +95,21 @@ class OneWayLayout(Layout[OneWayCloud]):
         """Ranks of the consumer, which are the first ranks of the job."""
         return self.clouds[self.consumer].num_ranks
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Ranks of each producer."""
-        return tuple(self.clouds[name].num_ranks for name in self.producers)
+    @cached_property
+    def sources(self) -> tuple[range, ...]:
+        """Of each producer its ranks, by their number among those that feed."""
+        first, ranks = self.num_consumers, map(self.ranks_in, self.producers)
+        return tuple(range(own[0] - first, own[-1] - first + 1) for own in ranks)
+
+    @cached_property
+    def producer_of(self) -> tuple[int, ...]:
+        """By source."""
+        return tuple(p for p, sources in enumerate(self.sources) for _ in sources)
 
     def placement(self, rank: int) -> OneWayPlacement:
-        name = self.cloud_of(rank)
+        name, source = self.cloud_of(rank), rank - self.num_consumers
         ranks = self.ranks_in(name)
-        producer = None if name == self.consumer else self.producers.index(name)
+        producer = None if source < 0 else self.producer_of[source]
         return OneWayPlacement(rank, name, producer, ranks.index(rank), len(ranks))
 
     @property

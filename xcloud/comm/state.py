@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Protocol, runtime_checkable
 
@@ -155,6 +155,11 @@ def whole_numbers(state: State, name: str, *shape: int) -> Tensor:
             "saved with other settings"
         )
     return value
+
+
+def rows_of(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """int64 [len(rows), width], of no rows too, for `whole_numbers`."""
+    return torch.tensor(rows, dtype=torch.int64).view(-1, width)
 
 
 def states_of(parts: Mapping[str, Stateful]) -> State:

@@ -59,7 +59,7 @@ class RecordedStep(NamedTuple):
 
 
 class StepClock:
-    """Seconds of one rank in one step, by kind of work.
+    """Seconds of one rank in one step, by kind of work: the values of SUM_OF.
 
     record_from: from this step on, spans are kept in `recorded` and messages in `messages`; meant
     for the last few steps of a run, as nothing is ever dropped. None records nothing. A step
@@ -76,40 +76,34 @@ class StepClock:
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self.slowdown = slowdown
-        self._gpu = device if device.type == "cuda" else None
-        self._began: Any = None  # the event at the beginning of a step; None: host times
-        self._began_at_s = 0.0
-        self._unread: list[tuple[What, Any, Any, Place]] = []
-        self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
+        self.seconds = dict.fromkeys(SUM_OF.values(), 0.0)
         self.place = NOWHERE  # set by the pipeline before each action
         self.recorded: list[RecordedStep] = []
         self.messages = MessageLog(record_from) if record_from is not None else None
+        self._gpu = _GpuEvents(device) if device.type == "cuda" else None
         self._spans: list[Span] | None = None  # of the current step; None: not recorded
         self._step, self._started_at_s = 0, 0.0
         self._ended_at_s: float | None = None  # the step before, and what was paused since
 
     def begin_step(self, step: int) -> None:
         self._step, self._started_at_s = step, self._ended_at_s or time.monotonic()
-        self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         if self.messages is not None and step >= self.messages.from_step:
             self.messages.is_open = True
             self._spans = []
         if self._gpu is not None and self.slowdown == 1:
-            self._began, self._began_at_s = _event(), time.monotonic()
+            self._gpu.begin()
 
     def settle(self) -> None:
         """Count the spans so far. Waits for a GPU."""
-        if self._gpu is not None:
-            torch.cuda.synchronize(self._gpu)
-        for what, *ends, place in self._unread:
-            start, end = (self._began_at_s + self._began.elapsed_time(e) / 1e3 for e in ends)
-            self._add(Span(what, start, end, place))
-        self._unread.clear()
+        for span in self._gpu.settled() if self._gpu is not None else ():
+            self._add(span)
 
     def end_step(self) -> float:
         """Returns the step's seconds."""
         self.settle()
-        self._began = None
+        if self._gpu is not None:
+            self._gpu.began = None
         self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(
@@ -135,19 +129,44 @@ class StepClock:
 
     def now(self) -> Any:
         """This moment, for `count`."""
-        return time.monotonic() if self._began is None else _event()
+        is_timed_there = self._gpu is not None and self._gpu.began is not None
+        return _event() if is_timed_there else time.monotonic()
 
     def count(self, what: What, started_at: Any, ended_at: Any) -> None:
-        if self._began is None:
-            self._add(Span(what, started_at, ended_at, self.place))
+        span = Span(what, started_at, ended_at, self.place)
+        if self._gpu is not None and self._gpu.began is not None:
+            self._gpu.unread.append(span)
         else:
-            self._unread.append((what, started_at, ended_at, self.place))
+            self._add(span)
 
     def _add(self, span: Span) -> None:
-        name = SUM_OF[span.what]
-        setattr(self, name, getattr(self, name) + (span.ended_at_s - span.started_at_s))
+        self.seconds[SUM_OF[span.what]] += span.ended_at_s - span.started_at_s
         if self._spans is not None:
             self._spans.append(span)
+
+
+class _GpuEvents:
+    """Spans of a step whose ends are events on a GPU's stream. began: the event at the beginning
+    of the step; None: host times serve, between steps and where a slow device is emulated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._began_at_s = device, 0.0
+        self.began: Any = None
+        self.unread: list[Span] = []
+
+    def begin(self) -> None:
+        self.began, self._began_at_s = _event(), time.monotonic()
+
+    def settled(self) -> list[Span]:
+        """What is unread, in seconds of the host's clock. Waits for the device."""
+        torch.cuda.synchronize(self._device)
+        spans, self.unread = self.unread, []
+        return [span._replace(started_at_s=self._s(span[1]), ended_at_s=self._s(span[2]))
+                for span in spans]  # fmt: skip
+
+    def _s(self, event: Any) -> float:
+        seconds: float = self._began_at_s + self.began.elapsed_time(event) / 1e3
+        return seconds
 
 
 def _event() -> Any:

@@ -1,7 +1,7 @@
 """The contract between a one-way job's parts and whoever runs them: producers make batches of
 integers from their own data, one consumer learns from them. No network, no schedule.
 
-A part is one rank's: of the `group_size` ranks of its cloud it is number `group_rank`.
+A part is one rank's.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.state import Stateful
+from xcloud.contracts.task import Scores
+from xcloud.record.one_way_summary import COUNTS
 
-SUMS = (
-    "loss_sum",
-    "weight",
-    "samples",
-    "tokens",
-    "true_positives",
-    "false_positives",
-    "false_negatives",
-)
+SUMS = (*("loss_sum", "weight", "samples", "tokens"), *COUNTS)
 """What `Consumer.consume` may sum up. `weight` divides `loss_sum` and the gradients; the last
 three give precision and recall. What is left out counts as 0."""
 
@@ -45,13 +39,14 @@ class Fed:
 
 @dataclass(frozen=True)
 class OneWayContext:
-    """What a rank hands to a model that builds its part.
+    """What a rank hands to a model that builds its part: of the `group_size` ranks of `cloud` this
+    is number `group_rank`.
 
     barrier: waits for the other ranks of the same cloud. report: one line for the user.
     num_steps: updates that this part will make, as far as is known beforehand; of a producer its
     share of the batches, until `Producer.replan` says otherwise. Only learning rates that fall to
     zero need it.
-    producers: names of the clouds that feed, for messages.
+    producers: names of the clouds that feed.
     """
 
     seed: int
@@ -61,6 +56,9 @@ class OneWayContext:
     report: Callable[[str], None]
     num_steps: int
     producers: Sequence[str] = ()
+    cloud: str = ""
+    group_rank: int = 0
+    group_size: int = 1
 
 
 class Producer(Stateful, Protocol):
@@ -82,8 +80,8 @@ class Producer(Stateful, Protocol):
     def update(self, number: int) -> None:
         """Optimizer step, once the gradients of batch `number` are averaged."""
 
-    def finish(self, run_dir: Path, group_rank: int) -> None:
-        """After the last batch: export what is worth keeping (rank 0 of the group)."""
+    def finish(self, run_dir: Path) -> None:
+        """After the last batch, in the first rank of the cloud: export what is worth keeping."""
 
 
 class Consumer(Stateful, Protocol):
@@ -105,12 +103,12 @@ class Consumer(Stateful, Protocol):
         """In place of `update`: the step's loss or gradient is not finite in some rank. Forget
         what `consume` noted of it; parameters stay."""
 
-    def export(self, run_dir: Path, group_rank: int) -> None:
-        """After the last step, in every rank: write what was trained (rank 0 of the group)."""
+    def export(self, run_dir: Path) -> None:
+        """After the last step, in the first rank of the cloud: write what was trained."""
 
-    def evaluate(self, group_rank: int) -> Mapping[str, float]:
-        """Last of all, in every rank, when nobody feeds any more. Lane 0's quality counts; an
-        empty one is not reported."""
+    def evaluate(self) -> Scores:
+        """Last of all, in the first rank of the cloud, when nobody feeds any more. Nothing is
+        reported without values."""
 
 
 class OneWayModel(Protocol):
@@ -131,12 +129,9 @@ class OneWayModel(Protocol):
         """Raise ConfigError if there is no part for one of these clouds, or one too many, and
         DataError if data are missing, as far as that is seen at once."""
 
-    def producer(
-        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
-    ) -> Producer:
-        """index: position among the clouds that feed."""
+    def producer(self, context: OneWayContext) -> Producer: ...
 
-    def consumer(self, group_rank: int, group_size: int, context: OneWayContext) -> Consumer: ...
+    def consumer(self, context: OneWayContext) -> Consumer: ...
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
         """Settings of another experiment that make it read what a finished run left."""

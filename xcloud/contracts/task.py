@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -15,6 +15,16 @@ Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 Answers = Literal["sample", "span"]
 """What an understanding task predicts: one label per sample, or a span in it."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a split. values: by name, the main one first. errors: the standard error of each, over
+    samples. samples: by id, figures and texts of each for `scores.jsonl`."""
+
+    values: Mapping[str, float]
+    errors: Mapping[str, float] = field(default_factory=dict)
+    samples: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
 
 
 class TaskData(Protocol):
@@ -56,7 +66,7 @@ class TaskData(Protocol):
     def weight(self, ids: Tensor) -> float:
         """Weight of these training samples in the loss, such as their target tokens."""
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Quality of the predictions of a whole split, by sample id."""
 
     def save_tokenizers(self, folder: Path) -> None:

@@ -85,46 +85,27 @@ class MultilingualElectra:
         for generator in self.generators.values():
             self.text.of(generator.source).check(generator.parts)
 
-    def producer(
-        self, index: int, cloud: str, group_rank: int, group_size: int, context: OneWayContext
-    ) -> GeneratorRank:
-        settings = self.generators[cloud]
-        text = self.text.of(settings.source)
-        tokenizer = self._tokenizer(context)
-        special = tokenizer.token_ids
-        report = context.report if group_rank == 0 else _nothing
+    def producer(self, context: OneWayContext) -> GeneratorRank:
+        settings = self.generators[context.cloud]
+        text, tokenizer = self.text.of(settings.source), self._tokenizer(context)
+        report = context.report if context.group_rank == 0 else lambda line: None
         tables = {
             part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
         }
-        # Lanes of a cloud share one order; clouds with the same language draw different ones.
-        seed = seed_of(context.seed, "texts", cloud)
+        # The ranks of a cloud share one order; clouds with the same language draw different ones.
+        seed = seed_of(context.seed, "texts", context.cloud)
         stream = TextStream(
-            tables, special, text.language_power, seed, settings.batch_size, group_rank, group_size
-        )
+            tables, tokenizer.token_ids, text.language_power, seed, settings.batch_size,
+            context.group_rank, context.group_size,
+        )  # fmt: skip
         report(f"texts: {stream.describe()}")
-        encoder = _encoder(
-            settings.backbone, "generator", special, text, context, group_rank, True
-        )
-        return GeneratorRank(
-            encoder.to(context.device),
-            stream,
-            tokenizer,
-            self._packing(special.size, tokenizer.digest),
-            settings,
-            cloud,
-            group_rank,
-            context,
-        )
+        encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
+        packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
+        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream)
 
-    def consumer(
-        self, group_rank: int, group_size: int, context: OneWayContext
-    ) -> DiscriminatorRank:
-        settings = self.discriminator
-        tokenizer = self._tokenizer(context)
-        special = tokenizer.token_ids
-        encoder = _encoder(
-            settings.backbone, "discriminator", special, self.text, context, group_rank, False
-        )
+    def consumer(self, context: OneWayContext) -> DiscriminatorRank:
+        settings, tokenizer = self.discriminator, self._tokenizer(context)
+        encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
         if encoder.config.activation != "gelu":
             raise ConfigError(
                 f"discriminator.backbone {settings.backbone.describe()} uses "
@@ -133,13 +114,8 @@ class MultilingualElectra:
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
         network.encoder = encoder
-        return DiscriminatorRank(
-            network.to(context.device),
-            tokenizer,
-            self._packing(special.size, tokenizer.digest),
-            settings,
-            context,
-        )
+        packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
+        return DiscriminatorRank(network, settings, packing, tokenizer, context)
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
         """Task settings that use the exported encoder and its tokenizer."""
@@ -164,49 +140,39 @@ class MultilingualElectra:
         most = max(generator.batch_size for generator in self.generators.values())
         return IdPacking(vocab_size, most, self.text.max_length - 2, digest, self.coding)
 
+    def _encoder(
+        self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext
+    ) -> Encoder:
+        """The encoder with its initial weights, equal in all ranks of its cloud."""
 
-def _encoder(
-    backbone: Network,
-    name: str,
-    special: object,
-    text: MultilingualText,
-    context: OneWayContext,
-    group_rank: int,
-    head: bool,
-) -> Encoder:
-    """The encoder with its initial weights, equal in all ranks of its cloud."""
+        def report(line: str) -> None:
+            """Without folder names: it may be shown in another cloud."""
+            if backbone.is_checkpoint:
+                line = line.replace(backbone.describe(), Path(backbone.describe()).name)
+            context.report(line.replace(f"{context.cache_dir}/", ""))
 
-    def report(line: str) -> None:
-        """Without folder names: it may be shown in another cloud."""
-        if backbone.is_checkpoint:
-            line = line.replace(backbone.describe(), Path(backbone.describe()).name)
-        context.report(line.replace(f"{context.cache_dir}/", ""))
-
-    build = BuildContext(
-        seed=context.seed,
-        device=context.device,
-        cache_dir=context.cache_dir,
-        vocabularies={name: special},  # type: ignore[dict-item]
-        sentences=lambda field: (),
-        max_length=text.max_length,
-        group_rank=group_rank,
-        barrier=context.barrier,
-        report=report,
-        setting=f"model.{'generators.CLOUD' if name == 'generator' else name}.backbone",
-    )
-    weights = backbone.weights(name, build)
-    assert weights.tensors is not None
-    if head and not weights.have_head:
-        raise ConfigError(
-            f"{name}.backbone {backbone.describe()} has no masked-language head; "
-            "use a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
-            "PublicBackbone"
+        generates = name == "generator"
+        build = BuildContext(
+            seed=context.seed,
+            device=context.device,
+            cache_dir=context.cache_dir,
+            vocabularies={name: tokenizer.token_ids},
+            sentences=lambda field: (),
+            max_length=self.text.max_length,
+            group_rank=context.group_rank,
+            barrier=context.barrier,
+            report=report,
+            setting=f"model.{'generators.CLOUD' if generates else name}.backbone",
         )
-    with seeded(context.seed, name):
-        encoder = Encoder(weights.config, head=head)
-    encoder.load_part(weights.tensors)
-    return encoder
-
-
-def _nothing(line: str) -> None:
-    """Discard: only the first rank of a cloud reports."""
+        weights = backbone.weights(name, build)
+        assert weights.tensors is not None
+        if generates and not weights.have_head:
+            raise ConfigError(
+                f"{name}.backbone {backbone.describe()} has no masked-language head; "
+                "use a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
+                "PublicBackbone"
+            )
+        with seeded(context.seed, name):
+            encoder = Encoder(weights.config, head=generates)
+        encoder.load_part(weights.tensors)
+        return encoder

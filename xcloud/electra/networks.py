@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcloud.comm.ids import CorruptedTexts
 from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
@@ -24,15 +25,12 @@ SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
 
 
 class Corrupted(NamedTuple):
-    """loss: mean cross-entropy of the masked tokens, with graph. num_right: masked tokens whose
-    original id was sampled, so they do not count as replaced.
-    """
+    """loss: mean cross-entropy of the masked tokens, with graph. A masked token whose original id
+    was sampled does not count as replaced."""
 
     ids_R: Tensor
     replaced_R: Tensor
     loss: Tensor
-    num_masked: int
-    num_right: int
 
 
 def corrupt(
@@ -56,10 +54,7 @@ def corrupt(
     loss = F.cross_entropy(scores_MV, truth_M)
     words_M = sample_words(scores_MV.detach(), special, temperature, draw)
     corrupted_R = ids_R.index_copy(0, masked_M, words_M)
-    replaced_R = corrupted_R != ids_R
-    return Corrupted(
-        corrupted_R, replaced_R, loss, len(masked_M), len(masked_M) - int(replaced_R.sum())
-    )
+    return Corrupted(corrupted_R, corrupted_R != ids_R, loss)
 
 
 @torch.no_grad()
@@ -84,60 +79,41 @@ def sample_words(
     return torch.cat(drawn)
 
 
-class ReplacedTokenHead(nn.Module):
-    """score = w . gelu(dense(x)) + b; positive means replaced."""
+class Discriminator(nn.Module):
+    """Encoder without a masked-language head, and a score per token; positive means replaced.
+
+    score = w . gelu(dense(x)) + b
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
+        self.encoder = Encoder(config, head=False)
         self.dense = nn.Linear(config.hidden, config.hidden)
         self.score = nn.Linear(config.hidden, 1)
         for layer in (self.dense, self.score):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, rows_RH: Tensor) -> Tensor:
-        """[R, H] -> [R]."""
-        scores: Tensor = self.score(F.gelu(self.dense(rows_RH)))[:, 0]
-        return scores
-
-
-class Discriminator(nn.Module):
-    """Encoder without a masked-language head, and a score per token."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        self.encoder = Encoder(config, head=False)
-        self.head = ReplacedTokenHead(config)
-
     def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
         """[R] -> [R]."""
-        scores: Tensor = self.head(self.encoder(ids_R, packing))
+        scores: Tensor = self.score(F.gelu(self.dense(self.encoder(ids_R, packing))))[:, 0]
         return scores
-
-
-class Detection(NamedTuple):
-    """Sums over the tokens of a batch. loss: with graph. A token counts as detected if its score
-    is positive.
-    """
-
-    loss: Tensor
-    true_positives: int
-    false_positives: int
-    false_negatives: int
 
 
 def detect_replaced(
-    discriminator: Discriminator, ids_C: Tensor, counts_B: Tensor, replaced_C: Tensor,
-    special: TokenIds,
-) -> Detection:  # fmt: skip
-    """Loss and counts for received tokens, whose outer bos and eos are added back."""
+    discriminator: Discriminator, texts: CorruptedTexts, special: TokenIds
+) -> tuple[Tensor, list[int]]:
+    """Of received tokens, whose outer bos and eos are added back: the loss, summed, with graph,
+    and true positives, false positives and false negatives. A token counts as detected if its
+    score is positive."""
+    ids_C, counts_B, replaced_C = texts
     ids_R, inner_C = with_ends(ids_C, counts_B, special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
     detected_C = scores_C.detach() > 0
     hits, false_alarms = detected_C & replaced_C, detected_C & ~replaced_C
     misses = ~detected_C & replaced_C
-    return Detection(loss, *torch.stack((hits.sum(), false_alarms.sum(), misses.sum())).tolist())
+    return loss, torch.stack((hits.sum(), false_alarms.sum(), misses.sum())).tolist()
 
 
 def inner_rows(counts_B: Tensor) -> Tensor:

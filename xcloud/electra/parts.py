@@ -24,8 +24,9 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
-from xcloud.comm.state import State, load_states, states_of
+from xcloud.comm.state import State, Stateful, StatefulParts
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
+from xcloud.contracts.task import Scores
 from xcloud.electra.networks import Discriminator, corrupt, detect_replaced, inner_rows
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
@@ -35,6 +36,7 @@ from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
 from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
+from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.settings import Optimizer, autocast_for
 from xcloud.training.trained_module import TrainedModule
@@ -104,45 +106,52 @@ class DiscriminatorSettings:
     precision: Literal["fp32", "bf16", "auto"] = "auto"
 
 
-def _step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, rate: float
-) -> None:
-    if settings.clip_norm:
-        nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
+class _Learner(StatefulParts):
+    """A network on one rank, and what trains it: nothing where it is frozen."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        settings: Generator | DiscriminatorSettings,
+        packing: IdPacking,
+        tokenizer: Tokenizer,
+        context: OneWayContext,
+        is_frozen: bool = False,
+    ) -> None:
+        network.to(context.device).train(not is_frozen).requires_grad_(not is_frozen)
+        self._packing, self._tokenizer, self._context = packing, tokenizer, context
+        self._num_steps, self._device = context.num_steps, context.device
+        self._autocast = autocast_for(settings.precision, context.device)
+        self._rule = settings.optimizer
+        self._optimizer = None if is_frozen else self._rule.build(network.parameters())
+        self._trained = TrainedModule(network, self._optimizer)
+
+    def parts(self) -> dict[str, Stateful]:
+        return {"network": self._trained}
+
+    def _update(self, number: int) -> None:
+        if self._optimizer is None:
+            return
+        if self._rule.clip_norm:
+            nn.utils.clip_grad_norm_(self._trained.module.parameters(), self._rule.clip_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rule.learning_rate_at(number, self._num_steps)
+        self._optimizer.step()
 
 
-class GeneratorRank:
+class GeneratorRank(_Learner):
     def __init__(
         self,
         encoder: Encoder,
-        stream: TextStream,
-        tokenizer: Tokenizer,
-        packing: IdPacking,
         settings: Generator,
-        cloud: str,
-        group_rank: int,
+        packing: IdPacking,
+        tokenizer: Tokenizer,
         context: OneWayContext,
+        stream: TextStream,
     ) -> None:
-        self._encoder, self._stream, self._tokenizer = encoder, stream, tokenizer
-        self._packing, self._settings, self._cloud, self._group_rank = (
-            packing,
-            settings,
-            cloud,
-            group_rank,
-        )
-        self._seed, self._num_steps = context.seed, context.num_steps
-        self._device = context.device
-        self._autocast = autocast_for(settings.precision, context.device)
+        super().__init__(encoder, settings, packing, tokenizer, context, settings.frozen)
+        self._encoder, self._settings, self._stream = encoder, settings, stream
         self._starts_V = torch.tensor(tokenizer.word_starts()) if settings.whole_words else None
-        encoder.train(not settings.frozen)
-        encoder.requires_grad_(not settings.frozen)
-        self._optimizer = (
-            None if settings.frozen else settings.optimizer.build(encoder.parameters())
-        )
-        self._trained = TrainedModule(encoder, self._optimizer)
 
     @property
     def parameters_module(self) -> nn.Module | None:
@@ -159,74 +168,54 @@ class GeneratorRank:
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
-            made = corrupt(
-                self._encoder,
-                ids_R.to(self._device),
-                Packing(counts_B.to(self._device)),
-                masked_M.to(self._device),
-                special,
-                settings.temperature,
-                draw,
-            )
+            ids_R, masked_M = ids_R.to(self._device), masked_M.to(self._device)
+            packing, temperature = Packing(counts_B.to(self._device)), settings.temperature
+            made = corrupt(self._encoder, ids_R, packing, masked_M, special, temperature, draw)
         if not settings.frozen:
             torch.autograd.backward(made.loss)
         loss = float(made.loss.detach())
         if not math.isfinite(loss):
             raise diverged(
-                f"the loss of batch {number} of producer {self._cloud!r} is {loss}",
+                f"the loss of batch {number} of producer {self._context.cloud!r} is {loss}",
                 "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
             )
         inner_C = inner_rows(counts_B)
-        texts = CorruptedTexts(
-            made.ids_R.cpu()[inner_C], counts_B - 2, made.replaced_R.cpu()[inner_C]
-        )
-        payload = self._packing.pack(texts)
+        ids_C, replaced_C = made.ids_R.cpu()[inner_C], made.replaced_R.cpu()[inner_C]
+        payload = self._packing.pack(CorruptedTexts(ids_C, counts_B - 2, replaced_C))
         return Fed(payload, len(counts_B), len(inner_C), loss)
 
     def replan(self, num_steps: int) -> None:
         self._num_steps = num_steps
 
     def update(self, number: int) -> None:
-        if self._optimizer is None:
-            return
-        settings = self._settings.optimizer
-        rate = settings.learning_rate_at(number, self._num_steps)
-        _step(self._encoder, self._optimizer, settings, rate)
+        self._update(number)
 
-    def state_dict(self) -> State:
-        return self._trained.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._trained.load_state_dict(state)
-
-    def finish(self, run_dir: Path, group_rank: int) -> None:
+    def finish(self, run_dir: Path) -> None:
         """Export a trained generator as a BertForMaskedLM, in its own cloud."""
-        if group_rank or self._settings.frozen:
+        if self._settings.frozen:
             return
-        folder = run_dir / MODEL_DIR / f"generator_{self._cloud}"
+        folder = run_dir / MODEL_DIR / f"generator_{self._context.cloud}"
         export_bert(self._encoder, folder, self._tokenizer.token_ids.pad)
         self._tokenizer.save_pretrained(folder, self._encoder.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
-        return seed_of(self._seed, what, self._cloud, self._group_rank, number)
+        of = self._context
+        return seed_of(of.seed, what, of.cloud, of.group_rank, number)
 
 
-class DiscriminatorRank:
+class DiscriminatorRank(_Learner):
+    own_names = ("recent",)
+
     def __init__(
         self,
         network: Discriminator,
-        tokenizer: Tokenizer,
-        packing: IdPacking,
         settings: DiscriminatorSettings,
+        packing: IdPacking,
+        tokenizer: Tokenizer,
         context: OneWayContext,
     ) -> None:
-        self._network, self._tokenizer, self._packing = network.train(), tokenizer, packing
-        self._settings, self._seed, self._num_steps = settings, context.seed, context.num_steps
-        self._device = context.device
-        self._autocast = autocast_for(settings.precision, context.device)
-        self._producers = context.producers
-        self._optimizer = settings.optimizer.build(network.parameters())
-        self._trained = TrainedModule(network, self._optimizer)
+        super().__init__(network, settings, packing, tokenizer, context)
+        self._network, self._loss_weight = network, settings.loss_weight
         self._step_sums: Counter[str] = Counter()
         self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
 
@@ -240,87 +229,70 @@ class DiscriminatorRank:
             try:
                 texts = self._packing.unpack(payload)
             except FrameError as error:
-                name = dict(enumerate(self._producers)).get(producer, producer)
+                name = dict(enumerate(self._context.producers)).get(producer, producer)
                 raise FrameError(f"a batch of producer {name!r} is refused: {error}") from error
             sums.update(self._learn(texts))
         self._step_sums.update(sums)
         return sums
 
     def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
-        ids_C, counts_B, replaced_C = texts
         # Dropout depends on the batch itself, not on which rank consumes it, or when.
-        content = zlib.crc32(ids_C.numpy().tobytes())
-        dropout = seed_of(self._seed, "discriminator dropout", content)
+        content = zlib.crc32(texts.ids_R.numpy().tobytes())
+        dropout = seed_of(self._context.seed, "discriminator dropout", content)
+        there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
         with seeded_on(self._device, dropout), self._autocast():
-            found = detect_replaced(
-                self._network,
-                ids_C.to(self._device),
-                counts_B.to(self._device),
-                replaced_C.to(self._device),
-                self._tokenizer.token_ids,
-            )
-        torch.autograd.backward(found.loss)
-        return {
-            "loss_sum": float(found.loss.detach()),
-            "weight": len(ids_C),
-            "samples": len(counts_B),
-            "tokens": len(ids_C),
-            "true_positives": found.true_positives,
-            "false_positives": found.false_positives,
-            "false_negatives": found.false_negatives,
-        }
+            loss, counts = detect_replaced(self._network, there, self._tokenizer.token_ids)
+        torch.autograd.backward(loss)
+        num_tokens = len(texts.ids_R)
+        sums = float(loss.detach()), num_tokens, len(texts.counts_B), num_tokens, *counts
+        return dict(zip(SUMS, sums, strict=True))
 
     def update(self, step: int, weight: float) -> None:
-        settings = self._settings.optimizer
-        factor = self._settings.loss_weight / weight
         for parameter in self._network.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        rate = settings.learning_rate_at(step, self._num_steps)
-        _step(self._network, self._optimizer, settings, rate)
+                parameter.grad.mul_(self._loss_weight / weight)
+        self._update(step)
         self._recent.append(self._step_sums)
         self._step_sums = Counter()
 
     def skip(self, step: int) -> None:
         self._step_sums = Counter()
 
-    def state_dict(self) -> State:
+    def own(self) -> State:
         recent = [[sums[name] for name in SUMS] for sums in self._recent]
-        scores = torch.tensor(recent, dtype=torch.float64).view(-1, len(SUMS))
-        return {"recent": scores} | states_of({"network": self._trained})
+        return {"recent": torch.tensor(recent, dtype=torch.float64).view(-1, len(SUMS))}
 
-    def load_state_dict(self, state: State) -> None:
-        recent = state.get("recent")
+    def take(self, own: State) -> None:
+        recent = own.get("recent")
         if not isinstance(recent, Tensor) or recent.dim() != 2 or recent.shape[1] != len(SUMS):
             raise ValueError(
                 f"the state of a discriminator needs 'recent', {len(SUMS)} sums of each step, got "
-                f"{sorted(state)}; it was saved with other settings"
+                f"{sorted(own)}; it was saved with other settings"
             )
-        load_states({"network": self._trained}, state, "a discriminator", ["recent"])
         rows = [Counter(dict(zip(SUMS, row, strict=True))) for row in recent.tolist()]
         self._recent = deque(rows, maxlen=SCORED_STEPS)
 
-    def export(self, run_dir: Path, group_rank: int) -> None:
+    def export(self, run_dir: Path) -> None:
         """Write model/discriminator, a checkpoint with its tokenizer."""
-        if group_rank:
-            return
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
-        encoder, head = self._network.encoder, self._network.head
-        special = self._tokenizer.token_ids
-        export_electra(encoder, head.dense, head.score, folder, special.pad)
-        self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
+        network, pad = self._network, self._tokenizer.token_ids.pad
+        export_electra(network.encoder, network.dense, network.score, folder, pad)
+        self._tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
 
-    def evaluate(self, group_rank: int) -> Mapping[str, float]:
+    def evaluate(self) -> Scores:
         """Replaced-token detection over this rank's batches of the last steps: percent, and
-        nats per token."""
-        if group_rank:
-            return {}
-        sums: Counter[str] = sum(self._recent, Counter())
-        hits = sums["true_positives"]
-        detected, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]
-        return {
-            "replaced_precision": round(100 * hits / max(1, detected), 4),
-            "replaced_recall": round(100 * hits / max(1, replaced), 4),
-            "replaced_f1": round(200 * hits / max(1, detected + replaced), 4),
-            "replaced_loss": round(sums["loss_sum"] / max(1, sums["weight"]), 6),
+        nats per token. Errors are over these batches."""
+        of = {name: torch.tensor([sums[name] for sums in self._recent]).double() for name in SUMS}
+        hits = of["true_positives"]
+        detected, replaced = hits + of["false_positives"], hits + of["false_negatives"]
+        ratios = {
+            "replaced_precision": (100 * hits, detected, 4),
+            "replaced_recall": (100 * hits, replaced, 4),
+            "replaced_f1": (200 * hits, detected + replaced, 4),
+            "replaced_loss": (of["loss_sum"], of["weight"], 6),
         }
+        values, errors = {}, {}
+        for name, (above, below, digits) in ratios.items():
+            values[name] = round(float(above.sum()) / max(1.0, float(below.sum())), digits)
+            errors[name] = round(ratio_error(above, below), digits)
+        return Scores(values, errors)

@@ -129,7 +129,7 @@ class Experiment(PipelineJob):
 
     @property
     def is_elastic(self) -> bool:
-        return self.strategy.is_elastic and self.cluster.num_replicas > 1
+        return self.strategy.traits.is_elastic and self.cluster.num_replicas > 1
 
     @property
     def scores_first(self) -> bool:
@@ -138,7 +138,7 @@ class Experiment(PipelineJob):
 
     @property
     def why_not_in_turns(self) -> str:
-        if not self.strategy.is_apart:
+        if not self.strategy.traits.is_apart:
             return ""
         return (
             f"strategy={self.strategy.name} averages between some steps and sends beside others, "
@@ -147,8 +147,7 @@ class Experiment(PipelineJob):
 
     @property
     def essential_ranks(self) -> frozenset[int]:
-        averaging = self.strategy.averaging
-        if self.is_elastic and averaging is not None and averaging.may_leave:
+        if self.is_elastic and self.strategy.traits.may_leave:
             return self.saving_ranks
         return super().essential_ranks
 

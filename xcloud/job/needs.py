@@ -86,12 +86,12 @@ several_replicas = Plain(
     "choose strategy=data_parallel or local_updates",
 )
 every_update_together = Plain(
-    lambda job: job.strategy.is_apart,
+    lambda job: job.strategy.traits.is_apart,
     "strategy={job.strategy.name} brings whole replicas together from time to time",
     "choose one that averages gradients (strategy=data_parallel)",
 )
 all_clouds_stay = Plain(
-    lambda job: job.strategy.is_elastic,
+    lambda job: job.strategy.traits.is_elastic,
     "strategy={job.strategy.name} lets clouds be late, leave and come back",
     "set strategy.averaging.late=wait and leave=fail",
 )

@@ -5,7 +5,7 @@ feed one with integers. Its file is read and checked like any experiment's (conf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 
 from pydantic import SkipValidation
@@ -61,21 +61,15 @@ class OneWayExperiment(Job):
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
                 "OneWayModel (xcloud/contracts/one_way_parts.py)"
             )
-        layout = self.cluster
-        if self.feed.run_ahead is None:
-            usual = self.feed.usual_run_ahead(layout.group_sizes, self.training.batches_per_step)
-            object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
-        self.feed.check(layout.group_sizes, layout.num_consumers, self.training.batches_per_step)
+        fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
+        object.__setattr__(self, "feed", fitted)
 
     @property
     def why_not_in_turns(self) -> str:
         return "the producers of a one-way job run ahead of their consumer while others are timed"
 
     def statistics(self) -> OneWayStatistics:
-        layout = self.cluster
-        shares = dict(zip(layout.producers, layout.shares, strict=True))
-        sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
-        return OneWayStatistics(layout.num_consumers, shares, sizes)
+        return OneWayStatistics(self.cluster)
 
     @property
     def compression_in_force(self) -> str:
@@ -109,20 +103,16 @@ class OneWayExperiment(Job):
 
     @property
     def may_report(self) -> Mapping[str, frozenset[int]]:
-        nobody: frozenset[int] = frozenset()
-        consumers = frozenset(self.cluster.ranks_in(self.cluster.consumer))
-        fed = frozenset(range(self.cluster.num_ranks)) - consumers
-        return {"loss": nobody, "quality": nobody, "step": consumers, "fed": fed}
+        consumers, nobody = frozenset(range(self.cluster.num_consumers)), frozenset[int]()
+        feeding = frozenset(range(self.cluster.num_ranks)) - consumers
+        return {"loss": nobody, "quality": nobody, "step": consumers, "fed": feeding}
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Whole producers, where feed.min_producers says that the others suffice."""
         layout, wanted = self.cluster, self.feed.min_producers
-        if self.feed.on_dead == "stop" or wanted is None:
-            return frozenset()
-        if ranks & set(layout.ranks_in(layout.consumer)):
-            return frozenset()
-        lost = [name for name in layout.producers if ranks & set(layout.ranks_in(name))]
-        if len(layout.producers) - len(lost) < wanted:
+        lost = [name for name in layout.clouds if ranks & set(layout.ranks_in(name))]
+        suffice = wanted is not None and len(layout.producers) - len(lost) >= wanted
+        if self.feed.on_dead == "stop" or layout.consumer in lost or not suffice:
             return frozenset()
         return frozenset(rank for name in lost for rank in layout.ranks_in(name))
 

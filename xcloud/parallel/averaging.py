@@ -7,7 +7,6 @@ Shapes: R replicas.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,12 +18,12 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import MEMORY, State, StatefulParts, load_states, states_of
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
 from xcloud.parallel.partition import by_rows, joined
-from xcloud.parallel.replica_links import Mailbox, first_part
+from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 
 _WEIGHT = TensorSpec((1,), torch.float64)
@@ -33,33 +32,29 @@ _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
-class PrivateContribution:
+def private_contribution(
+    names: Collection[str], privacy: CloudPrivacy, num_parts: int, silent: Collection[str] = ()
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Clips what this replica contributes, and adds noise (security/privacy.py says what that
     guarantees). Noise comes before the encoder, so its residual is of noised values.
 
     names: of the tensors. num_parts: messages that together are one contribution of a cloud.
     silent: names of which zero is sent (or nan, where they are not finite).
     """
+    are_silent = [name in silent for name in names]
+    limit, deviation = privacy.clip / math.sqrt(num_parts), privacy.clip * privacy.noise
+    # Not drawn from the run's seed: the other clouds know that one too.
+    chance = np.random.default_rng()
 
-    def __init__(
-        self, names: Collection[str], privacy: CloudPrivacy, num_parts: int,
-        silent: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        self._are_silent = [name in silent for name in names]
-        self._limit = privacy.clip / math.sqrt(num_parts)
-        self._deviation = privacy.clip * privacy.noise
-        # Not drawn from the run's seed: the other clouds know that one too.
-        self._chance = np.random.default_rng()
+    def noised(tensor: Tensor) -> Tensor:
+        return tensor + noise_like(tensor, deviation, chance) if deviation else tensor
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = list(zip(tensors, self._are_silent, strict=True))
-        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], self._limit)
-        return [0 * t if is_silent else self._noised(t * factor) for t, is_silent in pairs]
+    def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = list(zip(tensors, are_silent, strict=True))
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
+        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
 
-    def _noised(self, tensor: Tensor) -> Tensor:
-        if not self._deviation:
-            return tensor
-        return tensor + noise_like(tensor, self._deviation, self._chance)
+    return protect
 
 
 class Merged(NamedTuple):
@@ -117,29 +112,30 @@ class Terms:
 SUM = Terms()
 
 
-class Averager(StatefulParts, ABC):
-    """Brings the tensors of all replicas together; every replica makes the same calls.
+class Averager(StatefulParts):
+    """Brings the tensors of all replicas together; every replica makes the same calls. This one is
+    of a rank that carries nothing across: it merges nothing.
 
     Several steps may be under way at once. Its state holds what is under way too, and a restored
     averager sends it again.
     """
 
     @property
-    @abstractmethod
     def max_bytes(self) -> int:
         """Of its largest frame."""
+        return 0
 
-    @abstractmethod
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
+        return
 
-    @abstractmethod
     def finish(self, step: int) -> Merged:
         """Receive and merge what was started as `step`: the same bits in every replica. If one of
         them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
 
         Raises LinkTimeout or LinkClosed for one that is late or gone.
         """
+        return Merged()
 
     def end_step(self, step: int, is_last: bool) -> None:
         """After whatever was merged in this step is in the parameters."""
@@ -165,15 +161,22 @@ class _UnderWay:
     before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
-class _Symmetric(Averager):
-    """What both kinds share in which all replicas do the same: contributions to steps under way,
-    sent, received and restored."""
+class AllToAll(Averager):
+    """Every replica sends its message to every other: R - 1 messages each way, one latency.
 
-    def __init__(self, mail: Mailbox, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
-        self._mail, self._codecs, self._terms = mail, dict(codecs), terms
-        check_merge(terms.merge, mail.num_replicas)
+    A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
+    """
+
+    own_names = (MEMORY,)
+
+    def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
+        self._join(links, {"all": codec}, terms)
+
+    def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
+        self._links, self._codecs, self._terms = links, codecs, terms
+        check_merge(terms.merge, links.num_replicas)
         for codec in codecs.values():
-            codec.of_replica(mail.replica)
+            codec.of_replica(links.replica)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 
@@ -183,60 +186,59 @@ class _Symmetric(Averager):
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
-        before = {name: codec.residuals for name, codec in self._codecs.items()}
-        self._steps[step] = self._encoded(self._terms.protect(tensors), weight)
-        under_way = self._steps[step]
-        under_way.num_steps, self._last_step = step - self._last_step, step
-        under_way.before |= {name: before[name] for name in before if name in under_way.sent}
+        residuals = {name: codec.residuals for name, codec in self._codecs.items()}
+        sent, own = self._encode(self._terms.protect(tensors))
+        under_way = self._steps[step] = _UnderWay(weight, own, sent, step - self._last_step)
+        under_way.before |= {name: before for name, before in residuals.items() if name in sent}
+        self._last_step = step
         self._send(step)
 
     def finish(self, step: int) -> Merged:
-        return Merged([self._finished(step)])
+        merged = self._merged(step)
+        self._end(step, merged)
+        return Merged([merged])
 
-    def state_dict(self) -> State:
-        state = states_of(self._codecs)
+    def parts(self) -> Mapping[str, Stateful]:
+        return self._codecs
+
+    def own(self) -> State:
+        state: State = {}
         for step, under_way in self._steps.items():
             weight = torch.tensor([under_way.weight], dtype=torch.float64)
             for name, parts in {"weight": (weight,), **under_way.sent}.items():
                 state |= {f"{_UNDER_WAY}.{step}.{name}.{i}": part for i, part in enumerate(parts)}
         return state
 
-    def load_state_dict(self, state: State) -> None:
-        """Restores, and sends again what was under way."""
-        under_way = {n: value for n, value in state.items() if n.startswith(f"{_UNDER_WAY}.")}
-        load_states(self._codecs, state, "an averager", own=under_way)
+    def take(self, own: State) -> None:
+        """Sends again what was under way, too."""
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
-        steps: dict[int, dict[str, dict[int, Tensor]]] = {}
-        for key, value in under_way.items():
-            step, name, i = key.removeprefix(f"{_UNDER_WAY}.").split(".")
-            parts = steps.setdefault(int(step), {}).setdefault(name, {})
-            parts[int(i)] = torch.as_tensor(value)
+        steps: dict[int, dict[str, list[Tensor]]] = {}
+        for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
+            step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
+            messages = steps.setdefault(int(step), {})
+            messages.setdefault(name, []).append(torch.as_tensor(own[key]))
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])
-            sent = {
-                name: tuple(parts[i].to(device) for i in range(len(parts)))
-                for name, parts in messages.items()
-            }
+            sent = {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
             self._steps[number] = _UnderWay(weight, self._own_of(sent), sent, number)
             self._send(number)
 
-    @abstractmethod
-    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay: ...
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
+        """(sent, own) of _UnderWay."""
+        parts, seen = self._codecs["all"].encode(tensors)
+        return {"all": parts}, seen
 
-    @abstractmethod
-    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]: ...
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+        return self._codecs["all"].decode(sent["all"])
 
-    @abstractmethod
     def _codec_to(self, replica: int) -> str:
         """The name of the codec of contributions to this replica."""
-
-    @abstractmethod
-    def _finished(self, step: int) -> list[Tensor]: ...
+        return "all"
 
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
-        for replica in self._mail.others:
+        for replica in self._links.others:
             name = self._codec_to(replica)
             codec, parts = self._codecs[name], under_way.sent[name]
             self._post(replica, self._key(step), codec, parts, under_way.weight)
@@ -246,23 +248,22 @@ class _Symmetric(Averager):
     ) -> None:
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
-        self._mail.send(replica, key, message, carries, codec.raw_bytes)
+        self._links.send(replica, key, message, carries, codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[float, Parts]:
-        parts = self._mail.recv(replica, key)
+        parts = self._links.recv(replica, key)
         weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
         return float(weight), rest
 
     def _merged(self, step: int) -> list[Tensor]:
-        return self._terms.merge(
-            [self._contribution(r, step) for r in range(self._mail.num_replicas)]
-        )
+        replicas = range(self._links.num_replicas)
+        return self._terms.merge([self._contribution(replica, step) for replica in replicas])
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
-        if replica == self._mail.replica:
+        if replica == self._links.replica:
             return Contribution(under_way.own, under_way.weight)
-        codec = self._codecs[self._codec_to(self._mail.replica)]
+        codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
         return self._terms.contribution(step, under_way.num_steps, replica, weight, codec, parts)
 
@@ -279,34 +280,10 @@ class _Symmetric(Averager):
         return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
 
 
-class AllToAll(_Symmetric):
-    """Every replica sends its message to every other: R - 1 messages each way, one latency.
-
-    A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
-    """
-
-    def __init__(self, mail: Mailbox, codec: TensorCodec, terms: Terms = SUM) -> None:
-        super().__init__(mail, {"all": codec}, terms)
-
-    def _finished(self, step: int) -> list[Tensor]:
-        merged = self._merged(step)
-        self._end(step, merged)
-        return merged
-
-    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
-        parts, seen = self._codecs["all"].encode(tensors)
-        return _UnderWay(weight, seen, {"all": parts})
-
-    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
-        return self._codecs["all"].decode(sent["all"])
-
-    def _codec_to(self, replica: int) -> str:
-        return "all"
-
-
-class Aggregators(_Symmetric):
-    """Each replica merges a part of about equal size: it gathers the others' contributions, merges
-    them with its own, which crossed no link, and hands back the result, encoded again.
+class Aggregators(AllToAll):
+    """As before, but each replica merges a part of about equal size: it gathers the others'
+    contributions, merges them with its own, which crossed no link, and hands back the result,
+    encoded again.
 
     2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
     on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
@@ -317,43 +294,43 @@ class Aggregators(_Symmetric):
     """
 
     def __init__(
-        self, mail: Mailbox, shapes: Mapping[str, torch.Size],
+        self, links: ReplicaLinks, shapes: Mapping[str, torch.Size],
         new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
     ) -> None:  # fmt: skip
-        self._shapes = list(shapes.values())
-        self._parts = by_rows(shapes, mail.num_replicas)
-        by_name = [{piece.name: piece.shape for piece in part} for part in self._parts]
+        self._count = len(shapes)
+        self._pieces = by_rows(shapes, links.num_replicas)
+        by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
-        codecs["handed_back"] = new_codec(by_name[mail.replica])
-        super().__init__(mail, codecs, terms)
+        codecs["handed_back"] = new_codec(by_name[links.replica])
+        self._join(links, codecs, terms)
 
-    def _finished(self, step: int) -> list[Tensor]:
+    def finish(self, step: int) -> Merged:
         key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
         self._steps[step].before["handed_back"] = codec.residuals
         parts, own = codec.encode(self._merged(step))
-        for replica in self._mail.others:
+        for replica in self._links.others:
             self._post(replica, key, codec, parts, 1.0)
-        results = {self._mail.replica: own}
-        for replica in self._mail.others:
+        results = {self._links.replica: own}
+        for replica in self._links.others:
             _, parts = self._receive(replica, key)
             results[replica] = self._codecs[str(replica)].decode(parts)
         pieces = [
             pair
-            for replica, part in enumerate(self._parts)
+            for replica, part in enumerate(self._pieces)
             for pair in zip(part, results[replica], strict=True)
         ]
         self._end(step, [tensor for _, tensor in pieces])
-        return joined(pieces, self._shapes)
+        return Merged([joined(pieces, self._count)])
 
-    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
+    def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
         sent: dict[str, Parts] = {}
-        for replica, part in enumerate(self._parts):
+        for replica, part in enumerate(self._pieces):
             pieces = tuple(piece.of(tensors) for piece in part)
-            if replica == self._mail.replica:
+            if replica == self._links.replica:
                 sent["own"] = tuple(piece.detach().clone() for piece in pieces)
             else:
                 sent[str(replica)], _ = self._codecs[str(replica)].encode(pieces)
-        return _UnderWay(weight, self._own_of(sent), sent)
+        return sent, self._own_of(sent)
 
     def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
         return list(sent["own"])
@@ -363,10 +340,10 @@ class Aggregators(_Symmetric):
 
 
 def averager_for(
-    mail: Mailbox, shapes: Mapping[str, torch.Size],
+    links: ReplicaLinks, shapes: Mapping[str, torch.Size],
     new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
     """The one that sends least: all to all between two replicas, aggregators among more."""
-    if mail.num_replicas == 2:
-        return AllToAll(mail, new_codec(shapes), terms)
-    return Aggregators(mail, shapes, new_codec, terms)
+    if links.num_replicas == 2:
+        return AllToAll(links, new_codec(shapes), terms)
+    return Aggregators(links, shapes, new_codec, terms)

@@ -10,24 +10,19 @@ exchange of one bucket overlaps with the backward pass of the next.
 """
 
 # No `from __future__ import annotations` here: torch compares the hook's annotations with classes.
-from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compression import PerTensor
 from xcloud.comm.compressor import Compressor, seed_from
 from xcloud.comm.state import State, join_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.merging import Contribution, Merge, check_merge, mean_of, weighted_mean
-
-_ALIGNED = 16
-"""Parts begin at multiples of so many bytes in a message, so that any dtype can be viewed."""
 
 
 class CompressedAveraging:
@@ -125,14 +120,17 @@ def compressed_averaging(
     num_ranks = dist.get_world_size(state.process_group)
     check_merge(state.merge, num_ranks)
     encoded = [codec.encode([g])[0] for codec, g in zip(codecs, gradients, strict=True)]
-    message = _joined([part for parts in encoded for part in parts], buffer.device)
+    message = torch.cat([part.view(torch.uint8) for parts in encoded for part in parts])
     state.num_bytes += message.numel()
     state.raw_bytes += sum(codec.raw_bytes for codec in codecs)
     messages = [torch.empty_like(message) for _ in range(num_ranks)]
     work = dist.all_gather(messages, message, state.process_group, async_op=True)
 
     def decoded(message: Tensor) -> Contribution:
-        parts = iter(_split(message, [spec for codec in codecs for spec in codec.wire_specs]))
+        specs = [spec for codec in codecs for spec in codec.wire_specs]
+        pieces = torch.split(message, [spec.num_bytes for spec in specs])
+        # Copies, as a view of another dtype must begin at a multiple of its size.
+        parts = iter([p.clone().view(s.dtype) for p, s in zip(pieces, specs, strict=True)])
         tensors = [codec.decode(tuple(islice(parts, len(codec.wire_specs)))) for codec in codecs]
         return Contribution([tensor for (tensor,) in tensors], 1.0)
 
@@ -147,25 +145,3 @@ def compressed_averaging(
 
     gathered: torch.futures.Future[list[Tensor]] = work.get_future()
     return gathered.then(merged)
-
-
-def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All parts as one uint8 vector."""
-    starts = _offsets([TensorSpec.of(part) for part in parts])
-    message = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-    for part, start in zip(parts, starts, strict=False):
-        message[start : start + part.nbytes] = part.view(torch.uint8)
-    return message
-
-
-def _split(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    return [
-        message[start : start + spec.num_bytes].view(spec.dtype)
-        for spec, start in zip(specs, _offsets(specs), strict=False)
-    ]
-
-
-def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
-    """Where each part begins, and the end of all."""
-    sizes = [-(-spec.num_bytes // _ALIGNED) * _ALIGNED for spec in specs]
-    return [0, *accumulate(sizes)]

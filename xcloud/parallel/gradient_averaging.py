@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from xcloud.base.settings import NotNegative, settings
-from xcloud.comm.state import MEMORY, State, Stateful, stateful, whole_number
-from xcloud.parallel.averaging import Terms
+from xcloud.comm.state import MEMORY, State, Stateful, whole_number
+from xcloud.parallel.averaging import Averager, Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer, Work, local_part
 from xcloud.parallel.merging import Robust, weighted_sum
 from xcloud.parallel.partition import Piece, by_rows, gather_shares
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.strategy import Averaging, Traffic
+from xcloud.parallel.strategy import Averaging, Traits
 
 LOSS = "(loss)"
 """Travels with the gradients, as it is."""
@@ -54,19 +54,16 @@ class GradientAveraging(Averaging):
 
     @property
     def label(self) -> str:
-        return ", ".join(
-            [*(["one update late"] if self.delay else []),
-             *([] if self.feedback else ["without feedback"]),
-             *([repr(self.merge)] if self.merge is not None else [])]
-        )  # fmt: skip
+        parts = {
+            "one update late": self.delay,
+            "without feedback": not self.feedback,
+            repr(self.merge): self.merge is not None,
+        }
+        return ", ".join(part for part, is_said in parts.items() if is_said)
 
     @property
-    def changes_results(self) -> bool:
-        return self.delay > 0
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(hidden_steps=self.delay)
+    def traits(self) -> Traits:
+        return Traits(changes_results=self.delay > 0, hidden_steps=self.delay)
 
     def join(self, replicas: Replicas) -> Exchange:
         return AveragedGradients(self, replicas)
@@ -88,15 +85,15 @@ class AveragedGradients(Exchange):
         self._parameters = [replicas.trained[name] for name in shapes]
         loss = Piece(LOSS, len(shapes), 0, 1, torch.Size([1]))
         self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
-        self._averager = None
+        self._mine: list[Piece] = []
+        self._averager = Averager()
         if self._alike.group_rank < num_shares:
             self._mine = self._shares[self._alike.group_rank]
+            terms, own = Terms(averaging.merge or weighted_sum), self._mine
             self._averager = replicas.averager(
-                lambda s: replicas.codec(s, averaging.feedback, "averaging", plain={LOSS}),
-                {piece.name: piece.shape for piece in self._mine},
-                Terms(averaging.merge or weighted_sum),
-                silent={LOSS},
-            )
+                {piece.name: piece.shape for piece in own}, terms, averaging.feedback,
+                "averaging", plain={LOSS},
+            )  # fmt: skip
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         replicas.open([self._averager], under_way=1 + self._delay)
         self._check = replicas.check(averaging.check_every, self._alike)
@@ -140,19 +137,17 @@ class AveragedGradients(Exchange):
         self._under_way = whole_number(own, _UNDER_WAY)
 
     def parts(self) -> dict[str, Stateful]:
-        return stateful({"averager": self._averager})
+        return {"averager": self._averager}
 
     def _send(self, step: int, loss: Tensor, is_finite: bool) -> None:
-        if self._averager is None:
-            return
         pieces = [piece.of([*self._gradients, loss.reshape(1)]) for piece in self._mine]
-        if not is_finite:  # The loss signals it; compressors may not accept NaN.
+        if pieces and not is_finite:  # The loss signals it; compressors may not accept NaN.
             pieces = [loss.new_full((1,), math.nan), *map(torch.zeros_like, pieces[1:])]
         self._averager.start(step, pieces)
 
     def _receive(self, step: int, like: Tensor) -> Tensor:
         """The merged gradients into the buffers, in all ranks of the cloud. Returns the loss."""
-        merged = [] if self._averager is None else self._averager.finish(step).changes[0]
+        merged = next(iter(self._averager.finish(step).changes), [])
         everything = gather_shares(self._alike, self._shares, merged, like)
         gradients = self._gradients
         for piece, tensor in everything:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -148,12 +149,12 @@ class Member(_End):
         carries = (_HEADS[0], *(self.codec.carries if parts else ()))
         raw = self.codec.raw_bytes if parts else 0
         key = MessageKey(Kind.AVERAGING, self._number, _ASKS)
-        self.links.send(HUB, key, (head, *parts), carries, raw)
+        self.links.post(HUB, key, (head, *parts), carries, raw)
 
     def _answer(self) -> Merged:
         key = MessageKey(Kind.AVERAGING, self._number, _ANSWERS)
         self._number += 1
-        parts = self.links.recv(HUB, key, HUB_WAIT_S)
+        parts = self.links.next(HUB, key, HUB_WAIT_S)
         (*numbers, has_values), rest = _read(parts, _SPECS[1], "the hub")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
@@ -175,11 +176,6 @@ class _Peer:
     merged_at: int = 0
 
 
-class _Asked(NamedTuple):
-    known: int
-    contribution: Contribution | None
-
-
 @dataclass
 class Hub(_End):
     """late: whether a replica that has not come after wait_s is left out of this merge alone, or
@@ -192,91 +188,78 @@ class Hub(_End):
     wait_s: float
     values: Callable[[], Parts]
     log: MergeLog
-    _own: Contribution | None = field(default=None, init=False)
+    _taken: dict[int, Contribution] = field(default_factory=dict, init=False)
     _kept: deque[MergeRecord] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _peers: dict[int, _Peer] = field(init=False)
-    _due: dict[int, tuple[int, bool]] = field(default_factory=dict, init=False)  # answers
+    _due: dict[int, int] = field(default_factory=dict, init=False)  # answers: what each knows
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        others = range(self.links.num_replicas)
-        self._peers = {replica: _Peer() for replica in others if replica != HUB}
+        self._peers = {replica: _Peer() for replica in self.links.others}
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
-        self._own = Contribution(list(tensors), weight)
+        self._taken = {HUB: Contribution(list(tensors), weight)}
 
     def finish(self, step: int) -> Merged:
         """Of what has come from now until wait_s later at the latest. Nothing counts in a merge
         that is left out: too few have come to outvote a bad one, or the result is not finite. All
         replicas keep what they did then."""
-        assert self._own is not None
-        deadline_s = time.monotonic() + self.wait_s
-        taken, self._own = {HUB: self._own}, None
-        for replica in self._in("present"):
-            asked = self._receive(replica, step, deadline_s - time.monotonic())
-            if asked is not None:
-                if asked.contribution is not None and asked.known == self.known:
-                    taken[replica] = asked.contribution
-                self._due[replica] = (asked.known, replica in taken)
+        for replica, known, contribution in self._come(step, self.wait_s, "present"):
+            if contribution is not None and known == self.known:
+                self._taken[replica] = contribution
+            self._due[replica] = known
         changes, parts = [], Parts()
-        num_counted = sum(contribution.weight > 0 for contribution in taken.values())
+        num_counted = sum(contribution.weight > 0 for contribution in self._taken.values())
         if can_merge(self.terms.merge, num_counted) and are_finite(
-            merged := self.terms.merge([taken[replica] for replica in sorted(taken)])
+            merged := self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
         ):
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
-            for replica in taken.keys() & self._peers.keys():
+            for replica in self._taken.keys() & self._peers.keys():
                 self._peers[replica].merged_at = step
         else:
-            taken = {}
-            self._due = {replica: (known, False) for replica, (known, _) in self._due.items()}
-        weights = tuple(
-            taken[replica].weight if replica in taken else 0.0
-            for replica in range(self.links.num_replicas)
-        )
+            self._taken = {}
+        counted = {replica: contribution.weight for replica, contribution in self._taken.items()}
+        weights = tuple(counted.get(r, 0.0) for r in range(self.links.num_replicas))
         record = MergeRecord(step, self.known, weights, parts)
         self._kept.append(record)
         self.known = step
         self.log.merged(record)
-        return Merged(changes, bool(taken), step)
+        return Merged(changes, bool(counted), step)
 
     def end_step(self, step: int, is_last: bool) -> None:
         """Answer those that are in this step's merge, and those that were absent and have come by
         now. After the last step the late ones must know it too."""
-        for replica, (known, is_counted) in self._due.items():
-            self._answer(replica, known, step, is_counted)
-        self._due = {}
-        for replica in self._in("late", "left"):
-            self._take_back(replica, step, 0.0)
-        deadline_s = time.monotonic() + self.wait_s
-        for replica in self._in("late") if is_last else ():
-            self._take_back(replica, step, deadline_s - time.monotonic())
+        for replica, known in self._due.items():
+            self._answer(replica, known, step, replica in self._taken)
+        self._due, self._taken = {}, {}
+        late = self._come(step, self.wait_s, "late") if is_last else ()
+        for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
+            self._peers[replica].state = "present"
+            self.log.status(replica, "back", step, "")
+            self._answer(replica, known, step, False)
 
     def resume(self, step: int) -> Merged:
         """The others begin again, with the values of here."""
-        deadline_s = time.monotonic() + self.wait_s
-        for replica in self._in("present"):
-            asked = self._receive(replica, step, deadline_s - time.monotonic())
-            if asked is not None:
-                self._answer(replica, asked.known, step, False)
+        for replica, known, _ in self._come(step, self.wait_s, "present"):
+            self._answer(replica, known, step, False)
         return Merged(is_counted=False, step=step)
 
-    def _in(self, *states: str) -> list[int]:
-        return [replica for replica, peer in self._peers.items() if peer.state in states]
+    def _come(
+        self, step: int, within_s: float, *states: str
+    ) -> Iterator[tuple[int, int, Contribution | None]]:
+        """Of the replicas in these states those whose next message is there in time, the newest
+        merge that each knows, and what it contributes. The others are noted as absent."""
+        until_s = time.monotonic() + within_s
+        for replica in [r for r, peer in self._peers.items() if peer.state in states]:
+            if (parts := self._receive(replica, step, until_s - time.monotonic())) is not None:
+                yield replica, *self._read(replica, step, parts)
 
-    def _take_back(self, replica: int, step: int, wait_s: float) -> None:
-        asked = self._receive(replica, step, wait_s)
-        if asked is not None:
-            self._peers[replica].state = "present"
-            self.log.status(replica, "back", step, "")
-            self._answer(replica, asked.known, step, False)
-
-    def _receive(self, replica: int, step: int, wait_s: float) -> _Asked | None:
-        """Its next message; None if it is not there, and then it is noted as absent."""
+    def _receive(self, replica: int, step: int, wait_s: float) -> Parts | None:
         peer = self._peers[replica]
         key = MessageKey(Kind.AVERAGING, peer.number, _ASKS)
         try:
-            parts = self.links.recv(replica, key, max(0.0, wait_s))
+            parts = self.links.next(replica, key, max(0.0, wait_s))
         except LinkTimeout as error:
             if peer.state == "present":
                 why = f"it did not come in {self.wait_s:g} s"
@@ -292,6 +275,10 @@ class Hub(_End):
                 self._lose(replica, step, str(error), error)
             return None
         peer.number += 1
+        return parts
+
+    def _read(self, replica: int, step: int, parts: Parts) -> tuple[int, Contribution | None]:
+        peer = self._peers[replica]
         (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
         contribution = None
         if rest:
@@ -300,7 +287,7 @@ class Hub(_End):
             )
         else:  # it begins, with the values of here
             peer.merged_at = step
-        return _Asked(int(known), contribution)
+        return int(known), contribution
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
         if self.leave == "fail":
@@ -325,7 +312,7 @@ class Hub(_End):
             raw = sum(4 * part.numel() for part in parts)
         key = MessageKey(Kind.AVERAGING, peer.number - 1, _ANSWERS)
         try:
-            self.links.send(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
+            self.links.post(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
         except (LinkClosed, LinkTimeout) as error:
             self._lose(replica, step, str(error), error)
 

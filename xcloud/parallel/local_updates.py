@@ -17,17 +17,16 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Seconds, settings
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, stateful, whole_number
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor, contiguous
-from xcloud.parallel.replica_links import ReplicaCheck
-from xcloud.parallel.replicas import Replicas, Shapes
+from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
 from xcloud.parallel.step_budget import StepBudget
-from xcloud.parallel.strategy import Averaging, Traffic
+from xcloud.parallel.strategy import Averaging, Traits
 
 NAME = "strategy.averaging"
 _NOTHING = 1e-12
@@ -79,8 +78,6 @@ class LocalUpdates(Averaging):
     leave: Literal["fail", "go_on"] = "fail"
     restart_s: Seconds | None = None
 
-    is_apart = True
-
     def __post_init__(self) -> None:
         if self.fragments > self.every:
             raise ConfigError(
@@ -122,27 +119,21 @@ class LocalUpdates(Averaging):
         return self.late == "skip" or self.leave == "go_on"
 
     @property
-    def may_leave(self) -> bool:
-        return self.leave == "go_on"
-
-    @property
-    def _is_at_once(self) -> bool:
-        return self.fragments == 1 and not self.overlap and not self.mix
-
-    @property
-    def equal_every(self) -> int:
-        return self.every if self._is_at_once else 0
-
-    @property
-    def column(self) -> str:
-        if not self._is_at_once:
-            return "streaming"
-        return "elastic" if self.is_elastic else "local updates"
-
-    @property
-    def traffic(self) -> Traffic:
-        per_step = self.fragments / self.every
-        return Traffic(per_step, self.fragments, self.overlap, self.is_elastic, num_copies=2)
+    def traits(self) -> Traits:
+        is_at_once = self.fragments == 1 and not self.overlap and not self.mix
+        column = "elastic" if self.is_elastic else "local updates"
+        return Traits(
+            is_apart=True,
+            is_elastic=self.is_elastic,
+            may_leave=self.leave == "go_on",
+            every=self.every,
+            equal_every=self.every if is_at_once else 0,
+            column=column if is_at_once else "streaming",
+            per_step=self.fragments / self.every,
+            fragments=self.fragments,
+            hidden_steps=self.overlap,
+            num_copies=2,
+        )
 
     @property
     def offsets(self) -> list[int]:
@@ -155,10 +146,6 @@ class LocalUpdates(Averaging):
     def most_under_way(self) -> int:
         """Fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
-
-    def most_contributions(self, num_updates: int) -> int:
-        full, rest = divmod(num_updates, self.every)
-        return full + (rest > 0 or self.fragments > 1)  # the last step ends with one
 
     def check(self, layout: ClusterLayout) -> None:
         """Some settings need replicas of one cloud each, whose ranks hold all stages."""
@@ -196,7 +183,7 @@ class _Fragment(StatefulParts):
     none; sent: the work that it reported then."""
 
     values: OuterParameters
-    averager: Averager | None
+    averager: Averager
     offset: int
     work: float = 0.0
     under_way: int = 0
@@ -212,7 +199,7 @@ class _Fragment(StatefulParts):
         self.under_way, self.work = whole_number(own, _UNDER_WAY), float(own["work"])
 
     def parts(self) -> dict[str, Stateful]:
-        return stateful({"values": self.values, "averager": self.averager})
+        return {"values": self.values, "averager": self.averager}
 
 
 class LocalRounds(Exchange):
@@ -274,8 +261,7 @@ class LocalRounds(Exchange):
                 if is_last or not averaging.overlap:
                     self._finish(fragment, 0.0 if is_last else averaging.mix)
         for fragment in self._fragments:
-            if fragment.averager is not None:
-                fragment.averager.end_step(step, is_last)
+            fragment.averager.end_step(step, is_last)
         self.budget.end_step(step, work.weight)
         if is_last:
             self.compare(step)
@@ -286,8 +272,7 @@ class LocalRounds(Exchange):
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments
-        merged = Merged() if fragment.averager is None else fragment.averager.resume(step)
-        return self._apply(fragment, merged, 0.0)
+        return self._apply(fragment, fragment.averager.resume(step), 0.0)
 
     def _fragment(self, names: list[str], number: int) -> _Fragment:
         replicas, averaging = self._replicas, self._settings
@@ -297,22 +282,21 @@ class LocalRounds(Exchange):
         shares = by_tensor(shapes, num_shares)
         values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
         terms = Terms(averaging.merge or weighted_mean, number, self._most_weight)
-        averager: Averager | None = None
+        averager = Averager()
         if averaging.is_elastic and replicas.group.leads:
             averager = self._elastic_averager(shapes, values, terms)
         elif replicas.group.group_rank < num_shares:
+            own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
             averager = replicas.averager(
-                lambda s: replicas.codec(s, averaging.feedback, "local updates", number),
-                {piece.name: piece.shape for piece in shares[replicas.group.group_rank]},
-                terms,
-                averaging.fragments,
-            )
+                own, terms, averaging.feedback, "local updates", number,
+                num_fragments=averaging.fragments,
+            )  # fmt: skip
         return _Fragment(values, averager, averaging.offsets[number])
 
     def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
         replicas, averaging = self._replicas, self._settings
         change, merged = (
-            replicas.codec(shapes, averaging.feedback, "local updates", name)
+            replicas.codec(shapes, averaging.feedback, ("local updates", name))
             for name in ("change", "merged")
         )
         if replicas.links.replica != HUB:
@@ -345,15 +329,11 @@ class LocalRounds(Exchange):
                 f"parameters were not finite at the merge of step {step}: this replica goes back "
                 "to the values of the merge before and counts for nothing in this one"
             )
-        if fragment.averager is not None:
-            fragment.averager.start(step, fragment.values.gradient(), weight)
+        fragment.averager.start(step, fragment.values.gradient(), weight)
         fragment.under_way = step
 
     def _finish(self, fragment: _Fragment, mix: float) -> None:
-        merged = Merged()
-        if fragment.averager is not None:
-            merged = fragment.averager.finish(fragment.under_way)
-        self._apply(fragment, merged, mix)
+        self._apply(fragment, fragment.averager.finish(fragment.under_way), mix)
         fragment.under_way = 0
 
     def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:

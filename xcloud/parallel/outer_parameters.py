@@ -82,6 +82,7 @@ class OuterParameters:
     ) -> None:
         self._parameters, self._shares = list(parameters.values()), shares
         self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
+        self._own = [self._parameters[piece.index] for piece in self._mine]
         self._group, self._optimizer = group, optimizer
         self.outer = [p.detach().clone() for p in self._own]
         self.velocity = [
@@ -135,22 +136,14 @@ class OuterParameters:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        places = self._places
-        if state.keys() != places.keys():
+        found = {name: torch.as_tensor(value) for name, value in state.items()}
+        shapes = {name: value.shape for name, value in found.items()}
+        if shapes != {name: place.shape for name, place in self._places.items()}:
             raise ValueError(
-                f"local updates were saved with {len(state)} tensors, expected {len(places)}; "
-                "they were saved with other settings"
+                f"local updates were saved as {shapes}, with other settings than those of now"
             )
-        for name, place in places.items():
-            value = state[name]
-            if not isinstance(value, Tensor) or value.shape != place.shape:
-                raise ValueError(f"local updates: {name} was saved with another shape")
-            place.copy_(value)
-
-    @property
-    def _own(self) -> list[Tensor]:
-        """The parameters of this rank's share."""
-        return [self._parameters[piece.index] for piece in self._mine]
+        for name, place in self._places.items():
+            place.copy_(found[name])
 
     @property
     def _places(self) -> dict[str, Tensor]:

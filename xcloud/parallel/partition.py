@@ -89,17 +89,12 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
     return shares
 
 
-def joined(pieces: Iterable[tuple[Piece, Tensor]], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors that these are pieces of."""
-    rows: list[list[tuple[int, Tensor]]] = [[] for _ in shapes]
+def joined(pieces: Iterable[tuple[Piece, Tensor]], count: int) -> list[Tensor]:
+    """The tensors, so many, that these are pieces of, as by_rows has put them in order."""
+    rows: list[list[Tensor]] = [[] for _ in range(count)]
     for piece, tensor in pieces:
-        rows[piece.index].append((piece.first, tensor))
-    return [
-        torch.cat([tensor for _, tensor in sorted(own, key=lambda pair: pair[0])])
-        if len(own) > 1
-        else own[0][1]
-        for own in rows
-    ]
+        rows[piece.index].append(tensor)
+    return [torch.cat(own) if len(own) > 1 else own[0] for own in rows]
 
 
 def gather_shares(

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from xcloud.base.errors import ReplicasDiffer
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.compressor import Nothing, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.parallel.averaging import Averager, PrivateContribution, Terms, averager_for
-from xcloud.parallel.exchange import Work, local_part
+from xcloud.parallel.averaging import Averager, Terms, averager_for, private_contribution
+from xcloud.parallel.exchange import Work, digest, local_part
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.replica_links import Mailbox, ReplicaCheck, ReplicaLinks
+from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy
 
 Shapes = Mapping[str, torch.Size]
+_CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,12 @@ class Replicas:
     def has_counterparts(self) -> bool:
         return self.group.group_rank < self.links.num_shares
 
-    @cached_property
-    def mail(self) -> Mailbox:
-        assert self.has_counterparts, "a rank that carries nothing across averages nothing"
-        return Mailbox(self.links)
-
     def codec(
-        self, shapes: Shapes, feedback: bool, *stream: str | int, plain: Collection[str] = ()
+        self,
+        shapes: Shapes,
+        feedback: bool,
+        stream: Sequence[str | int],
+        plain: Collection[str] = (),
     ) -> TensorCodec:
         """stream: of random numbers. plain: names of tensors that go as they are."""
         every = (p for module in self.stages.values() for p in module.parameters())
@@ -82,39 +84,84 @@ class Replicas:
         )
 
     def averager(
-        self,
-        codec: Callable[[Shapes], TensorCodec],
-        shapes: Shapes,
-        terms: Terms,
-        num_fragments: int = 1,
-        silent: Collection[str] = (),
-    ) -> Averager:
-        """Of the tensors that this rank carries across; see `guarded`."""
-        guarded = self.guarded(terms, shapes, num_fragments, silent)
-        return averager_for(self.mail, shapes, codec, guarded)
+        self, shapes: Shapes, terms: Terms, feedback: bool, *stream: str | int,
+        plain: Collection[str] = (), num_fragments: int = 1,
+    ) -> Averager:  # fmt: skip
+        """Of the tensors that this rank carries across; see `codec` and `guarded`."""
+        guarded = self.guarded(terms, shapes, plain, num_fragments)
+        made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
+        return averager_for(self.links, shapes, made, guarded)
 
     def guarded(
-        self, terms: Terms, names: Collection[str], num_fragments: int = 1,
-        silent: Collection[str] = (),
+        self, terms: Terms, names: Collection[str], plain: Collection[str] = (),
+        num_fragments: int = 1,
     ) -> Terms:  # fmt: skip
-        """With what watches and protects this cloud. num_fragments: averagings of a rank that
-        together are one contribution. silent: names of tensors not to be sent under `privacy`."""
+        """With what watches and protects this cloud, under whose privacy nothing plain is sent.
+        num_fragments: averagings of a rank that together are one contribution."""
         terms = replace(terms, watch=self.watch)
         if self.privacy is None:
             return terms
         num_parts = self.links.num_parts * num_fragments
-        return replace(terms, protect=PrivateContribution(names, self.privacy, num_parts, silent))
+        return replace(terms, protect=private_contribution(names, self.privacy, num_parts, plain))
 
-    def open(
-        self, averagers: Sequence[Averager | None], wait_s: float = 0.0, under_way: int = 1
-    ) -> None:
+    def open(self, averagers: Sequence[Averager], wait_s: float = 0.0, under_way: int = 1) -> None:
         """Make room for their messages; see ReplicaLinks.open."""
-        longest = max((a.max_bytes for a in averagers if a is not None), default=0)
+        longest = max((averager.max_bytes for averager in averagers), default=0)
         self.links.open(longest, wait_s, under_way)
 
     def check(self, every: int, alike: RankGroup | None = None) -> ReplicaCheck:
-        """alike: the ranks of this cloud that hold the same values."""
-        mail = self.mail if self.has_counterparts else None
-        return ReplicaCheck(
-            mail, alike or self.group, self.stages, self.links.name_of, every, self.last_step
+        """See ReplicaCheck."""
+        return ReplicaCheck(self, every, alike or self.group)
+
+
+@dataclass(frozen=True)
+class ReplicaCheck:
+    """Whether all ranks that train the same parameters hold them, bit for bit. Every one of them
+    makes the same calls.
+
+    every: updates between two comparisons, 0 = none; the last update is compared too. alike: the
+    ranks of this cloud that hold the same values.
+    """
+
+    of: Replicas
+    every: int
+    alike: RankGroup
+
+    def is_due(self, step: int) -> bool:
+        return step == self.of.last_step or (bool(self.every) and step % self.every == 0)
+
+    def compare(self, step: int) -> None:
+        """After update `step`; 0 = before the first, where frozen parameters are compared too.
+
+        Raises ReplicasDiffer naming stage and rank.
+        """
+        links, stages = self.of.links, sorted(self.of.stages)
+        mine = torch.stack(
+            [
+                digest(
+                    p for p in self.of.stages[stage].parameters() if p.requires_grad or not step
+                )
+                for stage in stages
+            ]
         )
+        gathered = zip(self.alike.ranks, self.alike.gather(mine), strict=True)
+        theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
+        if self.of.has_counterparts:  # the others are compared inside their cloud only
+            key = MessageKey(Kind.AVERAGING, step, _CHECK)
+            for replica in links.others:
+                links.send(replica, key, (mine,), ("digests of parameters",), 0)
+            for replica in links.others:
+                name = links.name_of(replica)
+                found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), name)
+                theirs[name] = found.cpu()
+        for name, found in theirs.items():
+            for stage, own, other in zip(stages, mine, found, strict=True):
+                if not torch.equal(own, other):
+                    when = f"after update {step}" if step else "before the first update"
+                    raise ReplicasDiffer(
+                        f"{when} the parameters of stage {stage} differ between rank "
+                        f"{self.alike.rank} and {name}. Replicas must begin with the same seed, "
+                        "checkpoint and caches, and compute the same update from the same "
+                        "gradient: use the same kind of processor and the same release of torch "
+                        "in all clouds"
+                    )

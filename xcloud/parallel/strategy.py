@@ -25,59 +25,54 @@ WHOLE_MODEL = (0, 1)
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What averaging takes, for the planner. per_step: exchanges in a step, each of 1 / fragments
-    of the trained values. hidden_steps: that pass while one crosses. has_hub: all go through the
-    first cloud. num_copies: of the trained values, kept in each rank."""
+class Traits:
+    """What others must know of an averaging.
 
+    is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
+    late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
+    the run. every: updates that a contribution of a replica sums up. equal_every: updates after
+    which all replicas are equal; 0 = only after the last.
+    column: of survive/changes.TABLE. changes_results: what is learned differs from what one
+    process would learn.
+    For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
+    hidden_steps: that pass while one crosses. num_copies: of the trained values, kept in each
+    rank.
+    """
+
+    is_apart: bool = False
+    is_elastic: bool = False
+    may_leave: bool = False
+    every: int = 1
+    equal_every: int = 1
+    column: str = "data parallel"
+    changes_results: bool = True
     per_step: float = 1.0
     fragments: int = 1
     hidden_steps: float = 0.0
-    has_hub: bool = False
     num_copies: int = 1
+
+    def most_contributions(self, num_updates: int) -> int:
+        """Of a replica, with the same values in them, in so many updates; the last one ends with
+        one."""
+        full, rest = divmod(num_updates, self.every)
+        return full + (rest > 0 or self.fragments > 1)
 
 
 class Averaging(ABC):
     """What keeps replicas together: its settings, what others must know of it, and how a rank
     joins it. Subclasses are dataclasses (base/settings.py).
 
-    merge: a Byzantine-robust aggregator. is_apart: each replica makes updates of its own.
-    is_elastic: the run continues where a cloud is late or lost. may_leave: a lost cloud does not
-    end it; restart_s: seconds after which one on this machine is started again. every: updates
-    that a contribution sums up. equal_every: updates after which all replicas are equal; 0 = only
-    after the last. column: of survive/changes.TABLE. changes_results: what is learned differs
-    from what one process would learn.
+    merge: a Byzantine-robust aggregator. restart_s: seconds after which a lost cloud on this
+    machine is started again.
     """
 
     feedback: bool = True
     merge: Robust | None = None
-    is_apart: bool = False
     restart_s: float | None = None
-    every: int = 1
 
     @property
-    def is_elastic(self) -> bool:
-        return False
-
-    @property
-    def may_leave(self) -> bool:
-        return False
-
-    @property
-    def equal_every(self) -> int:
-        return 1
-
-    @property
-    def column(self) -> str:
-        return "data parallel"
-
-    @property
-    def changes_results(self) -> bool:
-        return True
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic()
+    def traits(self) -> Traits:
+        return Traits()
 
     @property
     @abstractmethod
@@ -88,10 +83,6 @@ class Averaging(ABC):
     def join(self, replicas: Replicas) -> Exchange:
         """The exchange of one rank; opens the links to the other replicas. All ranks call it at
         the same time."""
-
-    def most_contributions(self, num_updates: int) -> int:
-        """Of a replica, with the same values in them, in so many updates."""
-        return num_updates
 
     def check(self, layout: ClusterLayout) -> None:
         """Raise ConfigError for clouds, with their replicas and stages, that it cannot join."""
@@ -126,24 +117,8 @@ class Strategy:
         return f"{self.name} ({more})" if more else self.name
 
     @property
-    def is_apart(self) -> bool:
-        """Whether each replica makes updates of its own."""
-        return self.averaging is not None and self.averaging.is_apart
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the run continues where a cloud is late or lost."""
-        return self.averaging is not None and self.averaging.is_elastic
-
-    @property
-    def covers(self) -> int:
-        """Updates that a replica's contribution to an averaging sums up."""
-        return 1 if self.averaging is None else self.averaging.every
-
-    def most_contributions(self, num_updates: int) -> int:
-        """Of a replica, with the same values in them, in so many updates."""
-        averaging = self.averaging
-        return num_updates if averaging is None else averaging.most_contributions(num_updates)
+    def traits(self) -> Traits:
+        return Traits() if self.averaging is None else self.averaging.traits
 
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""

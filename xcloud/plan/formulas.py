@@ -91,17 +91,17 @@ def exchange_of(
 
     shares: of the trained values, by stage; one entry where replicas hold the whole model.
     lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
-    num_replicas, traffic = layout.num_replicas, averaging.traffic
+    num_replicas, traits = layout.num_replicas, averaging.traits
     slowest, num_bytes = Exchange(), defaultdict[str, float](float)
     for clouds, stages in _together(layout, len(shares)).items():
         num_ranks = min(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
             for replica in range(num_replicas)
         )
-        share = sum(shares[stage] for stage in stages) / traffic.fragments
+        share = sum(shares[stage] for stage in stages) / traits.fragments
         whole = costs.num_bytes * share
         encode_s, decode_s = costs.encode_s * share / num_ranks, costs.decode_s * share / num_ranks
-        if traffic.has_hub:
+        if traits.is_elastic:
             size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
         elif num_replicas == 2:
             size, codec_s, mergers = whole, encode_s + decode_s, clouds[:0]
@@ -121,7 +121,7 @@ def exchange_of(
         for pair in took:
             num_bytes[pair] += size * (2 if len(mergers) > 1 else 1)
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
-            slowest = Exchange(codec_s, wire_s, {}, traffic.per_step, traffic.hidden_steps, where)
+            slowest = Exchange(codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, where)
     return replace(slowest, num_bytes=dict(num_bytes))
 
 
@@ -172,7 +172,7 @@ def memory_of(plan: Plan, arranged: Arranged, profile: Profile, sums: Sums) -> d
     """Bytes of the fullest rank, by cloud. sums: at the plan's samples of a micro-batch."""
     layout, found = arranged.layout, dict[str, int]()
     averaging = arranged.strategy.averaging
-    copies = 0 if averaging is None else averaging.traffic.num_copies
+    copies = 0 if averaging is None else averaging.traits.num_copies
     for name, cloud in layout.clouds.items():
         held = [0] if arranged.is_whole else list(cloud.stages or ())
         each = [_stage_bytes(plan, layout, profile, stage, sums, copies) for stage in held]

@@ -277,7 +277,7 @@ class Pricer:
             for a, b in zip(starts, plan.ends, strict=True)
         ]
         profile = self.profile
-        is_apart = averaging.is_apart
+        is_apart = averaging.traits.is_apart
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
         lines = self._lines[plan.strategy]
         return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)

@@ -351,7 +351,7 @@ def touches_quality(plan: Plan, pricer: Pricer) -> list[str]:
     if plan.compression != NO_COMPRESSION:
         found.append("compression")
     averaging = pricer.arranged[plan.strategy].strategy.averaging
-    if averaging is not None and averaging.changes_results:
+    if averaging is not None and averaging.traits.changes_results:
         found.append("strategy")
     return found
 

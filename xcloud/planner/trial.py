@@ -31,7 +31,7 @@ from xcloud.cluster.transport import num_cores
 from xcloud.comm.compression import Compression, Phased
 from xcloud.contracts.model import FreelyCut, SplitModel
 from xcloud.job import config as configs
-from xcloud.job.experiment import Experiment
+from xcloud.job.job import PipelineJob
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
 from xcloud.parallel.schedule import OneForwardOneBackward, Schedule, ZeroBubble, put_off
@@ -63,7 +63,7 @@ class TrialRun:
     counts: of micro-batches that plans may have. num_steps: about so many updates."""
 
     config: Any
-    job: Experiment
+    job: PipelineJob
     cluster: ClusterLayout
     own: str
     candidates: Mapping[str, Compression | Phased]

@@ -137,8 +137,8 @@ class RunPilot(Switching):
     def measured(self, step: int) -> Tensor | None:
         clock = self._clock
         clock.settle()
-        self._compute_s += clock.compute_s
-        self._busy_s += clock.compute_s + clock.codec_s + clock.waiting_s + clock.sync_s
+        self._compute_s += clock.seconds["compute_s"]
+        self._busy_s += sum(clock.seconds.values())
         if not self._is_look(step):
             return None
         found = torch.zeros(2 + len(self._boundaries) * len(DIRECTIONS) * _PER_WAY).double()

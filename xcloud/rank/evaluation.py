@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,34 +12,36 @@ import torch
 from torch import Tensor
 
 from xcloud.contracts.model import Batch
-from xcloud.contracts.task import Split, TaskData
+from xcloud.contracts.task import Scores, Split, TaskData
+from xcloud.job.config import this_clouds_policy
+from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.record.rank_state import SAMPLES_FILE
+from xcloud.record.rank_state import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.reporter import Reporter
-from xcloud.training.settings import Training
 
 
 class Evaluator(Part):
     """Scores a split through the pipeline of replica 0. All ranks take part; the last stage's
-    leader reports the scores to rank 0 and writes samples, which are text, only to its own run
-    folder. meet: waits for all ranks."""
+    leader reports the scores to rank 0. What it says of single samples it writes only to its own
+    run folder: a few as text, of the test set all (write_scores). meet: waits for all ranks."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         groups: Mapping[int, RankGroup],
         data: TaskData,
-        settings: Training,
+        job: Experiment,
         reporter: Reporter,
         run_dir: Path,
         meet: Callable[[], None],
     ) -> None:
         self._pipeline, self._groups, self._data = pipeline, groups, data
-        self._settings, self._reporter, self._meet = settings, reporter, meet
-        self._samples_file = run_dir / SAMPLES_FILE
+        self._settings, self._reporter, self._meet = job.training, reporter, meet
+        self._run_dir = run_dir
+        self._shows_text = not job.security.holders and not this_clouds_policy().holders
 
     def after_update(self, step: int, report: StepReport) -> None:
         every = self._settings.evaluate_every
@@ -68,19 +72,48 @@ class Evaluator(Part):
         group = self._groups[last]
         predictions = gather_predictions(predictions, group)
         if group.leads:
-            values = data.score(split, predictions)
+            scores = data.score(split, predictions)
             samples = data.sample_outputs(split, predictions, 5)
             with self._reporter.may_lose(SAMPLES_FILE):
-                self._samples_file.write_text(samples, encoding="utf-8")
-            self._reporter.event(
-                "quality",
-                now=True,
-                split=split,
-                step=step,
-                values=values,
-                signature=data.signature(),
-                evaluation_s=round(time.perf_counter() - started, 3),
-            )
+                (self._run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
+            if split == "test" and step:
+                with self._reporter.may_lose(SCORES_FILE):
+                    write_scores(self._run_dir / SCORES_FILE, scores, self._shows_text)
+            report_scores(self._reporter, split, step, scores, data.signature(), started)
+
+
+def report_scores(
+    reporter: Reporter,
+    split: Split,
+    step: int,
+    scores: Scores,
+    signature: Mapping[str, str],
+    started_s: float,
+) -> None:
+    """started_s: of time.perf_counter, when the evaluation began."""
+    reporter.event(
+        "quality",
+        now=True,
+        split=split,
+        step=step,
+        values=dict(scores.values),
+        errors=dict(scores.errors),
+        signature=dict(signature),
+        evaluation_s=round(time.perf_counter() - started_s, 3),
+    )
+
+
+def write_scores(path: Path, scores: Scores, shows_text: bool) -> None:
+    """A line of JSON for each sample: its id, figures and texts. shows_text: false where a text
+    may not leave this cloud: its SHA-256 digest stands for it."""
+    with open(path, "w", encoding="utf-8") as file:
+        for ident, sample in scores.samples.items():
+            line: dict[str, object] = {"id": ident}
+            for name, value in sample.items():
+                if isinstance(value, str) and not shows_text:
+                    name, value = f"{name}_sha256", hashlib.sha256(value.encode()).hexdigest()
+                line[name] = value
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def fetcher(data: TaskData, split: Split, device: torch.device) -> Callable[[Tensor], Batch]:

@@ -23,7 +23,8 @@ from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream, Victim
+from xcloud.security.gradient_attacks import Victim
+from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream
 from xcloud.wire.ends import Ends
 
 
@@ -147,5 +148,5 @@ def _averaged(
 
     words = torch.arange(ids.size)
     words = words[words != ids.pad]
-    victim = Victim(stage, run, words, job.task.max_length, job.strategy.covers)
+    victim = Victim(stage, run, words, job.task.max_length, job.strategy.traits.every)
     return AveragingObserver(observer, victim, layout.num_replicas - 1)

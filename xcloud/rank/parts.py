@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from xcloud.cluster.transport import PairTransport
 from xcloud.comm.state import Stateful, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
@@ -22,17 +21,18 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
+from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
+from xcloud.rank.interleaved import join_turns
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
-from xcloud.rank.role import RankContext, restored
+from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
 from xcloud.rank.tour import pilot_of
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.survive.checkpointing import CheckpointPart
 from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
@@ -45,10 +45,9 @@ class Features:
         self.context, self.job, self.rank = context, context.job, context.rank
         self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
         self.placement = self.job.cluster.placement(self.rank)
-        transport = context.transport
         self.control: Control | StoreFacts | None = wiring.control
-        if isinstance(transport, PairTransport):
-            self.control = StoreFacts(transport)
+        if self.job.is_elastic:
+            self.control = StoreFacts(context.transport.meeting)
         """By which this rank compares with others what it has loaded."""
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
@@ -125,7 +124,7 @@ class Features:
             self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
         )
         parts: list[Part | None] = [
-            context.turns,
+            join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
@@ -143,13 +142,15 @@ class Features:
             CheckpointPart(checkpoints, context.asked, self.is_directed, self.clock),
             evaluator,
             leaks,
-            PrivacyAccount(privacy, trainer, job.strategy.most_contributions, reporter)
+            PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
             if privacy is not None and self.rank == 0
             else None,
             CacheReport(self.wiring.boundaries.channels.values(), reporter),
             MemoryReport(trainer, reporter, states),
             # It asks all ranks at once.
-            None if job.is_elastic else TypicalStep(self.clock, job.cluster.num_ranks, reporter),
+            None
+            if job.is_elastic
+            else TypicalStep(self.clock, context.transport.meeting, reporter),
         ]
         return Parts([*made, *(part for part in after if part is not None)])
 
@@ -173,12 +174,12 @@ class Features:
     def enter(self, trainer: Trainer) -> None:
         """Of a run in which ranks may begin at any time: tell the launcher that this rank is
         there, and take over the values of the first cloud in a run that goes on, or give them."""
-        transport, verdict = self.context.transport, self.context.verdict
-        if not isinstance(transport, PairTransport):
+        if not self.job.is_elastic:
             return
         if self.rank not in self.job.essential_ranks:
             ready_file(self.context.run_dir, self.rank).touch()
-        if transport.is_newcomer or verdict.from_step:
+        comes_again = self.context.transport.meeting.beginning > 1
+        if comes_again or self.context.verdict.from_step:
             trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
     def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,17 +14,12 @@ import torch
 from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import Heartbeat, PeerLife
 from xcloud.cluster.transport import Transport
-from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
 from xcloud.parallel.control import Control
-from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
-from xcloud.survive.changes import Changes
-from xcloud.survive.checkpointing import Checkpointer, Messenger
 from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
-from xcloud.training.settings import Checkpoints
+from xcloud.survive.saving import StopSignal
 from xcloud.wire.ends import OnReport
 
 JobT = TypeVar("JobT", bound=Job)
@@ -38,23 +33,27 @@ class RankContext(Generic[JobT]):
     on_report: rank 0 writes other ranks' reports with it, as they come.
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
-    an earlier attempt, which may have left no checkpoint. transport: joins
-    this rank to the others; None where all are in one process group. turns: waits between steps,
-    in a sweep that times its points together.
+    an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
+    others.
     """
 
     job: JobT
-    rank: int
-    run_dir: Path
     device: torch.device
     reporter: Reporter
     on_report: OnReport
     verdict: Verdict
     holder: RankCheckpoints
     asked: StopSignal
+    transport: Transport
     is_resumed: bool = False
-    transport: Transport | None = None
-    turns: Part = field(default_factory=Part)
+
+    @property
+    def rank(self) -> int:
+        return self.holder.rank
+
+    @property
+    def run_dir(self) -> Path:
+        return self.holder.run_dir
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
@@ -105,42 +104,3 @@ class Role(ABC, Generic[JobT]):
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye."""
-
-
-def restored(
-    context: RankContext[JobT],
-    parts: Mapping[str, Stateful],
-    messenger: Messenger | None,
-    facts: Mapping[str, str],
-) -> Checkpointer:
-    """Of all that this rank goes on from, which takes over its state if the ranks have agreed
-    on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
-    job, rank, reporter = context.job, context.rank, context.reporter
-    holder, step = context.holder, context.verdict.from_step
-    if rank not in job.saving_ranks:
-        never = Checkpoints(every_steps=0, every_minutes=0)
-        writer = CheckpointWriter(holder.folder, rank, {})
-        return Checkpointer(Timing(never), writer, None, {}, reporter)
-    own = holder.own_step(step)
-    if own < step:
-        since = f"goes on from its own of step {own}" if own else "begins anew"
-        reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
-    forgets = False
-    if own:
-        state, forgets = holder.restore(own, states_of(parts), facts)
-        load_states(parts, state, f"rank {rank}")
-    elif job.checkpoint.are_made:
-        bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
-    if step:  # of a run that begins anew nothing is deleted that is complete
-        holder.folder.delete_after(step, rank)
-    if context.is_resumed and rank == 0:
-        changed = holder.changes(step) if step else Changes()
-        reporter.event("resume", now=True, step=step, changed=changed.said)
-        if changed.said:
-            reporter.note(changed.price(forgets))
-    about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
-    return Checkpointer(
-        Timing(job.checkpoint, step, job.max_steps),
-        CheckpointWriter(holder.folder, rank, about),
-        messenger, parts, reporter, context.asked, job.saving_ranks,
-    )  # fmt: skip

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
@@ -48,8 +47,7 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
             device=context.device,
         )
-        transport = context.transport or GlooTransport(self.rank, context.device)
-        ends = Ends(transport, layout, context.run_dir, self.clock.messages)
+        ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
         self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
         self.features = Features(context, self.wiring, self.clock)
         self.records, self.lives = ends.records, ends.lives
@@ -86,7 +84,7 @@ class StageRank(Role[Experiment]):
         features.meet(stages)
         pipeline.hand_over()
         features.shard(stages)
-        replica, is_apart = self.placement.replica, job.strategy.is_apart
+        replica, is_apart = self.placement.replica, job.strategy.traits.is_apart
         feed = Feed(
             job.batch_plan(data.num_samples("train")),
             pipeline.turns.values(),
@@ -107,7 +105,7 @@ class StageRank(Role[Experiment]):
             meter.forget()
 
         evaluator = Evaluator(
-            pipeline, wiring.groups, data, job.training, self.reporter, self.context.run_dir, meet
+            pipeline, wiring.groups, data, job, self.reporter, self.context.run_dir, meet
         )
         facts = {"the task's data": data.fingerprint()} if job.fields_of(self.rank) else {}
         parts = features.parts(trainer, leaks, evaluator, meter, facts)
@@ -162,4 +160,4 @@ class StageRank(Role[Experiment]):
     def _reports_skips(self) -> bool:
         """Every rank that shares an update knows; the first of them reports it."""
         leaders = self.job.cluster.leaders(self.placement.replica)
-        return self.rank == (leaders[0] if self.job.strategy.is_apart else 0)
+        return self.rank == (leaders[0] if self.job.strategy.traits.is_apart else 0)

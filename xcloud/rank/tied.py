@@ -19,7 +19,6 @@ from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.replica_links import Mailbox
 from xcloud.wire.wiring import Wiring
 
 TIED = "embeddings.weight"
@@ -99,6 +98,6 @@ def join_tied(
             parameter.dtype,
             parameter.device,
         )
-        averager = AllToAll(Mailbox(links), codec)
+        averager = AllToAll(links, codec)
         links.open(averager.max_bytes)
     return TiedGradients(held, {stage: wiring.groups[stage] for stage in held}, averager, buffers)

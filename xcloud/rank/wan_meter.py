@@ -40,12 +40,10 @@ class WanMeter(Part):
             for before, after in zip(self._last, now, strict=True)
         )
         self._last = now
-        times = {f"{name}_s": round(getattr(report.clock, f"{name}_s"), 6)
-                 for name in ("compute", "codec", "waiting", "sync")}  # fmt: skip
         event: dict[str, Any] = {
             "step": report.step,
             "step_s": round(report.step_s, 6),
-            **times,
+            **{name: round(seconds, 6) for name, seconds in report.clock.seconds.items()},
             "sent": sent,
             "raw": raw,
             "samples": report.num_samples,

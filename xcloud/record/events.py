@@ -27,8 +27,7 @@ from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
 LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
 Event = dict[str, Any]
-Line = tuple[str, str]  # from a cloud to another
-Key = tuple[object, ...]  # ("loss",), ("compute_s", cloud), ("line_busy_s", kind, line)
+Key = tuple[Any, ...]  # ("loss",), ("compute_s", cloud), ("line_busy_s", kind, (cloud, cloud))
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
@@ -112,25 +111,24 @@ class EventReader:
 
 @dataclass
 class StepTotals:
-    """One complete step over all ranks. Seconds are sums over the ranks of a cloud."""
+    """One complete step over all ranks.
+
+    step_s: see update_s. ended_s: when the last rank had ended it. values: further measurements of
+    a kind of job. numbers: everything that is added up over the ranks, under the keys of Columns:
+        ("num_ranks", cloud), (kind of TIMES or OWN, cloud) in seconds,
+        ("sent", traffic) bytes on the WAN link, ("raw", traffic) FP32 bytes of their tensors,
+        ("line_busy_s", traffic, line) of each emulated line, in seconds,
+        (kind of FEED, producer) of a one-way job, ("samples",), ("tokens",).
+    """
 
     step: int
-    step_s: float = 0.0  # see update_s
-    ended_s: float = 0.0  # when the last rank had ended it
-    num_ranks: dict[str, int] = field(default_factory=dict)  # by cloud
-    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # kind -> cloud -> s
-    sent: dict[str, float] = field(default_factory=dict)  # bytes on the WAN link, by traffic
-    raw: dict[str, float] = field(default_factory=dict)  # FP32 bytes of the tensors in them
-    # Of each emulated line: kind of traffic -> (from cloud, to cloud) -> s
-    line_busy_s: dict[str, dict[Line, float]] = field(default_factory=dict)
-    samples: int = 0
-    tokens: int = 0
+    step_s: float = 0.0
+    ended_s: float = 0.0
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
-    values: dict[str, float] = field(default_factory=dict)  # further measurements of a kind of job
-    # Of a one-way job, by FEED: producer -> batches, bytes, seconds.
-    feed: dict[str, dict[str, float]] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    numbers: dict[Key, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, step: int, reports: Mapping[int, Event]) -> StepTotals:
@@ -143,27 +141,28 @@ class StepTotals:
             totals._add(report)
         return totals
 
+    def sums(self, name: str) -> dict[Any, float]:
+        """By what follows the name in the keys."""
+        return {key[1]: value for key, value in self.numbers.items() if key[0] == name}
+
     def mean_s(self, kind: str) -> dict[str, float]:
         """Seconds of one of TIMES by cloud, mean over the cloud's ranks."""
-        by_cloud = self.seconds.get(kind, {})
-        return {cloud: value / self.num_ranks[cloud] for cloud, value in by_cloud.items()}
+        ranks = self.sums("num_ranks")
+        return {cloud: value / ranks[cloud] for cloud, value in self.sums(kind).items()}
 
     def _add(self, report: Event) -> None:
-        cloud = report["cloud"]
-        self.num_ranks[cloud] = self.num_ranks.get(cloud, 0) + 1
-        for kind in (*TIMES, OWN):
-            add_to(self.seconds.setdefault(kind, {}), {cloud: report.get(kind, 0.0)})
-        for kind in FEED & report.keys():
-            add_to(self.feed.setdefault(kind, {}), report[kind])
-        add_to(self.sent, report.get("sent", {}))
-        add_to(self.raw, report.get("raw", {}))
+        cloud, found = report["cloud"], dict[Key, float]()
+        found["num_ranks", cloud] = 1
+        found |= {(kind, cloud): report.get(kind, 0.0) for kind in (*TIMES, OWN)}
+        for name in ("sent", "raw", *(FEED & report.keys())):
+            found |= {(name, part): value for part, value in report.get(name, {}).items()}
         for kind, busy_s in report.get("line_busy_s", {}).items():
-            lines = {(cloud, to): seconds for to, seconds in busy_s.items()}
-            add_to(self.line_busy_s.setdefault(kind, {}), lines)
-        self.samples += report.get("samples", 0)
+            found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind
+            found |= {("line_busy_s", kind, (cloud, to)): s for to, s in busy_s.items()}
         if report.get("loss") is not None:
             self._count_loss(float(report["loss"]), report.get("tokens", 0))
-        self.tokens += report.get("tokens", 0)
+        found |= {(name,): report.get(name, 0) for name in ("samples", "tokens")}
+        add_to(self.numbers, found)
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:
@@ -172,8 +171,9 @@ class StepTotals:
     def _count_loss(self, loss: float, tokens: float) -> None:
         """One rank reports it, or, where replicas update apart, one of each: then their mean by
         token."""
-        if self.loss is not None and self.tokens + tokens:
-            loss = (self.loss * self.tokens + loss * tokens) / (self.tokens + tokens)
+        before = self.numbers.get(("tokens",), 0)
+        if self.loss is not None and before + tokens:
+            loss = (self.loss * before + loss * tokens) / (before + tokens)
         self.loss = loss
 
 
@@ -201,7 +201,9 @@ class Columns:
     def append(self, totals: StepTotals) -> None:
         place = len(self.step)
         self.step.append(totals.step)
-        for key, value in _numbers(totals):
+        loss = NO_LOSS if totals.loss is None else totals.loss
+        own = {("step_s",): totals.step_s, ("loss",): loss, ("ended_s",): totals.ended_s}
+        for key, value in (own | totals.numbers).items():
             column = self._columns.setdefault(key, array("d"))
             column.frombytes(bytes(8 * (self._at(key, place) - len(column))))
             column.append(value)
@@ -250,24 +252,6 @@ class Columns:
     def _at(self, key: Key, place: int) -> int:
         """Where a step stands in a column."""
         return place if key in self.WHOLE else place - self._num_past
-
-
-def _numbers(totals: StepTotals) -> Iterator[tuple[Key, float]]:
-    yield ("step_s",), totals.step_s
-    yield ("loss",), NO_LOSS if totals.loss is None else totals.loss
-    yield ("ended_s",), totals.ended_s
-    yield ("samples",), totals.samples
-    yield ("tokens",), totals.tokens
-    for name in ("num_ranks", "sent", "raw"):
-        for part, value in getattr(totals, name).items():
-            yield (name, part), value
-    for by_kind in (totals.seconds, totals.feed):
-        for kind, parts in by_kind.items():
-            for part, value in parts.items():
-                yield (kind, part), value
-    for kind, lines in totals.line_busy_s.items():
-        for line, value in (lines or {("", ""): 0.0}).items():  # none is busy with this kind
-            yield ("line_busy_s", kind, line), value
 
 
 class StepCollector:

@@ -88,7 +88,8 @@ _TABLE = {
     "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),
     "timeline": "step:whole machine:text started_us:moment unix_us:moment step_us:moment "
     "spans:spans sent:flights received:received",
-    "quality": "step:whole split:split values:scores signature:texts evaluation_s:number",
+    "quality": "step:whole split:split values:scores errors:scores signature:texts "
+    "evaluation_s:number",
     "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
     "checkpoint": "step:whole num_bytes:whole pause_s:number write_s:number",
     "lost_checkpoint": "step:whole reason:text",

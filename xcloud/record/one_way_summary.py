@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
 from xcloud.record.summary import RunStatistics, Summary, ratio
 
@@ -38,14 +39,11 @@ def precision_recall(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 class FeedCollector(StepCollector):
-    """Steps of the consumer, with the producers' seconds since the step before.
+    """Steps of the consumer, with the producers' seconds since the step before."""
 
-    group_sizes: the number of ranks of each producer, by its cloud.
-    """
-
-    def __init__(self, num_consumers: int, group_sizes: Mapping[str, int]) -> None:
-        super().__init__(num_consumers)
-        self.group_sizes = dict(group_sizes)
+    def __init__(self, layout: OneWayLayout) -> None:
+        super().__init__(layout.num_consumers)
+        self.group_sizes = {name: layout.clouds[name].num_ranks for name in layout.producers}
         self.pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -54,23 +52,24 @@ class FeedCollector(StepCollector):
                 add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})
         totals = super().feed(event)
         if totals is not None:
-            totals.num_ranks |= self.group_sizes
+            add_to(
+                totals.numbers, {("num_ranks", n): size for n, size in self.group_sizes.items()}
+            )
             for kind in TIMES:
                 # Every producer in every step: all means and curves have the same length.
-                totals.seconds[kind] |= dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
+                fed = dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
+                totals.numbers |= {(kind, name): seconds for name, seconds in fed.items()}
                 self.pending[kind] = {}
         return totals
 
 
 class OneWayStatistics(RunStatistics):
-    """shares: of each producer, by its cloud; group_sizes: as of FeedCollector."""
+    """Figures of a run, and what each producer had in it."""
 
-    def __init__(
-        self, num_consumers: int, shares: Mapping[str, float], group_sizes: Mapping[str, int]
-    ) -> None:
-        self._feed = FeedCollector(num_consumers, group_sizes)
+    def __init__(self, layout: OneWayLayout) -> None:
+        self._feed = FeedCollector(layout)
         super().__init__(self._feed)
-        self._shares = dict(shares)
+        self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made: Counter[str] = Counter()
         self._loss: dict[str, float | None] = {}
         self._seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
@@ -93,7 +92,7 @@ class OneWayStatistics(RunStatistics):
     def num_skipped(self) -> int:
         """The consumer's updates; a producer's are its own."""
         skipped = self.events("skipped_update")
-        return sum(event["cloud"] not in self._feed.group_sizes for event in skipped)
+        return sum(event["cloud"] not in self._shares for event in skipped)
 
     def summary(self, **facts: Any) -> Summary:
         summary = super().summary(**facts)

@@ -22,6 +22,7 @@ from xcloud.record.segments import replace_text
 WRITE_EVERY_S = 1.0
 LAUNCHER_FILE = "launcher.state.json"
 SAMPLES_FILE = "samples.txt"
+SCORES_FILE = "scores.jsonl"  # beside summary.json; of the samples of the test set
 
 
 def ready_file(run_dir: Path, rank: int) -> Path:

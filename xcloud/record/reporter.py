@@ -126,7 +126,7 @@ class Reporter:
     def __init__(
         self, rank: int, cloud: str, sink: Callable[[bytes], None], state: RankState | None = None
     ) -> None:
-        self._rank, self._cloud, self._sink, self._state = rank, cloud, sink, state
+        self._rank, self._cloud, self._sink, self.state = rank, cloud, sink, state
         self._pending: list[bytes] = []
         self.contents: dict[str, set[str]] = {}  # kind of event -> names of its fields
         self._flushed_at_s = time.monotonic()
@@ -140,8 +140,8 @@ class Reporter:
             "t": round(time.time(), 6),
         }
         self.contents.setdefault(event, set()).update(head, fields)
-        if self._state is not None:
-            self._state.hear(event, fields)
+        if self.state is not None:
+            self.state.hear(event, fields)
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
         )

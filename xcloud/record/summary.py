@@ -23,6 +23,8 @@ How the figures are made:
   steps that it lost by that. `goodput`: the share of the time from the first event to the last
   that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
   each step as it was done last.
+- `quality_error`, `dev_quality_error`: the standard error of each score, by its name, over the
+  samples that were scored (tasks/scores.py): not over seeds.
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
@@ -126,7 +128,8 @@ class RunStatistics:
             self._go_back(int(event["step"]))
         elif kind in KEPT:
             if kind == "quality":
-                event = {**event, "values": _scores(event["values"])}
+                scores = {key: _scores(event.get(key) or {}) for key in ("values", "errors")}
+                event = {**event, **scores}
             if kind in OF_STEPS and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
             self._events.append(event)
@@ -155,12 +158,13 @@ class RunStatistics:
             and not (event["event"] in OF_STEPS and event["step"] > step)
         ]
 
-    def dev_quality(self) -> dict[str, list[tuple[int, float]]]:
-        """(step, score), by name."""
-        curves: dict[str, list[tuple[int, float]]] = {}
+    def dev_quality(self) -> dict[str, list[tuple[int, float, float]]]:
+        """(step, score, its error), by name."""
+        curves: dict[str, list[tuple[int, float, float]]] = {}
         for event in self.events("quality"):
             for name, value in event["values"].items() if event["split"] == "dev" else ():
-                curves.setdefault(name, []).append((event["step"], value))
+                error = event["errors"].get(name) or 0.0
+                curves.setdefault(name, []).append((event["step"], value, error))
         return curves
 
     def summary(
@@ -289,12 +293,15 @@ class RunStatistics:
         """The latest scores of each split, and how those of the test set were made."""
         latest = {event["split"] if event["step"] else "before": event
                   for event in self.events("quality")}  # fmt: skip
-        scores = {split: event["values"] for split, event in latest.items()}
+        scores, errors = ({split: event[key] for split, event in latest.items()}
+                          for key in ("values", "errors"))  # fmt: skip
         test = latest.get("test", {"step": self.num_steps})
         at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
         return {
             "quality": scores.get("test", {}),
+            "quality_error": errors.get("test", {}),
             "dev_quality": scores.get("dev", {}),
+            "dev_quality_error": errors.get("dev", {}),
             "quality_before": scores.get("before", {}),
             "signatures": dict(test.get("signature") or {}),
             **at_step,

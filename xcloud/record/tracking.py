@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from xcloud.base.settings import settings
-from xcloud.record.events import MEMORY, Event, StepCollector, StepTotals
+from xcloud.record.events import MEMORY, TIMES, Event, StepCollector, StepTotals
 
 if TYPE_CHECKING:
     from xcloud.record.mlflow_store import Store
@@ -105,7 +105,7 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     for kind in ("compute_s", "codec_s", "waiting_s"):
         for cloud, seconds in totals.mean_s(kind).items():
             metrics[f"train/{kind}_{cloud}"] = seconds
-    for kind, num_bytes in totals.sent.items():
+    for kind, num_bytes in totals.sums("sent").items():
         if num_bytes:
             metrics[f"wan/bytes_{kind}"] = num_bytes
     return _legal(metrics)
@@ -127,6 +127,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     ratio = summary.get("compression_ratio", {})
     metrics = {
         **summary.get("quality", {}),
+        **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
         "step_time_s": step_time_s.get("median"),
         "step_time_p90_s": step_time_s.get("p90"),
         "compression_ratio": ratio.get("total"),
@@ -147,7 +148,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
         metrics[name] = summary.get(name)
     metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None
-    for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):
+    for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
         for part, value in summary.get(name, {}).items():
             metrics[f"{name}_{part}"] = value
     for rank in summary.get("memory", ()):

@@ -112,7 +112,10 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> bool:
         kinds = ("forward", "backward", "codec", "optimizer")
         panels[1].set_prop_cycle(color=[COLOURS[kind] for kind in kinds])
         for metric, points in quality.items():
-            panels[1].plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)
+            at, scores, errors = zip(*points, strict=True)
+            panels[1].errorbar(
+                at, scores, errors, marker="o", markersize=3, elinewidth=0.7, label=metric
+            )
         panels[1].set_ylabel("dev quality")
         panels[1].legend(frameon=False)
     panels[-1].set_xlabel("step")

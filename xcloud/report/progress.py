@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.base.units import human_duration, score_name, score_text
-from xcloud.record.events import AVERAGING, Event, Line, StepTotals
+from xcloud.base.units import human_duration, score_name, score_with_error
+from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 
 REDRAWS_PER_S = 10
 PRINT_S = 30.0
@@ -59,7 +59,7 @@ class ProgressLine:
 
     def update(self, totals: StepTotals) -> None:
         self._smooth(totals)
-        self._taken.update({name: int(n) for name, n in totals.feed.get("taken", {}).items()})
+        self._taken.update({name: int(n) for name, n in totals.sums("taken").items()})
         line = self._describe(totals)
         if self._rewrites:
             from rich.text import Text
@@ -115,13 +115,14 @@ class ProgressLine:
             values["loss"] = totals.loss
         values["waits"] = max(totals.mean_s("waiting_s").values(), default=0.0)
         for kind in ("forward", "backward", AVERAGING):
-            values[f"sent {kind}"] = totals.sent.get(kind, 0)
+            values[f"sent {kind}"] = totals.numbers.get(("sent", kind), 0)
         # Only emulated lines report how long they were busy.
-        lines = Counter[Line | str](totals.feed.get("line_s", {}))
-        for busy_s in totals.line_busy_s.values():
-            lines.update(busy_s)
-        if totals.line_busy_s or lines:
-            values["line_s"] = max(lines.values(), default=0.0)
+        lines: dict[object, float] = {**totals.sums("line_s")}
+        for key, busy_s in totals.numbers.items():
+            if key[0] == "line_busy_s":
+                add_to(lines, {key[-1]: busy_s})
+        if lines:
+            values["line_s"] = max(lines.values())
         for name, (value, weight) in self._sums.items():
             self._sums[name] = SMOOTHING * value, SMOOTHING * weight
         for name, value in values.items():
@@ -160,8 +161,10 @@ def _describe_resume(event: Event) -> str:
 
 
 def _describe_quality(event: Event) -> str:
+    errors = event.get("errors", {})
     values = "  ".join(
-        f"{score_name(name)} {score_text(name, value)}" for name, value in event["values"].items()
+        f"{score_name(name)} {score_with_error(name, value, errors.get(name))}"
+        for name, value in event["values"].items()
     )
     text = f"{event['split']} at step {event['step']}: {values}"
     if event.get("evaluation_s") is not None:

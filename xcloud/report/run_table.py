@@ -14,6 +14,7 @@ from xcloud.base.units import (
     human_seconds,
     score_name,
     score_text,
+    score_with_error,
 )
 from xcloud.record.events import MEMORY
 from xcloud.report.tables import Column, console_of, print_table, say
@@ -92,12 +93,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _score_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    errors = summary.get("quality_error", {})
     for name, value in summary["quality"].items():
         at_step = summary.get("quality_at_step")
         remark = "test set" + (f" at step {at_step}" if at_step else "")
         if (before := summary.get("quality_before", {}).get(name)) is not None:
             remark += f"; {score_text(name, before)} before training"
-        yield score_name(name), UNKNOWN if value is None else score_text(name, value), remark
+        yield score_name(name), score_with_error(name, value, errors.get(name)), remark
     yield (
         "final loss",
         human_number(summary["final_loss"], ".4f"),

@@ -11,6 +11,8 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -120,17 +122,10 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
     return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
 
 
-def most_frequent(tokens_N: Tensor) -> int:
-    """The guess of an attacker who sees nothing."""
-    values, counts = torch.unique(tokens_N, return_counts=True)
-    return int(values[counts.argmax()])
-
-
 def f1_of_sets(guessed: Sequence[int], true: Sequence[int]) -> float:
     """Harmonic mean of the shares of guessed tokens that are true and of true ones guessed;
     distinct tokens."""
-    right = len(set(guessed) & set(true))
-    return 2 * right / (len(set(guessed)) + len(set(true))) if right else 0.0
+    return rouge([[*{*guessed}]], [[*{*true}]], 1)
 
 
 def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: int) -> float:
@@ -153,25 +148,20 @@ def score(
     """Means over the steps whose texts are known: tokens = F1 of the distinct tokens guessed,
     baseline = that of guessing as many of the most frequent tokens of the `public` texts, order =
     ROUGE-2 of guessed texts. None without a step to judge."""
-    steps = sorted(guesses.keys() & truth.keys())
-    if not steps:
+    counts = Counter(chain.from_iterable(public))
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    scores = []
+    for step in guesses.keys() & truth.keys():
+        true = [*{*chain.from_iterable(truth[step])}]
+        scores.append(
+            {
+                "tokens": f1_of_sets([*chain.from_iterable(guesses[step])], true),
+                "baseline": f1_of_sets(frequent[: len(true)], true),
+                "order": rouge(guesses[step], truth[step], 2),
+            }
+        )
+    if not scores:
         return None
-    tokens, baselines, orders = [], [], []
-    for step in steps:
-        true = {token for text in truth[step] for token in text}
-        tokens.append(f1_of_sets([t for text in guesses[step] for t in text], sorted(true)))
-        baselines.append(f1_of_sets(_most_frequent(public, len(true)), sorted(true)))
-        orders.append(rouge(guesses[step], truth[step], 2))
-    found = {"tokens": _mean(tokens), "baseline": _mean(baselines)}
-    if attack == TEXTS:
-        found["order"] = _mean(orders)
-    return found | {"num_updates": len(steps)}
-
-
-def _most_frequent(texts: Sequence[Sequence[int]], count: int) -> list[int]:
-    counts = Counter(token for text in texts for token in text)
-    return sorted(counts, key=lambda token: (-counts[token], token))[:count]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return round(sum(values) / len(values), 4)
+    names = ("tokens", "baseline", *(["order"] if attack == TEXTS else []))
+    means = {name: round(fmean(found[name] for found in scores), 4) for name in names}
+    return means | {"num_updates": len(scores)}

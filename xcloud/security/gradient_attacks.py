@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -110,32 +111,69 @@ def spanned(distances_N: Tensor) -> tuple[Tensor, float]:
     return order[:count], math.sqrt(float(near.clamp(min=_FLOOR)) * float(far))
 
 
+class _AllSeen(Exception):
+    """All that is asked for has been computed."""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """What an attacker knows of a stage that reads text.
+
+    module: with the weights that the gradients were computed with. run: computes it on token ids
+    [N, S]. words_N: ids that may stand in a text (not padding). covers: updates that one
+    contribution sums up.
+    """
+
+    module: nn.Module
+    run: Callable[[Tensor], object]
+    words_N: Tensor
+    max_length: int
+    covers: int = 1
+
+    def inputs(self, names: Sequence[str], ids_NS: Tensor) -> dict[str, Tensor]:
+        """What linear layers read for these tokens: name -> [N, S, H]."""
+        inputs: dict[str, Tensor] = {}
+
+        def note(name: str, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            rows = arguments[0].detach()
+            if rows.numel() == ids_NS.numel() * rows.shape[-1]:  # not of pooled texts
+                inputs[name] = rows.reshape(*ids_NS.shape, rows.shape[-1]).float()
+            if len(inputs) == len(names):
+                raise _AllSeen
+
+        was_training = self.module.training
+        with ExitStack() as stack:
+            stack.callback(self.module.train, was_training)
+            for name in names:
+                layer = self.module.get_submodule(name)
+                stack.callback(layer.register_forward_pre_hook(partial(note, name)).remove)
+            self.module.eval()  # the attacker does not know the dropout of others
+            with torch.no_grad(), suppress(_AllSeen):
+                self.run(ids_NS)
+        return inputs
+
+    def distances(self, name: str, span: Span, ids_NS: Tensor) -> Tensor:
+        """[N, S], how far each input of a layer is outside the span of its gradient."""
+        chunks = torch.split(ids_NS, max(1, _CHUNK // ids_NS.shape[1]))
+        return torch.cat([span.distances(self.inputs([name], ids)[name]) for ids in chunks])
+
+
 def sequences(
-    tokens_N: Tensor,
-    inputs_of: Callable[[Tensor], Tensor],
-    span: Span,
-    threshold: float,
-    max_length: int,
-    width: int = 256,
+    victim: Victim, tokens_N: Tensor, name: str, span: Span, threshold: float, width: int = 256
 ) -> list[list[int]]:
     """The texts of a causal model's batch, from the tokens in it, in the right order (ibid.).
 
-    inputs_of: ids [N, S] -> inputs [N, S, H] of a layer behind the first attention, which depend
-    on the tokens before; span: of its gradient. A text grows by every token that keeps the last
-    input in the span, and ends where none does. At most `width` texts at a time.
+    name: of a layer behind the first attention, whose inputs depend on the tokens before; span: of
+    its gradient. A text grows by every token that keeps the last input in the span, and ends where
+    none does. At most `width` texts at a time.
     """
     found: list[list[int]] = []
     growing = tokens_N[:, None]
-    growing = growing[_distances(inputs_of, span, growing)[:, -1] < threshold][:width]
-    while len(growing) and growing.shape[1] < max_length:
-        tries = torch.cat(
-            [
-                growing.repeat_interleave(len(tokens_N), 0),
-                tokens_N.repeat(len(growing))[:, None],
-            ],
-            dim=1,
-        )
-        last = _distances(inputs_of, span, tries)[:, -1].view(len(growing), len(tokens_N))
+    growing = growing[victim.distances(name, span, growing)[:, -1] < threshold][:width]
+    while len(growing) and growing.shape[1] < victim.max_length:
+        texts, token = torch.meshgrid(torch.arange(len(growing)), tokens_N, indexing="ij")
+        tries = torch.cat([growing[texts.flatten()], token.reshape(-1, 1)], dim=1)
+        last = victim.distances(name, span, tries)[:, -1].view(len(growing), len(tokens_N))
         fits = last < threshold
         found += growing[~fits.any(1)].tolist()
         growing = tries[fits.flatten()][last[fits].argsort()[:width]]
@@ -143,44 +181,6 @@ def sequences(
     # Attention over equal values is that value: "a a a" reads as "a", which begins a real text.
     begun = Counter(text[0] for text in found)
     return [text for text in found if len(set(text)) > 1 or begun[text[0]] == 1]
-
-
-def _distances(inputs_of: Callable[[Tensor], Tensor], span: Span, ids_NS: Tensor) -> Tensor:
-    """[N, S], how far each input is outside the span."""
-    chunks = torch.split(ids_NS, max(1, _CHUNK // ids_NS.shape[1]))
-    return torch.cat([span.distances(inputs_of(chunk)) for chunk in chunks])
-
-
-class _AllSeen(Exception):
-    """All that is asked for has been computed."""
-
-
-def layer_inputs(
-    module: nn.Module, run: Callable[[Tensor], object], names: Sequence[str], ids_NS: Tensor
-) -> dict[str, Tensor]:
-    """What linear layers of a module read for these tokens: name -> [N, S, H].
-
-    run: computes the module on ids; stopped as soon as every named layer has been reached.
-    """
-    inputs: dict[str, Tensor] = {}
-
-    def note(name: str, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        rows = arguments[0].detach()
-        if rows.numel() == ids_NS.numel() * rows.shape[-1]:  # not of pooled texts
-            inputs[name] = rows.reshape(*ids_NS.shape, rows.shape[-1]).float()
-        if len(inputs) == len(names):
-            raise _AllSeen
-
-    was_training = module.training
-    with ExitStack() as stack:
-        stack.callback(module.train, was_training)
-        for name in names:
-            layer = module.get_submodule(name)
-            stack.callback(layer.register_forward_pre_hook(partial(note, name)).remove)
-        module.eval()  # the attacker does not know the dropout of others
-        with torch.no_grad(), suppress(_AllSeen):
-            run(ids_NS)
-    return inputs
 
 
 def linear_gradients(module: nn.Module, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -202,48 +202,29 @@ class Recovered(NamedTuple):
     texts: list[list[int]]
 
 
-def attack_layers(
-    module: nn.Module,
-    run: Callable[[Tensor], object],
-    changes: Mapping[str, Tensor],
-    words_N: Tensor,
-    max_length: int,
-) -> Recovered:
+def attack_layers(victim: Victim, changes: Mapping[str, Tensor]) -> Recovered:
     """The span check on a causal model or an encoder, full gradients or those of LoRA's A.
 
     First layers that read the tokens one by one name the tokens; then, in a causal model, the
     first layer behind an attention gives their order. An encoder's first layers read position
     and token together, so they give the order up to the text that a token belongs to: no texts.
-
-    module, run: see layer_inputs; with the weights that the gradients were computed with.
-    words_N: ids that may stand in a text (not padding).
     """
-    nothing = Recovered(torch.zeros(0, dtype=torch.int64), [])
-    gradients = linear_gradients(module, changes)
-    layers = _Layers.of(module, run, list(gradients), words_N)
-    if not layers.alone:
-        return nothing
-    span = row_space([gradients[name] for name in layers.alone])
-    if span is None:
-        return nothing
-    length = max_length if layers.knows_place else 1
-    repeated = words_N[:, None].expand(-1, length)
-    distances = _distances(_reader(module, run, layers.alone[0]), span, repeated)
-    near, threshold = spanned(distances.flatten())
-    tokens = torch.unique(words_N[near // length])
-    if not len(tokens) or not layers.in_order:
+    gradients = linear_gradients(victim.module, changes)
+    layers = _Layers.of(victim, list(gradients))
+    span, behind = (
+        row_space([gradients[name] for name in names]) if names else None
+        for names in (layers.alone, layers.in_order)
+    )
+    tokens, threshold = torch.zeros(0, dtype=torch.int64), 0.0
+    if span is not None:
+        length = victim.max_length if layers.knows_place else 1
+        repeated = victim.words_N[:, None].expand(-1, length)
+        distances = victim.distances(layers.alone[0], span, repeated)
+        near, threshold = spanned(distances.flatten())
+        tokens = torch.unique(victim.words_N[near // length])
+    if not len(tokens) or behind is None:
         return Recovered(tokens, [])
-    behind = row_space([gradients[name] for name in layers.in_order])
-    if behind is None:
-        return Recovered(tokens, [])
-    ordered = _reader(module, run, layers.in_order[0])
-    return Recovered(tokens, sequences(tokens, ordered, behind, threshold, max_length))
-
-
-def _reader(
-    module: nn.Module, run: Callable[[Tensor], object], name: str
-) -> Callable[[Tensor], Tensor]:
-    return lambda ids_NS: layer_inputs(module, run, [name], ids_NS)[name]
+    return Recovered(tokens, sequences(victim, tokens, layers.in_order[0], behind, threshold))
 
 
 class _Layers(NamedTuple):
@@ -256,16 +237,10 @@ class _Layers(NamedTuple):
     knows_place: bool
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        run: Callable[[Tensor], object],
-        names: Sequence[str],
-        words_N: Tensor,
-    ) -> _Layers:
-        a, b, c = words_N[-3:].tolist()
+    def of(cls, victim: Victim, names: Sequence[str]) -> _Layers:
+        a, b, c = victim.words_N[-3:].tolist()
         ids = torch.tensor([[a, b, a], [c, b, a], [a, b, c]])
-        seen = layer_inputs(module, run, names, ids)
+        seen = victim.inputs(names, ids)
         same: dict[str, list[str]] = {}  # by the first layer that reads the input
         for name, rows in seen.items():
             first = next((k for k in same if _equal(seen[k], rows)), name)

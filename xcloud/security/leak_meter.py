@@ -40,7 +40,6 @@ from xcloud.security.attacks import (
     auc,
     direction_attack,
     linear_inverter,
-    most_frequent,
     network_inverter,
     norm_attack,
     probe,
@@ -48,89 +47,67 @@ from xcloud.security.attacks import (
     spectral_attack,
 )
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import GUESS, OBSERVATIONS_DIR, STEPS, TRUTH, Stream
+from xcloud.security.observer import GUESS, OBSERVATIONS_DIR, STEPS, TRUTH, Rows, Stream
 
-FIGURES = (
-    "label_leak_auc",
-    "label_leak_auc_gradient",
-    "label_leak_auc_activation",
-    "token_recovery",
-    "token_recovery_baseline",
-    "averaging_token_recovery",
-    "averaging_token_recovery_baseline",
-    "averaging_order_recovery",
-)
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
 FEWEST_SAMPLES = 20
 
 
-@dataclass
-class _Rows:
-    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
-
-    ids: Tensor
-    counts: Tensor
-    rows: Tensor
-
-    @classmethod
-    def join(cls, parts: Sequence[_Rows]) -> _Rows:
-        return cls(*(torch.cat([getattr(p, n) for p in parts]) for n in ("ids", "counts", "rows")))
-
-    def latest(self) -> dict[int, Tensor]:
-        """Sample id -> its rows in the newest message."""
-        pieces = torch.split(self.rows, self.counts.tolist())
-        return dict(zip(self.ids.tolist(), pieces, strict=True))
+Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or figure
 
 
 @dataclass
 class _Notes:
-    """The observations of all ranks: what each cloud saw, and the truth."""
+    """The observations of all ranks: what each cloud saw, and the truth; of each sample the rows
+    of its newest message."""
 
-    seen: dict[str, dict[Stream, _Rows]] = field(default_factory=dict)
+    seen: dict[str, dict[Stream, dict[int, Tensor]]] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
-    truth: dict[str, _Rows] = field(default_factory=dict)
+    truth: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     special_ids: dict[str, list[int]] = field(default_factory=dict)
-    guesses: dict[str, dict[str, _Rows]] = field(default_factory=dict)  # cloud -> "replica.attack"
+    guesses: dict[str, dict[str, Rows]] = field(default_factory=dict)  # cloud -> "replica.attack"
     batches: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # replica, step -> ids
     covers: int = 1
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
-    """The values of FIGURES (None if there is nothing to recover), and under "label", "text" and
-    "averaging" every attack by cloud and message.
+    """For summary.json: the figures (None if there is nothing to recover), and under "leakage" the
+    attacks that they come from, on labels, text and averaging, by cloud and message.
 
     Raises DataError if observations are missing, naming the ranks.
     """
     notes = _read(run_dir)
     label, text, averaging = _labels(notes), _texts(notes), _averaging(notes)
-    recoveries = [entry for by_message in text.values() for entry in by_message.values()]
-    best = max(recoveries, key=lambda e: max(e["linear"], e["network"]), default=None)
-    attacks = [entry for by_attack in averaging.values() for entry in by_attack.values()]
-    worst = max(attacks, key=lambda entry: entry["tokens"], default=None)
-    orders = [entry["order"] for entry in attacks if "order" in entry]
-    gradient, activation = _largest(label, "gradient"), _largest(label, "activation")
+
+    def auc_of(kind: str) -> float | None:
+        aucs = [value for by_message in label.values() for message, entry in by_message.items()
+                if kind in message
+                for name, value in entry.items() if name != "num_samples"]  # fmt: skip
+        return max(aucs, default=None)
+
+    recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in _entries(text)]
+    guessed = [(e["tokens"], e["baseline"]) for e in _entries(averaging)]
+    recovery = max(recoveries, key=lambda pair: pair[0], default=(None, None))
+    averaged = max(guessed, key=lambda pair: pair[0], default=(None, None))
     return {
-        "label_leak_auc": _largest(label, ""),
-        "label_leak_auc_gradient": gradient,
-        "label_leak_auc_activation": activation,
-        "token_recovery": max(best["linear"], best["network"]) if best else None,
-        "token_recovery_baseline": best["baseline"] if best else None,
-        "averaging_token_recovery": worst["tokens"] if worst else None,
-        "averaging_token_recovery_baseline": worst["baseline"] if worst else None,
-        "averaging_order_recovery": max(orders, default=None),
-        "label": label,
-        "text": text,
-        "averaging": averaging,
+        "label_leak_auc": auc_of(""),
+        "label_leak_auc_gradient": auc_of(" gradient"),
+        "label_leak_auc_activation": auc_of(" activation"),
+        "token_recovery": recovery[0],
+        "token_recovery_baseline": recovery[1],
+        "averaging_token_recovery": averaged[0],
+        "averaging_token_recovery_baseline": averaged[1],
+        "averaging_order_recovery": max(
+            (e["order"] for e in _entries(averaging) if "order" in e), default=None
+        ),
+        "leakage": {"label": label, "text": text, "averaging": averaging},
     }
 
 
-def _largest(label: dict[str, dict[str, dict[str, float]]], kind: str) -> float | None:
-    aucs = [value for by_message in label.values() for message, entry in by_message.items()
-            if f" {kind}" in message
-            for name, value in entry.items() if name != "num_samples"]  # fmt: skip
-    return max(aucs, default=None)
+def _entries(found: Found) -> Iterator[dict[str, float]]:
+    return (entry for by_message in found.values() for entry in by_message.values())
 
 
 def forget(run_dir: Path) -> None:
@@ -139,14 +116,14 @@ def forget(run_dir: Path) -> None:
 
 
 def _read(run_dir: Path) -> _Notes:
-    notes, parts = _Notes(), dict[tuple[str, str], list[_Rows]]()
+    notes, parts, texts = _Notes(), dict[tuple[str, str], list[Rows]](), dict[str, list[Rows]]()
     files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
     if not files:
         raise DataError(
             f"there are no observations in {run_dir / OBSERVATIONS_DIR}; run with "
             "security/meter=attack security.meter.keep=true, over more than one cloud"
         )
-    found, num_ranks, texts = set(), 0, dict[str, list[_Rows]]()
+    found, num_ranks = set(), 0
     for path in files:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["about"])
@@ -156,7 +133,7 @@ def _read(run_dir: Path) -> _Notes:
             notes.special_ids |= about["special_ids"]
             notes.covers = about["covers"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
-                rows = _Rows(*(file.get_tensor(f"{name}/{p}") for p in ("ids", "counts", "rows")))
+                rows = Rows(*(file.get_tensor(f"{name}/{part}") for part in Rows._fields))
                 kind, _, rest = name.partition(".")
                 if kind == TRUTH:
                     texts.setdefault(rest, []).append(rows)
@@ -167,9 +144,10 @@ def _read(run_dir: Path) -> _Notes:
                         notes.batches.setdefault((about["replica"], step), set()).add(sample)
                 else:
                     parts.setdefault((about["cloud"], name), []).append(rows)
-    notes.truth = {name: _Rows.join(pieces) for name, pieces in texts.items()}
-    for (cloud, name), pieces in parts.items():
-        notes.seen.setdefault(cloud, {})[Stream.parse(name)] = _Rows.join(pieces)
+    notes.truth = {name: dict(Rows.join(some).pieces()) for name, some in texts.items()}
+    for (cloud, name), some in parts.items():
+        newest = dict(Rows.join(some).pieces())
+        notes.seen.setdefault(cloud, {})[Stream.parse(name)] = newest
     if missing := sorted(set(range(num_ranks)) - found):
         raise DataError(
             f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
@@ -180,25 +158,24 @@ def _read(run_dir: Path) -> _Notes:
 
 
 def _hidden(notes: _Notes, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
-    """Cloud, kind of message and its newest rows by sample, of clouds that may not see a field."""
+    """Cloud, kind of message and its rows by sample, of clouds that may not see a field."""
     for cloud, streams in notes.seen.items():
         if field not in notes.holds[cloud]:
-            for stream, rows in sorted(streams.items()):
-                yield cloud, stream, rows.latest()
+            for stream in sorted(streams):
+                yield cloud, stream, streams[stream]
 
 
-def _labels(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
-    """cloud -> message -> attack -> AUC."""
+def _labels(notes: _Notes) -> Found:
+    """attack -> AUC."""
     if LABEL not in notes.truth:
         return {}  # not known here, or spans or tokens, which are no classes
-    truth = notes.truth[LABEL].latest()
-    texts = notes.truth.keys() - {LABEL}
-    results: dict[str, dict[str, dict[str, float]]] = {}
+    truth, texts = notes.truth[LABEL], notes.truth.keys() - {LABEL}
+    results: Found = {}
     for cloud, stream, samples in _hidden(notes, LABEL):
         if stream.direction == "forward" and notes.holds[cloud] & texts:
             continue
         if (aucs := _attack_labels(samples, truth)) is not None:
-            results.setdefault(cloud, {})[_in_words(stream)] = aucs
+            results.setdefault(cloud, {})[str(stream)] = aucs
     return results
 
 
@@ -234,17 +211,17 @@ def _attack_labels(
     return {**{k: round(v, 4) for k, v in means.items() if v == v}, "num_samples": len(ids)}
 
 
-def _texts(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
-    """cloud -> message -> linear, network, baseline: shares of tokens."""
-    results: dict[str, dict[str, dict[str, float]]] = {}
+def _texts(notes: _Notes) -> Found:
+    """linear, network, baseline: shares of tokens."""
+    results: Found = {}
     for text in sorted(notes.truth.keys() - {LABEL}):
-        truth = notes.truth[text].latest()
+        truth = notes.truth[text]
         for cloud, stream, samples in _hidden(notes, text):
             if (stream.direction, stream.how) != ("forward", "received"):
                 continue
             shares = _invert(samples, truth, notes.special_ids.get(text, []))
             if shares is not None:
-                results.setdefault(cloud, {})[f"{text} from {_in_words(stream)}"] = shares
+                results.setdefault(cloud, {})[f"{text} from {stream}"] = shares
     return results
 
 
@@ -265,20 +242,20 @@ def _invert(
     if not len(unknown) or not bool(is_known.any()):
         return None
 
-    def share(guessed: Tensor | int) -> float:
+    def share(guessed: Tensor) -> float:
         return round(float((unknown == guessed).double().mean()), 4)
 
     return {
         "linear": share(linear_inverter(rows, tokens, is_known)),
         "network": share(network_inverter(rows, tokens, is_known)),
-        "baseline": share(most_frequent(tokens[is_known])),
+        "baseline": share(torch.bincount(tokens[is_known]).argmax()),  # who sees nothing
         "num_rows": len(unknown),
     }
 
 
-def _averaging(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
-    """cloud -> attack on which replica -> scores."""
-    results: dict[str, dict[str, dict[str, float]]] = {}
+def _averaging(notes: _Notes) -> Found:
+    """By attack on which replica: scores."""
+    results: Found = {}
     fields = [name for name in notes.truth if name in notes.special_ids]
     if len(fields) != 1:
         return results  # an averaging is attacked where one text is read
@@ -288,13 +265,12 @@ def _averaging(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
     def words_in(tokens: Tensor) -> list[int]:
         return [token for token in tokens.tolist() if token not in special]
 
-    words = {sample: words_in(rows) for sample, rows in notes.truth[text].latest().items()}
+    words = {sample: words_in(rows) for sample, rows in notes.truth[text].items()}
     for cloud, guesses in notes.guesses.items():
         for name, rows in sorted(guesses.items()):
             replica, _, attack = name.partition(".")
             guessed: dict[int, list[list[int]]] = {}
-            pieces = torch.split(rows.rows, rows.counts.tolist())
-            for step, tokens in zip(rows.ids.tolist(), pieces, strict=True):
+            for step, tokens in rows.pieces():
                 guessed.setdefault(step, []).append(words_in(tokens))
             batches = {step: _batch(notes, int(replica), step) for step in guessed}
             judged = set[int]().union(*batches.values())
@@ -326,11 +302,6 @@ def _chosen(ids: Sequence[int], most: int) -> list[int]:
     return [ordered[k] for k in order.tolist()]
 
 
-def _in_words(stream: Stream) -> str:
-    kind = "activation" if stream.direction == "forward" else "gradient"
-    return f"{stream.field} {kind} of boundary {stream.boundary}, {stream.how}"
-
-
 def _mean(values: Sequence[float]) -> float:
     kept = [value for value in values if not math.isnan(value)]
     return sum(kept) / len(kept) if kept else math.nan
@@ -349,14 +320,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary_path = run_dir / SUMMARY_FILE
     if summary_path.is_file():
         summary = json.loads(summary_path.read_text("utf-8"))
-        text = json.dumps({**summary, **flat(leakage)}, indent=2, ensure_ascii=False)
+        text = json.dumps({**summary, **leakage}, indent=2, ensure_ascii=False)
         summary_path.write_text(text + "\n", encoding="utf-8")
     return 0
-
-
-def flat(leakage: dict[str, Any]) -> dict[str, Any]:
-    """For summary.json: the figures, and the attacks they come from."""
-    return {
-        **{name: leakage[name] for name in FIGURES},
-        "leakage": {name: leakage[name] for name in ("label", "text", "averaging")},
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from xcloud.base.settings import Positive, settings
 from xcloud.security.attacks import TEXTS
 from xcloud.security.defences import LABEL
-from xcloud.security.gradient_attacks import attack_layers, changed_rows, raised_words
+from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows, raised_words
 
 OBSERVATIONS_DIR = "observations"
 TRUTH, GUESS, STEPS = "truth", "guess", "steps"
@@ -65,31 +65,33 @@ class Stream(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.direction}.{self.boundary}.{self.how}.{self.field}"
+        return ".".join(map(str, self))
 
     @classmethod
     def parse(cls, name: str) -> Stream:
         direction, boundary, how, field = name.split(".", 3)
         return cls(direction, int(boundary), how, field)
 
+    def __str__(self) -> str:
+        kind = "activation" if self.direction == "forward" else "gradient"
+        return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
 
-class _Rows:
-    """The newest messages of one stream, at most max_rows rows."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows, self._num_rows = max_rows, 0
-        self._messages: deque[tuple[Tensor, Tensor, Tensor]] = deque()
+class Rows(NamedTuple):
+    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
 
-    def add(self, ids: Tensor, counts: Tensor, rows: Tensor) -> None:
-        self._messages.append((ids, counts, rows))
-        self._num_rows += len(rows)
-        while self._num_rows > self._max_rows and len(self._messages) > 1:
-            self._num_rows -= len(self._messages.popleft()[2])
+    ids: Tensor
+    counts: Tensor
+    rows: Tensor
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        joined = [torch.cat(parts) for parts in zip(*self._messages, strict=True)]
-        named = zip(("ids", "counts", "rows"), joined, strict=True)
-        return {f"{name}/{part}": value.contiguous() for part, value in named}
+    @classmethod
+    def join(cls, parts: Iterable[Rows]) -> Rows:
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Each sample's id and rows, in the order of messages."""
+        split = torch.split(self.rows, self.counts.tolist())
+        return zip(self.ids.tolist(), split, strict=True)
 
 
 class Observer:
@@ -123,7 +125,7 @@ class Observer:
         self._from_step = last_step - meter.last_steps + 1
         self._max_rows = meter.max_rows
         self.averaging_steps, self.covers = meter.averaging_steps, 1  # updates that one sums up
-        self._streams: dict[str, _Rows] = {}
+        self._streams: dict[str, deque[Rows]] = {}
 
     def wants(self, step: int) -> bool:
         return step >= self._from_step
@@ -165,31 +167,21 @@ class Observer:
         folder = run_dir / OBSERVATIONS_DIR
         folder.mkdir(exist_ok=True)
         path = folder / f"rank{self._about['rank']}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for name, rows in self._streams.items():
-            tensors |= rows.tensors(name)
+        tensors = {
+            f"{name}/{part}": value.contiguous()
+            for name, messages in self._streams.items()
+            for part, value in Rows.join(messages)._asdict().items()
+        }
         about = json.dumps(self._about | {"covers": self.covers})
         save_file(tensors, path, metadata={"about": about})
         return path
 
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
-        self._streams.setdefault(name, _Rows(self._max_rows)).add(ids.clone(), wide, rows)
-
-
-@dataclass(frozen=True)
-class Victim:
-    """What an attacker knows of a stage that reads text.
-
-    run: computes the stage on token ids [N, S]. words_N: ids that may stand in a text.
-    covers: updates that one contribution sums up.
-    """
-
-    module: nn.Module
-    run: Callable[[Tensor], object]
-    words_N: Tensor
-    max_length: int
-    covers: int = 1
+        messages = self._streams.setdefault(name, deque())
+        messages.append(Rows(ids.clone(), wide, rows))
+        while len(messages) > 1 and sum(len(m.rows) for m in messages) > self._max_rows:
+            messages.popleft()
 
 
 @dataclass
@@ -216,15 +208,15 @@ class AveragingObserver:
         stage 0. A tensor of which only a part came (a share of its rows) is left out."""
         if not self._observer.wants(step - self._victim.covers + 1):
             return
-        own = {f"0.{name}": p for name, p in self._victim.module.named_parameters()}
+        own = dict(self._victim.module.named_parameters())
         changes = {
-            name: tensor.detach().float().cpu().clone()
-            for name, tensor in tensors.items()
-            if name in own and tensor.shape == own[name].shape
+            name: tensors[f"0.{name}"].detach().float().cpu().clone()
+            for name, parameter in own.items()
+            if f"0.{name}" in tensors and tensors[f"0.{name}"].shape == parameter.shape
         }
         known = [seen.weights for seen in self._seen if seen.step == step]
         weights = known[0] if known else {n: p.detach().clone() for n, p in own.items()}
-        self._seen.append(_Seen(step, replica, _without_stage(changes), _without_stage(weights)))
+        self._seen.append(_Seen(step, replica, changes, weights))
 
     def attack(self) -> None:
         """Note what the attacks guess."""
@@ -246,25 +238,19 @@ class AveragingObserver:
                 yield "embedding_rows", [changed_rows(change, before).tolist()]
             elif isinstance(module, nn.Linear):
                 yield "head_rows", [raised_words(change).tolist()]
-        found = attack_layers(
-            victim.module, victim.run, seen.changes, victim.words_N, victim.max_length
-        )
+        found = attack_layers(victim, seen.changes)
         yield "layer_inputs", [found.tokens.tolist()]
         yield TEXTS, found.texts
-
-
-def _without_stage(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("0."): tensor for name, tensor in named.items()}
 
 
 @contextmanager
 def _holding(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The module with the weights of another step."""
-    own = {name: parameter.data for name, parameter in module.named_parameters()}
+    own = {name: (parameter, parameter.data) for name, parameter in module.named_parameters()}
     try:
-        for name, parameter in module.named_parameters():
+        for name, (parameter, _) in own.items():
             parameter.data = weights[name]
         yield
     finally:
-        for name, parameter in module.named_parameters():
-            parameter.data = own[name]
+        for parameter, data in own.values():
+            parameter.data = data

@@ -41,10 +41,11 @@ _DIRECTION = {
 # What torch.distributed sends itself, before the first step and after the last one.
 UNFRAMED = [
     "rendezvous: addresses and ports of the ranks, names of their process groups",
-    "start: int64 [1] from rank 0, a number for this run's emulated links (where there are any)",
-    "start: int64 [1] from each rank, a number for its machine (emulated links only)",
+    "start: settings of the experiment, digests of the code, checkpoints: lines of text from each "
+    "rank, and whether it may go on, in the store where the ranks meet",
+    "start: a number for this run and one for each machine (emulated links only), in that store",
     "start: a barrier before the first step",
-    "end: float64 [16] or fewer from each rank, when its last steps began and ended",
+    "end: when the last steps of each rank began and ended, 8 or fewer, in that store",
 ]
 UNFRAMED_ELASTIC = [
     "rendezvous: addresses and ports of the ranks, names of their process groups, how often each "
@@ -88,7 +89,9 @@ def write_rank_audit(
             for sender, record in (received or {}).items()
             for message in record.described()
         ],
-        "unframed": _unframed(layout, is_elastic),
+        "unframed": UNFRAMED_ELASTIC
+        if is_elastic
+        else UNFRAMED[: None if layout.ranks_meet_in_the_end else 3],
         "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
         if crosses
         else {},
@@ -104,12 +107,6 @@ def write_rank_audit(
     return path
 
 
-def _unframed(layout: Layout[Any], is_elastic: bool) -> list[str]:
-    if is_elastic:
-        return UNFRAMED_ELASTIC
-    return UNFRAMED if layout.ranks_meet_in_the_end else UNFRAMED[:3]
-
-
 def join_audit(run_dir: Path) -> dict[str, Any]:
     """Write wire_audit.json from the ranks' files in the folder. Raises DataError without any."""
     ranks = [json.loads(p.read_text("utf-8")) for p in sorted(run_dir.glob("rank*.wire.json"))]
@@ -122,22 +119,19 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
     missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
     for rank in ranks:
         for message in _messages(rank, missing):
-            entry = {
+            head = {
                 "from": message["from"],
                 "to": message["to"],
                 "boundary": "control" if message["boundary"] is None else message["boundary"],
                 "direction": _DIRECTION.get(message["kind"], ""),
                 "kind": message["kind"],
-                "parts": message["parts"],
-                "num_messages": 0,
-                "num_bytes": 0,
             }
-            make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in entry["parts"]]
-            heads = [entry[key] for key in ("from", "to", "boundary", "kind")]
-            found = joined.setdefault(json.dumps([heads, make_up]), entry)
-            for mine, other in zip(found["parts"], message["parts"], strict=True):
-                both = zip(mine["shape"], other["shape"], strict=True)
-                mine["shape"] = [_span(a, b) for a, b in both]
+            parts = message["parts"]
+            make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in parts]
+            new = {**head, "parts": parts, "num_messages": 0, "num_bytes": 0}
+            found = joined.setdefault(json.dumps([head, make_up]), new)
+            for mine, other in zip(found["parts"], parts, strict=True):
+                mine["shape"] = [*map(_span, mine["shape"], other["shape"])]
             found["num_messages"] += message["num_messages"]
             found["num_bytes"] += message["num_bytes"]
         for event, names in rank["reports"].items():
@@ -200,9 +194,8 @@ def _messages(rank: Mapping[str, Any], missing: Sequence[int]) -> Iterator[dict[
 
 def _span(a: int | str, b: int | str) -> int | str:
     """Merge 3 and "5-7" into "3-7"."""
-    ends = [int(number) for size in (a, b) for number in str(size).split("-")]
-    low, high = min(ends), max(ends)
-    return low if low == high else f"{low}-{high}"
+    ends = sorted(int(number) for size in (a, b) for number in str(size).split("-"))
+    return ends[0] if ends[0] == ends[-1] else f"{ends[0]}-{ends[-1]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,9 +27,7 @@ from typing import Protocol
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import Stateful
-from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Signal
-from xcloud.parallel.part import Part, StepReport
 from xcloud.record.reporter import Reporter
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 
@@ -337,37 +335,3 @@ class Notes:
         if what not in self._noted:
             self._noted.add(what)
             self.reporter.note(text)
-
-
-class CheckpointPart(Part):
-    """A Checkpointer around a pipeline's updates. is_told: rank 0's signal comes with every step;
-    else this rank goes by the step alone."""
-
-    def __init__(
-        self, checkpoints: Checkpointer, asked: StopSignal, is_told: bool, clock: StepClock
-    ) -> None:
-        self._checkpoints, self._asked, self._is_told = checkpoints, asked, is_told
-        self._clock = clock
-
-    def before_update(self, step: int) -> None:
-        self._asked.is_armed = self._is_told and self._checkpoints.timing.settings.are_made
-
-    def signal(self, step: int) -> Signal:
-        checkpoints = self._checkpoints
-        return checkpoints.decide(step) if self._is_told else checkpoints.decide_by_step(step)
-
-    def after_update(self, step: int, report: StepReport) -> None:
-        with self._clock.paused():
-            self._checkpoints.after(step, report.signal)
-
-    def finish(self) -> None:
-        self._asked.is_armed = False
-        self._checkpoints.save_last()
-
-    def settle(self) -> None:
-        self._checkpoints.wait()
-
-    def close(self, is_finished: bool) -> None:
-        self._checkpoints.close()
-        if is_finished:
-            self._checkpoints.keep_newest()

@@ -145,9 +145,6 @@ class StepRatio:
         figures = (math.exp(mean), math.exp(mean - below), math.exp(mean + above))
         return cls(*figures, sum(one.rounds for one in ratios), names)
 
-    def __str__(self) -> str:
-        return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
-
 
 def reference_of(point: Point, points: Sequence[Point]) -> Point:
     """The uncompressed one of the same settings, or else the first; of the same seed if it can."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
 from xcloud.base.units import score_text
@@ -32,7 +34,7 @@ from xcloud.sweep.points import (
     is_number,
     varying,
 )
-from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
+from xcloud.sweep.results import Results, from_folder, known_sweeps, open_sweep
 from xcloud.sweep.table import print_sweep, write_csv
 
 MOST_DIFFERENCES = 12
@@ -61,69 +63,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folders = [folder for folder, _ in opened]
     target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
-    results = [result for _, own in opened for result in own]
-    rows, _ = report(results, target, " and ".join(folder.name for folder in folders))
+    results = Results([run for _, runs in opened for run in runs])
+    report(results, target, " and ".join(folder.name for folder in folders))
     if len(opened) > 1:
-        _compare([own for _, own in opened], rows)
+        _compare(results)
     return 0
 
 
-def report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[Row], list[Path]]:
-    """Print the table; write CSV and pictures into `folder`. Returns the rows, and the files."""
+def report(results: Results, folder: Path, title: str) -> list[Path]:
+    """Print the table; write CSV and pictures into `folder`. Returns the files."""
     from xcloud.sweep.pictures import curves_of, write_losses, write_pictures
     from xcloud.sweep.swept import print_swept, swept_of, write_swept, write_swept_picture
 
-    rows = rows_of(results)
-    print_sweep(rows)
-    written = [*write_csv(folder, rows, results), *write_pictures(folder, rows, title)]
-    if swept := swept_of(rows):
+    print_sweep(results)
+    written = [*write_csv(folder, results), *write_pictures(folder, results, title)]
+    if swept := swept_of(results):
         print_swept(swept)
         written += [write_swept(folder, swept), write_swept_picture(folder, swept, title)]
-    reference, others = curves_of(rows)
-    if others:
-        written.append(write_losses(folder, reference, others, title))
+    reference, curves = curves_of(results)
+    if curves:
+        written.append(write_losses(folder, reference, curves, title))
     print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
-    return rows, written
+    return written
 
 
 def close_sweep(folder: Path, tracker: Tracker) -> None:
     """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
-    results = from_folder(folder)
-    if not results:
+    results = Results(from_folder(folder))
+    if not results.runs:
         return
-    rows, written = report(results, folder, f"sweep {folder.name}")
-    score = next((name for row in rows for name in row.quality), "bleu")
-    all_settings = [result.settings for result in results]
-    for line in prepare(results[0].sweep, tracker, all_settings, score, written)():
+    written = report(results, folder, f"sweep {folder.name}")
+    score = next(iter(results.scores), "bleu")
+    all_settings = [run.settings for run in results.runs]
+    for line in prepare(results.sweeps[0], tracker, all_settings, score, written)():
         print(line, flush=True)
 
 
-def _compare(sweeps: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
+def _compare(results: Results) -> None:
     """Print the settings that differ between sweeps, and compare rows with the same label."""
-    shared = []
-    for results in sweeps:
-        differing = set(varying([result.settings for result in results]))
-        one = results[0].settings
-        shared.append({key: value for key, value in one.items() if key not in differing})
-    for results, settings in zip(sweeps[1:], shared[1:], strict=True):
-        both = {key: pair for key, pair in differences(shared[0], settings).items()
-                if key in shared[0] and key in settings}  # fmt: skip
+    first, *others = results.sweeps
+    shared = {}
+    for sweep in results.sweeps:
+        own = [run.settings for run in results.runs if run.sweep == sweep]
+        differing = set(varying(own))
+        shared[sweep] = {key: own[0][key] for key in own[0] if key not in differing}
+    for sweep in others:
+        both = {key: pair for key, pair in differences(shared[first], shared[sweep]).items()
+                if key in shared[first] and key in shared[sweep]}  # fmt: skip
         lines = [f"  {key}: {old} | {new}" for key, (old, new) in both.items()]
-        heading = f"{sweeps[0][0].sweep} | {results[0].sweep}: "
+        heading = f"{first} | {sweep}: "
         print(heading + ("settings that differ" if lines else "no common setting differs"))
         for line in lines[:MOST_DIFFERENCES]:
             print(line)
-    first = sweeps[0][0].sweep
-    bases = {row.label: row for row in rows if row.sweep == first and row.score}
-    for row in rows:
-        base = bases.get(row.label)
-        if row.sweep != first and base and base.score and row.score:
-            more = score_text(next(iter(row.quality)), row.score.mean - base.score.mean)
-            sign = "" if more.startswith("-") else "+"
-            line = f"{row.label}: {row.sweep} against {first}: {sign}{more}"
-            if row.step_time_s and base.step_time_s:
-                line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
-            print(line)
+    scored = results.rows[results.rows.score.notna()]
+    bases = scored[scored.sweep == first].set_index("setting")
+    pairs = scored[scored.sweep != first].merge(bases, on="setting", suffixes=("", "_of_first"))
+    for _, row in pairs.iterrows():
+        more = score_text(row.score, row[row.score] - row[f"{row.score}_of_first"])
+        sign = "" if more.startswith("-") else "+"
+        line = f"{row.setting}: {row.sweep} against {first}: {sign}{more}"
+        if pd.notna(slower := row.step_time_s / row.step_time_s_of_first):
+            line += f", step time x{slower:.2f}"
+        print(line)
 
 
 def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:

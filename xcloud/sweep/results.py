@@ -1,22 +1,20 @@
-"""Results of a sweep: one Result per run, one Row per setting over its seeds.
-Read from the run folders, or from MLflow if these are gone; published figures beside them. Prints
-and draws nothing.
+"""Results of a sweep, read from its run folders, or from MLflow if these are gone, as two data
+frames: a line for each run, and a line for each setting over its seeds. Prints and draws nothing.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import statistics
 import tomllib
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
@@ -24,6 +22,7 @@ from xcloud.base.units import LEAKS, LESS_IS_BETTER
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.record.tracking import final_metrics
 from xcloud.sweep.interleaving import KEY, StepRatio
 from xcloud.sweep.points import (
     UNCOMPRESSED,
@@ -38,20 +37,20 @@ from xcloud.sweep.points import (
 from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
 
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
-_NUM_RANKS = r"cluster\.clouds\.[^.]+\.num_ranks"
 RATES = ("samples_per_s", "tokens_per_s")
 PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures belong to
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run. `run_dir` has its experiment.yaml and, unless it was killed, summary.json."""
+    """One run. `run_dir` has its experiment.yaml and, unless it was killed, summary.json.
+    at_once: points that ran concurrently."""
 
     sweep: str
     run_dir: Path
     settings: Settings
     summary: dict[str, Any]
-    at_once: int = 1  # points that ran concurrently
+    at_once: int = 1
 
     @property
     def label(self) -> str:
@@ -61,158 +60,175 @@ class Result:
     def status(self) -> str:
         return str(self.summary.get("status", "unfinished"))
 
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation over seeds; std is None for a single seed."""
-
-    mean: float
-    std: float | None
-    num: int
-
-    @classmethod
-    def of(cls, values: Sequence[float | None]) -> Spread | None:
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        std = statistics.stdev(known) if len(known) > 1 else None
-        return cls(statistics.fmean(known), std, len(known))
-
-
-@dataclass
-class Row:
-    """All runs of one setting."""
-
-    label: str
-    results: list[Result]
-    quality: dict[str, Spread] = field(default_factory=dict)
-    step_time_s: Spread | None = None
-    compression_ratio: Spread | None = None
-    rates: dict[str, Spread] = field(default_factory=dict)  # samples and tokens per second
-    step_ratio: StepRatio | None = None  # of runs that were timed together
-    share: float | None = None  # step time / that of the uncompressed runs of the same sweep
-    share_std: float | None = None  # from both spreads over seeds
-    # Of each rate: this row's / that of the runs in one cloud of the same sweep.
-    share_of_one_cloud: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        finished = self.finished
-        scores = [_scores(summary) for summary in finished]
-        names = dict.fromkeys(name for own in scores for name in own)
-        spreads = {name: Spread.of([own.get(name) for own in scores]) for name in names}
-        self.quality = {name: spread for name, spread in spreads.items() if spread}
-        self.step_time_s = Spread.of([s["step_time_s"]["median"] for s in finished])
-        self.compression_ratio = Spread.of([s["compression_ratio"]["total"] for s in finished])
-        rates = {name: Spread.of([s.get(name) for s in finished]) for name in RATES}
-        self.rates = {name: spread for name, spread in rates.items() if spread}
-        if finished and all(s.get(KEY) for s in finished):
-            self.step_ratio = StepRatio.over_seeds([StepRatio(**s[KEY]) for s in finished])
-
     @property
-    def finished(self) -> list[dict[str, Any]]:
-        """Summaries of the finished runs."""
-        return [result.summary for result in self.results if result.status == "finished"]
+    def scores(self) -> list[str]:
+        """Names, the task's main score first; leaks if measured. Empty unless it has finished."""
+        if self.status != "finished":
+            return []
+        values = {**self.summary["quality"], **{name: self.summary.get(name) for name in LEAKS}}
+        return [name for name, value in values.items() if isinstance(value, int | float)]
 
-    @property
-    def num_finished(self) -> int:
-        return len(self.finished)
 
-    @property
-    def sweep(self) -> str:
-        return self.results[0].sweep
+class Results:
+    """Runs of one sweep or of several.
 
-    @property
-    def settings(self) -> Settings:
-        return self.results[0].settings
+    rows: a line for each setting, best score first; its index counts in the order of appearance.
+        Of every figure (`bleu`, `step_time_s`, `waiting_s_cloud_a`) the mean over the finished
+        runs and, in `bleu_std`, the sample standard deviation; NaN where there is none.
+        `bleu_error` is the mean of the runs' standard errors over test samples.
+    share: step time / that of the uncompressed runs of the same sweep and link.
+    SCORE_share_of_one_cloud: rate / that of the same work in one cloud of the same sweep.
+    """
 
-    @property
-    def compression(self) -> str:
-        names = (result.summary.get("compression") for result in self.results)
-        return str(next((name for name in names if name), "-"))
+    def __init__(self, runs: Sequence[Result]) -> None:
+        self.runs = list(runs)
+        self.sweeps = list(dict.fromkeys(run.sweep for run in runs))
+        self.scores = list(dict.fromkeys(name for run in runs for name in run.scores))
 
-    @property
-    def cluster(self) -> str:
-        return str(self.settings.get("cluster.name", "-"))
+    @cached_property
+    def points(self) -> pd.DataFrame:
+        """A line for each run, failed ones included, with the settings that vary."""
+        keys = [key for key in varying([run.settings for run in self.runs]) if key != "seed"]
+        lines = [
+            {
+                "sweep": run.sweep,
+                "label": run.label,
+                "seed": run.settings.get("seed"),
+                "status": run.status,
+                "commit": run.summary.get("commit"),
+                "identity": identity(run.settings),
+                **{key: run.settings.get(key) for key in keys},
+                **final_metrics(run.summary),
+                "cause": run.summary.get("cause"),
+                "folder": str(run.run_dir),
+            }
+            for run in self.runs
+        ]
+        return pd.DataFrame(lines, dtype=object)
 
-    @property
-    def num_ranks(self) -> int:
-        counts = (v for k, v in self.settings.items() if re.fullmatch(_NUM_RANKS, k))
-        return sum(count for count in counts if isinstance(count, int))
+    @cached_property
+    def of_row(self) -> list[list[Result]]:
+        """The runs of each setting, by the index of `rows`."""
+        groups: dict[tuple[str, str], list[Result]] = {}
+        for run in self.runs:
+            groups.setdefault((run.sweep, setting_key(run.settings)), []).append(run)
+        return list(groups.values())
 
-    @property
-    def score(self) -> Spread | None:
-        """The first score of the task: BLEU, accuracy, …"""
-        return next(iter(self.quality.values()), None)
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        rows = pd.DataFrame([_row(runs) for runs in self.of_row])
+        _tell_apart(rows)
+        figures = pd.DataFrame(
+            {**_figures(run), "row": number}
+            for number, runs in enumerate(self.of_row)
+            for run in runs
+            if run.status == "finished"
+        )
+        if len(figures):
+            by_row = figures.astype(float).groupby("row").agg(["mean", "std"])
+            by_row.columns = [name + "_std" * (what == "std") for name, what in by_row.columns]
+            rows = rows.join(by_row.drop(columns=by_row.filter(regex="_error_std$")))
+        for name in ("step_time_s", "compression_ratio"):
+            rows = rows if name in rows else rows.assign(**{name: np.nan, f"{name}_std": np.nan})
+        rows = _share_of_uncompressed(rows)
+        for name in RATES:
+            if name in rows:
+                alone = rows[rows.cluster == ONE_CLOUD].groupby(["sweep", "workload"])[name].mean()
+                there = rows.join(alone.rename("alone"), on=["sweep", "workload"])["alone"]
+                rows[f"{name}_share_of_one_cloud"] = rows[name] / there
+        return rows.loc[sorted(rows.index, key=lambda number: _by_score(rows.loc[number]))]
 
-    def parts_s(self, kind: str) -> dict[str, float]:
-        """Mean over seeds of "compute_s", "codec_s", "waiting_s" or "sync_s", by cloud."""
-        finished = [summary.get(kind) or {} for summary in self.finished]
-        clouds = dict.fromkeys(cloud for parts in finished for cloud in parts)
-        means = {cloud: Spread.of([parts.get(cloud) for parts in finished]) for cloud in clouds}
-        return {cloud: spread.mean for cloud, spread in means.items() if spread}
+
+def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
+    """What is shown after a score: its spread over seeds, its error if there is one run."""
+    std = rows[f"{score}_std"]
+    return std.fillna(rows[f"{score}_error"]) if f"{score}_error" in rows else std
+
+
+def _row(runs: Sequence[Result]) -> dict[str, Any]:
+    """What the runs of a setting have in common, and their step time ratio if they were timed
+    together."""
+    settings, finished = runs[0].settings, [run for run in runs if run.status == "finished"]
+    compressions = (run.summary.get("compression") for run in runs)
+    compression = str(next(filter(None, compressions), "-"))
+    line = {
+        "sweep": runs[0].sweep,
+        "setting": runs[0].label,
+        "compression": compression,
+        "runs": len(runs),
+        "finished": len(finished),
+        "score": next((run.scores[0] for run in finished if run.scores), None),
+        "cluster": str(settings.get("cluster.name", "-")),
+        "settings": settings,
+        "reference": reference_key(settings),
+        "workload": workload_key(settings),
+        "published": published_for(settings, compression),
+    }
+    if finished and all(run.summary.get(KEY) for run in finished):
+        ratio = StepRatio.over_seeds([StepRatio(**run.summary[KEY]) for run in finished])
+        line |= {KEY + f"_{key}" * (key != "ratio"): value for key, value in asdict(ratio).items()}
+    return line
+
+
+def _figures(run: Result) -> dict[str, float]:
+    ours = final_metrics(run.summary).items()
+    return {name: value for name, value in ours if not name.startswith("step_time_ratio")}
+
+
+def _share_of_uncompressed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Adds share, and share_std from the spreads of both over their seeds."""
+    keys = ["sweep", "reference"]
+    base = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
+    base = base.drop_duplicates(keys, keep="last").set_index(keys)
+    there = rows[keys].join(base[["step_time_s", "step_time_s_std"]], on=keys)
+    rows = rows.assign(share=rows.step_time_s / there.step_time_s)
+    own, others = (one.step_time_s_std / one.step_time_s for one in (rows, there))
+    noise = np.hypot(own.fillna(0.0), others.fillna(0.0))
+    is_known = (noise > 0) & (rows.share != 1.0)
+    return rows.assign(share_std=(rows.share * noise).where(is_known))
+
+
+def _tell_apart(rows: pd.DataFrame) -> None:
+    """Extend equal labels (from different commands) with the settings that differ."""
+    for _, alike in rows.groupby(["sweep", "setting"]):
+        keys = [key for key in varying(list(alike.settings)) if key != "seed"][:3]
+        for number, settings in alike.settings.items():
+            parts = (f"{key.rsplit('.', 1)[-1]}={settings.get(key)}" for key in keys)
+            rows.loc[number, "setting"] = " ".join((alike.setting[number], *parts))
+
+
+def _by_score(row: pd.Series) -> tuple[bool, float, float]:
+    """To sort by: best first, then the fastest; without a score last."""
+    if row.score is None or pd.isna(row.score):
+        return True, 0.0, float(np.nan_to_num(row.step_time_s))
+    sign = 1 if row.score in LESS_IS_BETTER else -1
+    return False, sign * row[row.score], float(np.nan_to_num(row.step_time_s))
 
 
 def from_folder(folder: Path) -> list[Result]:
     """All points of the sweep in multirun/NAME, run by any launcher."""
     recorded = read_points(folder)
-    results = []
-    for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}")):
-        run_dir = path.parent
-        if run_dir.name != EARLIER_DIR:
-            at_once = int(recorded.get(run_dir.name, {}).get("at_once", 1))
-            results.append(_result(folder.name, run_dir, at_once))
-    return results
+    run_dirs = [path.parent for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))]
+    return [
+        _result(folder.name, run_dir, int(recorded.get(run_dir.name, {}).get("at_once", 1)))
+        for run_dir in run_dirs
+        if run_dir.name != EARLIER_DIR
+    ]
 
 
 def from_store(store: Store, sweep: str) -> list[Result]:
     """The runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
-    latest: dict[str, Result] = {}
-    for folder in store.artifacts_of_sweep(sweep):
-        if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists():
-            result = _result(sweep, folder, 1)
-            latest[identity(result.settings)] = result
-    return list(latest.values())
+    found = [
+        _result(sweep, folder, 1)
+        for folder in store.artifacts_of_sweep(sweep)
+        if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists()
+    ]
+    return list({identity(result.settings): result for result in found}.values())
 
 
-def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Group runs that differ only in their seed; best score first."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.sweep, setting_key(result.settings)), []).append(result)
-    rows = [Row(group[0].label, group) for group in groups.values()]
-    _tell_apart(rows)
-    uncompressed = {
-        (row.sweep, reference_key(row.settings)): row.step_time_s
-        for row in rows
-        if row.compression == UNCOMPRESSED and row.step_time_s
-    }
-    for row in rows:
-        reference, own = (
-            uncompressed.get((row.sweep, reference_key(row.settings))),
-            row.step_time_s,
-        )
-        if own and reference:
-            row.share = own.mean / reference.mean
-            noises = [spread.std / spread.mean for spread in (own, reference) if spread.std]
-            row.share_std = (
-                row.share * math.hypot(*noises) if noises and own != reference else None
-            )
-    _share_of_one_cloud(rows)
-    return sorted(rows, key=_by_score)
-
-
-def _share_of_one_cloud(rows: Sequence[Row]) -> None:
-    """Compare with the same work in one cloud; compression is not applied there."""
-    alone: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row.cluster == ONE_CLOUD:
-            key = (row.sweep, workload_key(row.settings))
-            alone.setdefault(key, []).extend(row.finished)
-    for row in rows:
-        same_work = alone.get((row.sweep, workload_key(row.settings)), [])
-        for name, rate in row.rates.items():
-            if reference := Spread.of([summary.get(name) for summary in same_work]):
-                row.share_of_one_cloud[name] = rate.mean / reference.mean
+def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
+    settings = flatten(read_config(run_dir / EXPERIMENT_FILE))
+    return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
 
 
 def known_sweeps(newest: int | None = None) -> list[str]:
@@ -241,36 +257,6 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
     return folder, results
 
 
-def _scores(summary: dict[str, Any]) -> dict[str, float | None]:
-    """Quality by name, and leak figures if measured."""
-    leaks = {name: summary[name] for name in LEAKS if isinstance(summary.get(name), int | float)}
-    return {**summary["quality"], **leaks}
-
-
-def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
-    settings = flatten(read_config(run_dir / EXPERIMENT_FILE))
-    return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
-
-
-def _tell_apart(rows: Sequence[Row]) -> None:
-    """Extend equal labels (from different commands) with the settings that differ."""
-    counts = Counter((row.sweep, row.label) for row in rows)
-    for name, count in counts.items():
-        alike = [row for row in rows if (row.sweep, row.label) == name]
-        if count > 1:
-            keys = [key for key in varying([row.settings for row in alike]) if key != "seed"]
-            for row in alike:
-                parts = (f"{key.rsplit('.', 1)[-1]}={row.settings.get(key)}" for key in keys[:3])
-                row.label = " ".join((row.label, *parts))
-
-
-def _by_score(row: Row) -> tuple[bool, float, float]:
-    name, score = next(iter(row.quality.items()), ("", None))
-    mean = score.mean if score else 0.0
-    by_score = mean if name in LESS_IS_BETTER else -mean
-    return score is None, by_score, row.step_time_s.mean if row.step_time_s else 0.0
-
-
 @dataclass(frozen=True)
 class Published:
     """quality: as printed there. share: of the uncompressed step time. ratio: of traffic.
@@ -286,12 +272,12 @@ class Published:
 Where = dict[str, str | bool | list[str]]
 
 
-def published_for(row: Row) -> Published | None:
-    """The first matching entry; None without one, or without the file."""
+def published_for(settings: Settings, compression: str) -> Published:
+    """The first matching entry; one without figures if there is none, or no file."""
     for where, figures in entries(project_root() / PUBLISHED):
-        if all(_fits(row, key, wanted) for key, wanted in where.items()):
-            return figures if figures.notes else None
-    return None
+        if all(_fits(settings, compression, *condition) for condition in where.items()):
+            return figures
+    return Published()
 
 
 @cache
@@ -308,9 +294,9 @@ def entries(path: Path) -> list[tuple[Where, Published]]:
         raise ConfigError(f"{path} is not a list of published figures: {error!r}") from error
 
 
-def _fits(row: Row, key: str, wanted: str | bool | list[str]) -> bool:
+def _fits(settings: Settings, compression: str, key: str, wanted: str | bool | list[str]) -> bool:
     if key == "unsplit":
-        return is_unsplit(row.settings) == wanted
-    value = str(row.compression if key == "compression" else row.settings.get(key))
+        return is_unsplit(settings) == wanted
+    value = str(compression if key == "compression" else settings.get(key))
     options = wanted if isinstance(wanted, list) else [str(wanted)]
     return any(fnmatchcase(value, option) for option in options)

@@ -5,7 +5,6 @@ quality_over_setting.png, where these rows are bands.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -20,8 +20,8 @@ from xcloud.base.units import LESS_IS_BETTER, score_name, shown_scores
 from xcloud.report.figures import DASHES, LINES, MARKERS, canvas, column, plain, save
 from xcloud.report.tables import Column, console_of, print_table
 from xcloud.sweep.points import deciding, is_number, varying
-from xcloud.sweep.results import Row
-from xcloud.sweep.table import WIDTH_OF_A_SWEEP, spread_text
+from xcloud.sweep.results import Results, plus_minus
+from xcloud.sweep.table import WIDTH_OF_A_SWEEP, known, spread_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,68 +36,69 @@ _APART, _AT_MOST = 0.04, 0.2  # of the distance between values, so that whiskers
 
 
 @dataclass(frozen=True)
-class Line:
-    """Rows that differ only in the setting, by its value. label: what they have in common."""
-
-    label: str
-    rows: dict[float, Row]
-
-
-@dataclass(frozen=True)
 class Swept:
-    """setting: its dotted name. scores: those to show, the task's main score first. beside: the
-    rows without the setting, best first."""
+    """setting: its dotted name. scores: those to show, the task's main score first. rows: those
+    of the results, each with its `value` of the setting and its `line`, which says what else
+    varies. beside: the rows without the setting, best first."""
 
     setting: str
     scores: list[str]
-    lines: list[Line]
-    beside: list[Row]
+    rows: pd.DataFrame
+    beside: pd.DataFrame
 
     @property
     def name(self) -> str:
         return _short(self.setting)
 
     @property
+    def lines(self) -> list[str]:
+        return list(self.rows.line.unique())
+
+    @property
     def values(self) -> list[float]:
-        return sorted({value for line in self.lines for value in line.rows})
+        return sorted(self.rows.value.unique())
 
     @property
     def num_seeds(self) -> str:
         """3, or 1 to 3 where some runs are missing."""
-        rows = [row for line in self.lines for row in line.rows.values()] + self.beside
-        counts = sorted({row.num_finished for row in rows})
-        return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        counts = pd.concat([self.rows, self.beside]).finished
+        few, many = counts.min(), counts.max()
+        return str(few) if few == many else f"{few} to {many}"
 
 
-def swept_of(rows: Sequence[Row]) -> Swept | None:
+def swept_of(results: Results) -> Swept | None:
     """Choose the numeric setting with the most values while everything else is equal; None if
     there is none."""
-    scored = [row for row in rows if row.score]
-    keys = [key for key in varying([row.settings for row in scored]) if key != "seed"]
-    grouped = {key: _groups(scored, key, keys) for key in keys}
-    most = {key: max(map(len, groups.values()), default=0) for key, groups in grouped.items()}
-    setting = max(keys, key=lambda key: most[key], default=None)
-    if setting is None or most[setting] < 2:
+    scored = results.rows[results.rows.score.notna()]
+    keys = [key for key in varying(list(scored.settings)) if key != "seed"]
+    lines = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
+    values = pd.DataFrame(lines, scored.index, keys, dtype=object)
+    words = values.map(repr).assign(sweep=scored.sweep)
+    # For each setting, of the rows that have it as a number: those that differ in it alone.
+    groups = {
+        key: [list(group.index) for _, group in words[values[key].map(is_number)].groupby(
+            [name for name in words if name != key], sort=False)]
+        for key in keys
+    }  # fmt: skip
+    setting = max(keys, key=lambda key: max(map(len, groups[key]), default=0), default="")
+    if not setting or max(map(len, groups[setting]), default=0) < 2:
         return None
-    groups = list(grouped[setting].values())
-    shown = [row for group in groups for row in group.values()]
-    others = [key for key in varying([row.settings for row in shown])
-              if key not in ("seed", setting)]  # fmt: skip
-    several = len({row.sweep for row in shown}) > 1
-    lines = [Line(_label(next(iter(group.values())), setting, others, several), group)
-             for group in groups]  # fmt: skip
-    return Swept(
-        setting,
-        scores=shown_scores(name for row in shown for name in row.quality),
-        lines=sorted(lines, key=lambda line: _natural(line.label)),
-        beside=[row for row in scored if not any(row is other for other in shown)],
-    )
+    shown = scored.loc[[number for group in groups[setting] for number in group]]
+    others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
+    shown = shown.assign(
+        value=values.loc[shown.index, setting].astype(float),
+        line=[_label(row, setting, others, shown.sweep.nunique() > 1) for _, row in
+              shown.iterrows()],
+    )  # fmt: skip
+    shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
+    names = shown_scores(name for name in results.scores if shown[name].notna().any())
+    return Swept(setting, names, shown, scored.drop(shown.index))
 
 
 def print_swept(swept: Swept, console: Console | None = None) -> None:
     """Print a table for each score: a row per value, a column per line."""
     console = console or console_of(WIDTH_OF_A_SWEEP)
-    heads = [Column(name) for name in (swept.name, *(line.label for line in swept.lines))]
+    heads = [Column(name) for name in (swept.name, *swept.lines)]
     for score in swept.scores:
         cells = [(value, *cells) for value, cells in table_of(swept, score)]
         print_table(console, heads, cells, f"{score_name(score)} by {swept.setting}")
@@ -105,47 +106,37 @@ def print_swept(swept: Swept, console: Console | None = None) -> None:
 
 def table_of(swept: Swept, score: str) -> list[tuple[str, list[str]]]:
     """(value, a cell per line), then the rows without the setting, repeated for every line."""
-    cells = [
-        (f"{value:g}", [_cell(score, line.rows.get(value)) for line in swept.lines])
-        for value in swept.values
-    ]
-    return cells + [(row.label, [_cell(score, row)] * len(swept.lines)) for row in swept.beside]
+    texts = swept.rows.assign(text=swept.rows.apply(spread_text, axis=1, name=score))
+    wide = texts.pivot(index="value", columns="line", values="text")[swept.lines].fillna("-")
+    beside = [(row.setting, [spread_text(row, score)] * len(swept.lines))
+              for _, row in swept.beside.iterrows()]  # fmt: skip
+    return [(f"{value:g}", list(cells)) for value, cells in wide.iterrows()] + beside
 
 
 def write_swept(folder: Path, swept: Swept) -> Path:
     """Write a CSV row for each score, value and line."""
-    path = folder / SWEPT_FILE
+    rows = pd.concat([swept.rows, swept.beside.assign(line=swept.beside.setting)])
+    parts = [
+        rows.assign(score=score, **{
+            name: rows.get(f"{score}{end}")
+            for name, end in (("mean", ""), ("std", "_std"), ("error", "_error"))
+        })
+        for score in swept.scores
+    ]  # fmt: skip
+    table = pd.concat(parts).dropna(subset="mean").round(6)
+    table = table.rename(columns={"value": swept.setting, "finished": "seeds"})
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [(value, line.label, row) for line in swept.lines for value, row in line.rows.items()]
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["score", swept.setting, "line", "mean", "std", "seeds"])
-        for score in swept.scores:
-            for value, label, row in [*rows, *(("", row.label, row) for row in swept.beside)]:
-                if spread := row.quality.get(score):
-                    std = "" if spread.std is None else round(spread.std, 6)
-                    writer.writerow([score, value, label, round(spread.mean, 6), std, spread.num])
-    return path
+    columns = ["score", swept.setting, "line", "mean", "std", "error", "seeds"]
+    table.to_csv(folder / SWEPT_FILE, columns=columns, index=False, float_format="{:g}".format)
+    return folder / SWEPT_FILE
 
 
-def _groups(rows: Sequence[Row], key: str, keys: Sequence[str]) -> dict[object, dict[float, Row]]:
-    """Rows with a numeric `key`, by all other varied settings, then by its value."""
-    groups: dict[object, dict[float, Row]] = {}
-    for row in rows:
-        settings = deciding(row.settings)
-        value = settings.get(key)
-        if is_number(value):
-            rest = tuple(repr(settings.get(other)) for other in keys if other != key)
-            groups.setdefault((row.sweep, rest), {})[value] = row
-    return groups
-
-
-def _label(row: Row, setting: str, others: Sequence[str], several: bool) -> str:
+def _label(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
     settings, parts = deciding(row.settings), []
     for key in others:
         head, value = key.split(".")[0], settings.get(key)
         if head in ("compression", "cluster") and head != setting.split(".")[0]:
-            parts.append(row.compression if head == "compression" else row.cluster)
+            parts.append(row[head])
         elif value is not None:
             parts.append(f"{_short(key)}={value}")
     return " ".join(dict.fromkeys([*parts, *([f"@{row.sweep}"] if several else [])])) or "runs"
@@ -155,14 +146,9 @@ def _short(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def _natural(label: str) -> list[tuple[bool, float, str]]:
+def _natural(label: str) -> str:
     """rank=8 before rank=16."""
-    parts = re.split(r"(\d+\.?\d*)", label)
-    return [(p[:1].isdigit(), float(p) if p[:1].isdigit() else 0.0, p) for p in parts]
-
-
-def _cell(score: str, row: Row | None) -> str:
-    return spread_text(score, row.quality.get(score) if row else None)
+    return re.sub(r"\d+\.?\d*", lambda number: f"{float(number[0]):020.6f}", label)
 
 
 def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
@@ -171,10 +157,10 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
     for axes, score in zip(panels, swept.scores, strict=True):
         _draw(axes, swept, score)
     panels[-1].set_xlabel(swept.setting)
-    handles = [Line2D([], [], label=line.label, **_style(index))
+    handles = [Line2D([], [], label=line, **_style(index))
                for index, line in enumerate(swept.lines)]  # fmt: skip
-    for row, colour in zip(swept.beside, BANDS, strict=False):
-        label = f"{row.label}: {spread_text(swept.scores[0], row.score)}"
+    for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
+        label = f"{row.setting}: {spread_text(row, swept.scores[0])}"
         handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
     longest = max(len(str(handle.get_label())) for handle in handles)
     figure.legend(
@@ -185,11 +171,11 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
 
 
 def _draw(axes: Axes, swept: Swept, score: str) -> None:
-    for row, colour in zip(swept.beside, BANDS, strict=False):
-        if spread := row.quality.get(score):
-            low, high = spread.mean - (spread.std or 0), spread.mean + (spread.std or 0)
-            axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
-            axes.axhline(spread.mean, color=colour, linewidth=1.4, zorder=1)
+    for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
+        if (mean := known(row, score)) is not None:
+            end = plus_minus(swept.beside, score).fillna(0.0)[row.name]
+            axes.axhspan(mean - end, mean + end, color=colour, alpha=0.4, linewidth=0, zorder=0)
+            axes.axhline(mean, color=colour, linewidth=1.4, zorder=1)
     values = swept.values
     if values[0] > 0 and values[-1] >= MANY_TIMES * values[0]:
         axes.set_xscale("log")
@@ -201,20 +187,15 @@ def _draw(axes: Axes, swept: Swept, score: str) -> None:
     axes.set_xticks([], minor=True)
     for index, line in enumerate(swept.lines):
         shift = apart * (index - (len(swept.lines) - 1) / 2)
-        points = [(value + shift, spread) for value, row in sorted(line.rows.items())
-                  if (spread := row.quality.get(score))]  # fmt: skip
+        rows = swept.rows[swept.rows.line == line].dropna(subset=score).sort_values("value")
         axes.errorbar(
-            [x for x, _ in points],
-            [spread.mean for _, spread in points],
-            yerr=[spread.std or 0.0 for _, spread in points],
-            elinewidth=0.9,
-            capsize=2.5,
-            markersize=5,
-            linewidth=1.5,
-            **_style(index),
-        )
+            rows.value + shift, rows[score], yerr=plus_minus(rows, score).fillna(0.0),
+            elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
+        )  # fmt: skip
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     seeds = "" if swept.num_seeds == "1" else f"\n(mean ± std over {swept.num_seeds} seeds)"
+    if not seeds and plus_minus(swept.rows, score).notna().any():
+        seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     plain(axes, "both")
 

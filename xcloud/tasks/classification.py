@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Answers, Split
+from xcloud.contracts.task import SPLITS, Answers, Scores, Split
 from xcloud.tasks.corpus.demo import DemoByLanguage, DemoLabelled
 from xcloud.tasks.corpus.folder import Folder, FolderByLanguage, Languages
 from xcloud.tasks.corpus.hub import Hub, HubByLanguage
@@ -27,17 +27,14 @@ from xcloud.tasks.labels import (
     CROSS_LINGUAL,
     GLUE,
     KEYS,
-    MEANINGS,
     Benchmark,
     Classes,
-    Kind,
     Labels,
     Value,
     chosen_columns,
-    metrics_of,
-    score,
 )
 from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.tables import PairTable
 from xcloud.tasks.text_task import TextData, TextTask, check_predictions, pair_table
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
@@ -208,26 +205,27 @@ class ClassificationData(TextData[Classification]):
             texts += [table.second(i) for i in range(len(table))]
         return texts
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """The task's metrics, in percent, over the samples in `predictions`.
 
         If the split has parts: the main metric averaged over parts, then every metric of each
-        part (accuracy, accuracy_en, accuracy_de …).
+        part (accuracy, accuracy_en, accuracy_de …). Parts may be the same samples in several
+        languages, so the error of the mean is over rows that are drawn in all parts alike.
         """
         labels, label = self._known_labels(split)
         check_predictions(predictions, split, len(labels), "sample")
         pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
-        names = self._task.scores
-        if split not in self._parts:
-            return _scored(names, list(pairs.values()))
+        parts = self._parts.get(split)
+        samples: dict[int, dict[str, object]] = {}
         by_part: dict[str, list[tuple[float, float]]] = {}
-        for ident, pair in pairs.items():
-            by_part.setdefault(self._parts[split][ident], []).append(pair)
-        values = {part: _scored(names, held) for part, held in by_part.items()}
-        mean = sum(scores[names[0]] for scores in values.values()) / len(values)
-        return {names[0]: round(mean, 4)} | {
-            f"{name}_{part}": scores[name] for name in names for part, scores in values.items()
-        }
+        for i, (right, said) in pairs.items():
+            texts = {"prediction": label.show(said), "label": label.show(right)}
+            samples[i] = {**texts, "correct": right == said}
+            if parts is not None:
+                samples[i]["part"] = parts[i]
+            by_part.setdefault("" if parts is None else parts[i], []).append((right, said))
+        values, errors = label_scores(self._task.scores, by_part)
+        return Scores(values, errors, samples)
 
     def signature(self) -> dict[str, str]:
         names, there = self._task.scores, MEANINGS[self._task.known.kind]
@@ -267,11 +265,6 @@ class ClassificationData(TextData[Classification]):
         if self._label is None:
             raise DataError("labels are not visible here, so nothing can be scored")
         return self._labels[split], self._label
-
-
-def _scored(names: Sequence[str], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    right, predicted = zip(*pairs, strict=True)
-    return {name: round(score(name, right, predicted), 4) for name in names}
 
 
 @settings("task", kw_only=True)

@@ -1,12 +1,9 @@
-"""Labels, a class or a value: from cells to numbers, from predictions to labels, and their scores.
-What labelled texts look like: usual column names, and the classes, scores and files of known data
-sets. Reads none of them.
+"""Labels, a class or a value: from cells to numbers, from predictions to labels. What labelled
+texts look like: usual column names, and the classes, scores and files of known data sets. Reads
+none of them.
 
 GLUE: Wang et al., arXiv:1804.07461. Its test labels are not public, so scores here are dev scores,
 as in most papers. XNLI: Conneau et al., arXiv:1809.05053. PAWS-X: Yang et al., arXiv:1908.11828.
-
-Scores are in percent and take two lists of equal length, labels first. Undefined ones (only one
-class, constant values) are 0, as in the GLUE scorers.
 """
 
 from __future__ import annotations
@@ -14,53 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
 from xcloud.contracts.model import Head
 from xcloud.tasks.corpus.rows import OwnNames, Table
+from xcloud.tasks.scores import Kind
 
-Kind = Literal["classes", "value"]
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MOST_CLASSES = 1000
-
-
-MEANINGS: Mapping[Kind, Mapping[str, str]] = {
-    "classes": {
-        "accuracy": "share of correct classes, percent",
-        "f1": "F1 of class 1, percent",
-        "macro_f1": "mean F1 over classes, percent",
-        "matthews": "Matthews correlation, times 100",
-    },
-    "value": {
-        "pearson": "Pearson correlation, times 100",
-        "spearman": "Spearman rank correlation, times 100",
-    },
-}
-
-
-def score(name: str, right: Sequence[float], predicted: Sequence[float]) -> float:
-    """One of MEANINGS. macro_f1 is over every class among labels or predictions; matthews with
-    more than two classes is that of Gorodkin 2004; in spearman ties share their mean rank."""
-    from scipy import stats
-    from sklearn import metrics
-
-    if name in ("pearson", "spearman"):
-        if len(set(right)) == 1 or len(set(predicted)) == 1:
-            return 0.0
-        correlation = stats.pearsonr if name == "pearson" else stats.spearmanr
-        return 100.0 * float(correlation(right, predicted).statistic)
-    if name == "accuracy":
-        return 100.0 * float(metrics.accuracy_score(right, predicted))
-    if name == "matthews":
-        is_defined = len({*right, *predicted}) > 1
-        return 100.0 * float(metrics.matthews_corrcoef(right, predicted)) if is_defined else 0.0
-    classes = [1] if name == "f1" else None
-    how = {"labels": classes, "average": "macro", "zero_division": 0.0}
-    return 100.0 * float(metrics.f1_score(right, predicted, **how))
 
 
 @dataclass(frozen=True)
@@ -140,20 +101,6 @@ class Value:
 
 Labels = Classes | Value
 """How a task's labels are encoded, once its training labels are known."""
-
-
-def metrics_of(kind: Kind, names: Sequence[str] | None) -> Sequence[str]:
-    """The names, or those of the kind: accuracy for classes, both correlations for values.
-
-    Raises ConfigError for a score that does not fit the kind.
-    """
-    there = MEANINGS[kind]
-    if unknown := [name for name in names or () if name not in there]:
-        raise ConfigError(
-            f"task.metrics: {unknown[0]!r} is not a score for {kind}; choose from "
-            f"{', '.join(there)}"
-        )
-    return names or (("accuracy",) if kind == "classes" else tuple(there))
 
 
 def _some(cells: set[str]) -> str:

@@ -14,18 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Split, UsedAs
+from xcloud.contracts.task import SPLITS, Scores, Split, UsedAs
 from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
 from xcloud.tasks.corpus.demo import DemoStories
 from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
+from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.text_task import TextTask, View, check_predictions
 from xcloud.tasks.tokenizer import TokenizerChoice, TrainedTokenizer
 
@@ -140,14 +142,20 @@ class LanguageData(View[LanguageModelling]):
         self._seen("label", "label")
         return float(self._tables["train"].num_guessed(ids))
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Perplexity, and the mean loss in nats, of the guessed tokens of these samples."""
         check_predictions(predictions, split, self._rows[split], "sample")
         # Of each sample millionths of a nat, and tokens.
-        nats, tokens = (sum(of_all) for of_all in zip(*predictions.values(), strict=True))
-        loss = nats / 1e6 / tokens
+        nats, tokens = np.array([predictions[i] for i in sorted(predictions)], np.float64).T
+        loss = float(nats.sum() / 1e6 / tokens.sum())
+        error = ratio_error(nats / 1e6, tokens)
         perplexity = math.exp(min(loss, LARGEST_LOSS))
-        return {"perplexity": round(perplexity, 4), "loss": round(loss, 6)}
+        return Scores(
+            {"perplexity": round(perplexity, 4), "loss": round(loss, 6)},
+            {"perplexity": round(perplexity * error, 4), "loss": round(error, 6)},
+            {i: {"loss": round(nats / 1e6 / tokens, 6), "tokens": tokens}
+             for i, (nats, tokens) in sorted(predictions.items())},
+        )  # fmt: skip
 
     def signature(self) -> dict[str, str]:
         guessed = "guessed tokens of the tokenizer, end tokens among them"
@@ -163,7 +171,7 @@ class LanguageData(View[LanguageModelling]):
         table = self._tables[split]
         lines = []
         for ident in sorted(predictions)[:count]:
-            perplexity = self.score(split, {ident: predictions[ident]})["perplexity"]
+            perplexity = self.score(split, {ident: predictions[ident]}).values["perplexity"]
             if "text" in self._fields:
                 shown = table.of("text", ident)
             else:

@@ -14,7 +14,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import Head
-from xcloud.contracts.task import SPLITS, Answers, Split
+from xcloud.contracts.task import SPLITS, Answers, Scores, Split
 from xcloud.tasks.corpus.demo import DemoParagraphs
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
@@ -36,6 +36,7 @@ from xcloud.tasks.paragraphs import (
     size,
 )
 from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tables import num_special
 from xcloud.tasks.text_task import TextData, TextTask, check_predictions, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
@@ -158,18 +159,25 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
         questions = [list(tokens) for tokens in windows.table.firsts]
         return questions + [windows.table.second(i) for i in range(len(windows.table))]
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """F1 and exact match in percent, over questions with a window in `predictions`."""
         asked = self._questions(split)
         check_predictions(predictions, split, self._rows[split], "window")
-        answers = self._answers(split, predictions)
-        references = {i: [text for text, _ in asked[i][1].answers] for i in answers}
-        f1 = sum(word_f1(text, references[i]) for i, text in answers.items())
-        exact = sum(exact_match(text, references[i]) for i, text in answers.items())
-        return {
-            "f1": round(f1 / len(answers), 4),
-            "exact_match": round(exact / len(answers), 4),
-        }
+        samples: dict[int, dict[str, Any]] = {}
+        for number, answer in self._answers(split, predictions).items():
+            references = [text for text, _ in asked[number][1].answers]
+            samples[number] = {
+                "prediction": answer,
+                "reference": references[0],
+                "f1": word_f1(answer, references),
+                "exact_match": exact_match(answer, references),
+            }
+        of = {name: [each[name] for each in samples.values()] for name in ("f1", "exact_match")}
+        return Scores(
+            {name: round(sum(each) / len(each), 4) for name, each in of.items()},
+            {name: round(ratio_error(each, 1), 4) for name, each in of.items()},
+            samples,
+        )
 
     def signature(self) -> dict[str, str]:
         compared = "lowercase, without punctuation and articles; the best reference counts"

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -20,12 +21,13 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Split, UsedAs
+from xcloud.contracts.task import SPLITS, Scores, Split, UsedAs
 from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.folder import Folder, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3
+from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.tables import TokenTable
 from xcloud.tasks.text_task import SourceTask, View, check_predictions, counted
 from xcloud.tasks.tokenizer import (
@@ -253,17 +255,24 @@ class TranslationData(View[Translation], TranslationText):
         """Target tokens to predict in these training samples: T without bos and padding."""
         return float(self._table("train", "target").lengths(ids).sum() + len(ids))
 
-    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
-        """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`."""
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
+        """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`. Both follow
+        from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
         references = self._reference_texts(split)
         check_predictions(predictions, split, len(references), "sample")
         order = sorted(predictions)
         outputs = [self.decode(predictions[i]) for i in order]
-        wanted = [[references[i] for i in order]]
-        return {
-            name: round(metric.corpus_score(outputs, wanted).score, 4)
-            for name, metric in _metrics(self._task.language).items()
-        }
+        wanted = [references[i] for i in order]
+        samples: list[dict[str, object]] = [
+            {"prediction": output, "reference": reference}
+            for output, reference in zip(outputs, wanted, strict=True)
+        ]
+        values, errors = {}, {}
+        for name, metric in _metrics(self._task.language).items():
+            values[name], errors[name], sentences = _score(metric, outputs, wanted)
+            for sample, (score, counts) in zip(samples, sentences, strict=True):
+                sample |= {name: score, f"{name}_counts": counts}
+        return Scores(values, errors, dict(zip(order, samples, strict=True)))
 
     def signature(self) -> dict[str, str]:
         return _signatures(self._task.language)
@@ -288,6 +297,25 @@ class TranslationData(View[Translation], TranslationText):
         if split not in self._references:
             raise ValueError(f"only dev and test are scored, not {split}")
         return self._references[split]
+
+
+def _score(
+    metric: Any, outputs: Sequence[str], references: Sequence[str]
+) -> tuple[float, float, list[tuple[float, list[int]]]]:
+    """A metric of sacreBLEU, its error, and of each sentence the metric with the counts whose sums
+    give it. In the steps of corpus_score and of sacreBLEU's own bootstrap, which is slower."""
+    counts = metric._extract_corpus_statistics(outputs, [references])
+    score, table_NC = metric._compute_score_from_stats, np.array(counts, np.float64)
+
+    def measure(drawn_N: Vector) -> float:
+        return float(score(np.einsum("n,nc->c", drawn_N, table_NC)).score)
+
+    sentences = [(round(score(own).score, 4), own) for own in counts]
+    return (
+        round(metric._aggregate_and_compute(counts).score, 4),
+        round(bootstrap_error(len(counts), measure), 4),
+        sentences,
+    )
 
 
 @cache

@@ -12,7 +12,7 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.job.job import Job
 from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_predicted
-from xcloud.record.rank_state import SAMPLES_FILE
+from xcloud.record.rank_state import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
 from xcloud.record.tracking import Recording
@@ -47,7 +47,7 @@ def write_record(
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
-    files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE, PLAN_FILE, PREDICTED_FILE)
+    files = (SUMMARY_FILE, SCORES_FILE, SAMPLES_FILE, AUDIT_FILE, PLAN_FILE, PREDICTED_FILE)
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
@@ -77,7 +77,7 @@ def _measure_leaks(job: Job, run_dir: Path) -> dict[str, Any]:
     if job.leak_meter is None:
         return {}
     try:
-        leakage = leak_meter.flat(leak_meter.measure(run_dir))
+        leakage = leak_meter.measure(run_dir)
     except Exception as error:
         log.warning("%s is without its leak figures: %s", run_dir, error)
         return {}

@@ -13,30 +13,27 @@ from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, OutLink, Parts
 from xcloud.parallel.hub import HUB
+from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
 _AHEAD = 3  # messages on a link beside those of steps under way: handed back, of the next step
 
 
 @dataclass
-class PeerLinks:
-    """ReplicaLinks of one rank. Its lines are joined with all others; its ends are made by `open`,
-    once it is known how long a message may be.
+class PeerLinks(ReplicaLinks):
+    """Its lines are joined with all others; its ends are made by `open`, once it is known how long
+    a message may be.
 
     line: name of the lines, which are two. stage: for the record of messages. peers: by replica,
     the rank that holds the same values there, this rank's own included; none where this rank has
     no counterpart. raw_bytes: FP32 bytes of what went to other clouds.
     """
 
+    peers: tuple[int, ...]
     ends: Ends
     device: torch.device
     line: str
     stage: int
-    replica: int
-    num_replicas: int
-    peers: tuple[int, ...]
-    num_shares: int = 1
-    num_parts: int = 1
     raw_bytes: int = field(default=0, init=False)
     _out: dict[int, OutLink] = field(default_factory=dict, init=False)
     _in: dict[int, InLink] = field(default_factory=dict, init=False)
@@ -45,9 +42,8 @@ class PeerLinks:
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
         self._capacity, self._wait_s = capacity_bytes + FRAME_SLACK_BYTES, wait_s
         self._ahead = under_way + _AHEAD
-        for replica in range(len(self.peers)):
-            if replica != self.replica:
-                self._open(replica)
+        for replica in self.others if self.peers else ():
+            self._open(replica)
 
     def _open(self, replica: int) -> None:
         ends, peer, capacity = self.ends, self.peers[replica], self._capacity
@@ -69,7 +65,7 @@ class PeerLinks:
     def ranks_of(self, replica: int) -> tuple[int, ...]:
         return self.ends.layout.ranks_in(self.cloud_of(replica))
 
-    def send(
+    def post(
         self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
         raw_bytes: int,
     ) -> None:  # fmt: skip
@@ -78,7 +74,7 @@ class PeerLinks:
             self.raw_bytes += raw_bytes
         self._out[to_replica].send(key, parts, carries)
 
-    def recv(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def next(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
         patience_s = self._overdue_s[from_replica] if wait_s is None else wait_s
         parts = self._in[from_replica].recv(key, patience_s)
         return tuple(part.to(self.device) for part in parts)
@@ -95,13 +91,13 @@ class HubLinks(PeerLinks):
     _ended: set[int] = field(default_factory=set, init=False)
     _back: set[int] = field(default_factory=set, init=False)  # ended, and their clouds are back
 
-    def recv(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def next(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
         """Of a replica that has begun again: first LinkClosed for what it was, then its new
         messages."""
         if self.replica == HUB:
             self._look_for(from_replica)
         try:
-            return super().recv(from_replica, key, wait_s)
+            return super().next(from_replica, key, wait_s)
         except LinkClosed:
             self._end(from_replica)
             raise
@@ -112,17 +108,17 @@ class HubLinks(PeerLinks):
 
     def _look_for(self, replica: int) -> None:
         ranks = self.ranks_of(replica)
-        if replica not in self._back and self.ends.begins_again(ranks):
+        if replica not in self._back and not self.ends.begins_again(ranks):
+            return
+        if replica not in self._ended:
             self._back.add(replica)
-            if replica not in self._ended:
-                self._end(replica)
-                raise LinkClosed(f"{self.name_of(replica)} has begun again")
-        if replica in self._back:
-            self._back.discard(replica)
-            self._ended.discard(replica)
-            for rank in ranks:
-                self.rejoin(rank)
-            self._open(replica)
+            self._end(replica)
+            raise LinkClosed(f"{self.name_of(replica)} has begun again")
+        self._back.discard(replica)
+        self._ended.discard(replica)
+        for rank in ranks:
+            self.rejoin(rank)
+        self._open(replica)
 
     def _end(self, replica: int) -> None:
         self._ended.add(replica)
@@ -152,8 +148,8 @@ def replica_links(
     if group_rank < shares[stage]:
         peers = tuple(ranks[group_rank] for ranks in layout.replicas_of(stage))
     of = (
-        ends, device, f"averaging.{stage}", stage, own.replica, layout.num_replicas, peers,
-        shares[stage], sum(shares.values()),
+        own.replica, layout.num_replicas, shares[stage], sum(shares.values()), peers, ends, device,
+        f"averaging.{stage}", stage,
     )  # fmt: skip
     return PeerLinks(*of) if rejoin is None else HubLinks(*of, rejoin=rejoin)
 
@@ -170,7 +166,7 @@ def tied_links(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerL
         _join(ends, line, sorted(peers))
         if ends.rank in peers:
             own = peers.index(ends.rank)
-            links = PeerLinks(ends, device, line, own * last, own, 2, peers)
+            links = PeerLinks(own, 2, 1, 1, peers, ends, device, line, own * last)
     return links
 
 

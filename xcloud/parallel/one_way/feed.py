@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
+from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.comm.state import State, StatefulParts, rows_of, whole_number, whole_numbers
 
 
 @settings("feed")
@@ -42,103 +45,92 @@ class Feed:
 
     @property
     def most_ahead(self) -> int:
-        """run_ahead as a number; OneWayExperiment replaces null by what is usual for its job."""
-        return 8 if self.run_ahead is None else self.run_ahead
+        """run_ahead as a number; see `fitted`."""
+        return self.run_ahead or 8
 
-    @staticmethod
-    def usual_run_ahead(group_sizes: Sequence[int], batches_per_step: int) -> int:
-        return max(8, 2 * _needed(group_sizes, batches_per_step))
-
-    def check(self, group_sizes: Sequence[int], num_consumers: int, batches_per_step: int) -> None:
-        """group_sizes: ranks of each producer. Raises ConfigError if these do not fit together."""
-        if batches_per_step % num_consumers:
+    def fitted(self, layout: OneWayLayout, batches_per_step: int) -> Feed:
+        """With a run_ahead in place of null. Raises ConfigError if these do not fit together."""
+        if batches_per_step % layout.num_consumers:
             raise ConfigError(
                 f"training.batches_per_step is {batches_per_step}, which cannot be divided evenly "
-                f"among the consumer's {num_consumers} ranks; make it a multiple of "
-                f"{num_consumers}"
+                f"among the consumer's {layout.num_consumers} ranks; make it a multiple of "
+                f"{layout.num_consumers}"
             )
-        needed = _needed(group_sizes, batches_per_step)
+        # Batches of each rank of the smallest producer, if it alone had to fill a step.
+        fewest = min(map(len, layout.sources))
+        needed = -(-(batches_per_step + fewest - 1) // fewest)
         if self.run_ahead is not None and self.run_ahead < needed:
             raise ConfigError(
                 f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
-                f"{batches_per_step} batches of a step with {min(group_sizes)} ranks; set it to "
-                f"at least {needed}, better {2 * needed}"
+                f"{batches_per_step} batches of a step with {fewest} ranks; set it to at least "
+                f"{needed}, better {2 * needed}"
             )
-        if self.min_producers is not None and self.min_producers > len(group_sizes):
+        if self.min_producers is not None and self.min_producers > len(layout.producers):
             raise ConfigError(
-                f"feed.min_producers is {self.min_producers}, but only {len(group_sizes)} clouds "
-                "feed"
+                f"feed.min_producers is {self.min_producers}, but only {len(layout.producers)} "
+                "clouds feed"
             )
+        return replace(self, run_ahead=self.run_ahead or max(8, 2 * needed))
 
 
-def _needed(group_sizes: Sequence[int], batches_per_step: int) -> int:
-    """Batches of each rank of the smallest producer, if it alone had to fill a step."""
-    fewest = min(group_sizes)
-    return -(-(batches_per_step + fewest - 1) // fewest)
-
-
-class Shares:
+class Shares(StatefulParts):
     """Whose turn it is, and how many batches each producer will have made in the end.
 
-    shares: of each producer, adding up to 1. num_batches: that the consumer will use in all.
-    turns: by producer, what it is owed in batches.
+    num_batches: that the consumer will use in all. turns: by producer, what it is owed in batches.
     """
 
-    def __init__(
-        self, shares: Sequence[float], group_sizes: Sequence[int], num_batches: int
-    ) -> None:
-        self.shares, self.group_sizes, self.num_batches = shares, group_sizes, num_batches
-        self.turns = [0.0] * len(shares)
+    own_names = ("turns", "used_before", "promised", "num_used")
+
+    def __init__(self, layout: OneWayLayout, num_batches: int) -> None:
+        self.shares, self.sources, self.num_batches = layout.shares, layout.sources, num_batches
+        self.turns = [0.0] * len(self.shares)
         self.num_used = 0  # or skipped, when what was left was last divided
-        self.used_before: Counter[int] = Counter()  # by producer, then
+        self.used_before = [0] * len(self.shares)  # by producer, then
         self.promised: dict[tuple[int, int], int] = {}  # num_planned, by producer and number
 
-    def next(self, active: Sequence[int]) -> int:
-        """The active producer that is owed most."""
+    def owed(self, active: Sequence[int]) -> dict[int, float]:
+        """To each active producer, when the next slot is given."""
         whole = sum(self.shares[p] for p in active)
-        return max(active, key=lambda p: (self.turns[p] + self.shares[p] / whole, -p))
+        return {p: self.turns[p] + self.shares[p] / whole for p in active}
 
-    def give(self, chosen: int, active: Sequence[int]) -> None:
-        """A slot to this one."""
-        whole = sum(self.shares[p] for p in active)
-        for p in active:
-            self.turns[p] += self.shares[p] / whole
-        self.turns[chosen] -= 1.0
+    def give(self, chosen: int, owed: Mapping[int, float]) -> None:
+        """The slot to this one."""
+        for p, turns in owed.items():
+            self.turns[p] = turns - (p == chosen)
 
-    def nearest(
-        self,
-        ready: Sequence[int],
-        able: Sequence[int],
-        taken: Mapping[int, int],
-        most_ahead: float,
-    ) -> int | None:
-        """Of `ready` the producer that has given least for its share among those that are able to
-        feed; None if each is more than most_ahead batches ahead of it. taken: batches so far."""
-        whole = sum(self.shares[p] for p in able) or 1.0
-        total = sum(taken.get(p, 0) for p in able) + 1
-        ahead = {p: taken.get(p, 0) + 1 - total * self.shares[p] / whole for p in ready}
-        ahead = {p: a for p, a in ahead.items() if a <= most_ahead or p not in able}
-        return min(ahead, key=lambda p: (ahead[p], p), default=None)
-
-    def expected(self, p: int, active: Sequence[int]) -> int:
+    def promise(self, p: int, number: int, active: Sequence[int]) -> int:
         """Batches that each rank of an active producer will have made at the end: what it gave,
-        and its share of what is left among those that feed."""
+        and its share of what is left among those that feed. The same for all ranks that make this
+        number, whenever each gets its order: ranks that average gradients need one learning rate.
+        """
         is_whole = len(active) == len(self.shares)
         together = 1.0 if is_whole else sum(self.shares[q] for q in active)
         num_left = max(0, self.num_batches - self.num_used)
         to_come = num_left * self.shares[p] / together if together else 0.0
-        return max(1, math.ceil((self.used_before[p] + to_come) / self.group_sizes[p]))
+        expected = math.ceil((self.used_before[p] + to_come) / len(self.sources[p]))
+        return self.promised.setdefault((p, number), max(1, expected))
 
-    def promise(self, p: int, number: int, active: Sequence[int]) -> int:
-        """The same for all ranks that make this number, whenever each gets its order: ranks that
-        average gradients need one learning rate."""
-        return self.promised.setdefault((p, number), self.expected(p, active))
-
-    def divide_anew(self, used: Counter[int], num_skipped: int) -> None:
+    def divide_anew(self, used: Sequence[int], num_skipped: int) -> None:
         """used: by producer, so far."""
-        self.used_before, self.num_used = used, used.total() + num_skipped
+        self.used_before, self.num_used = list(used), sum(used) + num_skipped
 
     def forget(self, p: int) -> None:
         """Who comes back does not claim what it missed."""
         self.turns[p] = 0.0
         self.promised = {key: n for key, n in self.promised.items() if key[0] != p}
+
+    def own(self) -> State:
+        return {
+            "turns": torch.tensor(self.turns, dtype=torch.float64),
+            "used_before": torch.tensor(self.used_before),
+            "promised": rows_of(3, [(*key, number) for key, number in self.promised.items()]),
+            "num_used": self.num_used,
+        }
+
+    def take(self, own: State) -> None:
+        num_producers = len(self.shares)
+        self.used_before = whole_numbers(own, "used_before", num_producers).tolist()
+        self.turns = torch.as_tensor(own["turns"]).tolist()
+        promised = whole_numbers(own, "promised", -1, 3).tolist()
+        self.promised = {(p, number): num_planned for p, number, num_planned in promised}
+        self.num_used = whole_number(own, "num_used")

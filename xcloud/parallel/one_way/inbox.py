@@ -5,6 +5,7 @@ emptied by the loops.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -19,57 +20,69 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
-from xcloud.comm.state import State, whole_numbers
+from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.comm.state import State, StatefulParts, rows_of, whole_numbers
 from xcloud.parallel.control import code_of
-from xcloud.parallel.one_way.plan import NOBODY, Order, Source
+from xcloud.parallel.one_way.plan import NOBODY, Order
 
 
 class Arrived(NamedTuple):
-    source: Source
+    """num_bytes: on the wire, header included."""
+
+    producer: int
+    source: int
     number: int
     payload: Tensor
-    num_bytes: int  # on the wire, header included
+    num_bytes: int
 
 
 @dataclass
 class _Box:
     """Of one source. due: numbers that were ordered and have not come; ended: why none will."""
 
+    producer: int
+    name: str
     life: PeerLife
     waiting: deque[Arrived] = field(default_factory=deque)
     due: deque[int] = field(default_factory=deque)
     last_number: int = 0
     heard_at_s: float = 0.0
     is_ready: bool = False
-    ended: str | None = None
+    ended: str = ""
 
 
-class Inbox:
-    """All methods may be called from any thread. lives: note there what `wait` waits for.
-    most_waiting: batches of a source, which sends none that was not ordered."""
+class Inbox(StatefulParts):
+    """Batches by source, and what is known of producers. Links fill it from their threads; one
+    thread takes from it. lives: of ranks, note there what `wait` waits for. most_waiting: batches
+    of a source, which sends none that was not ordered.
+
+    Its state has the batches that are here, once all that were ordered have come. Who is ready or
+    gone is no part of it: a resumed run is connected anew.
+    """
+
+    own_names = ("last_numbers", "batches", "payloads")
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        max_payload_bytes: int,
-        lives: Mapping[Source, PeerLife] | None = None,
+        self, layout: OneWayLayout, max_payload_bytes: int, lives: Mapping[int, PeerLife],
         most_waiting: int = 1 << 14,
-    ) -> None:
-        self.num_producers = 1 + max(source.producer for source in sources)
+    ) -> None:  # fmt: skip
         self._max_payload_bytes, self._most_waiting = max_payload_bytes, most_waiting
         self._changed = threading.Condition(threading.RLock())
-        self._boxes = {s: _Box(lives[s] if lives else PeerLife()) for s in sources}
-
-    def _of(self, producer: int) -> list[_Box]:
-        return [box for source, box in self._boxes.items() if source.producer == producer]
+        self._boxes = [
+            _Box(p, f"producer {cloud!r} (its rank {i})", lives[layout.num_consumers + source])
+            for p, (cloud, sources) in enumerate(
+                zip(layout.producers, layout.sources, strict=True)
+            )
+            for i, source in enumerate(sources)
+        ]
+        self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
 
     # --- from the links
-    def put(self, source: Source, frame: Frame) -> None:
+    def put(self, source: int, frame: Frame) -> None:
         """Raises FrameError for anything but one vector of bytes in the order of its numbers."""
-        number, parts = frame.key.step, frame.parts
-        name = f"batch {number} of producer {source.producer} (rank {source.group_rank})"
+        number, parts, box = frame.key.step, frame.parts, self._boxes[source]
+        name = f"batch {number} of {box.name}"
         with self._changed:
-            box = self._boxes[source]
             if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].dim() != 1:
                 raise FrameError(
                     f"{name} is not one vector of bytes but "
@@ -90,24 +103,19 @@ class Inbox:
             while due and due[0] <= number:
                 due.popleft()
             box.last_number, box.heard_at_s = number, time.monotonic()
-            box.waiting.append(Arrived(source, number, parts[0], frame.num_bytes))
+            box.waiting.append(Arrived(box.producer, source, number, parts[0], frame.num_bytes))
             self._changed.notify_all()
 
-    def set_ready(self, source: Source) -> None:
+    def set_ready(self, source: int, frame: Frame | None = None) -> None:
+        """frame: in which it says so."""
         with self._changed:
             self._boxes[source].is_ready = True
             self._changed.notify_all()
 
-    def set_ended(self, source: Source, reason: str) -> None:
+    def set_ended(self, source: int, reason: LinkError | str) -> None:
         with self._changed:
-            box = self._boxes[source]
-            box.ended = box.ended or reason
+            self._boxes[source].ended = self._boxes[source].ended or str(reason)
             self._changed.notify_all()
-
-    def refuse(self, producer: int, reason: str) -> None:
-        """It takes no part from the start, and the others suffice (feed.min_producers)."""
-        for box in self._of(producer):
-            box.is_ready, box.ended = True, reason
 
     # --- from the plan
     def expect(self, orders: Sequence[Order]) -> None:
@@ -120,68 +128,55 @@ class Inbox:
                         box.heard_at_s = time.monotonic()
                     box.due.append(order.number)
 
+    def readmit(self, producer: int) -> None:
+        """A producer that was lost begins again with what is ordered from now on."""
+        for box in self._of[producer]:
+            box.waiting.clear()
+            box.due.clear()
+
     # --- for the training loop
     def is_ready(self, producer: int) -> bool:
         """All its ranks have said so, and nothing that was ordered is missing."""
-        with self._changed:
-            boxes = self._of(producer)
-            return all(box.is_ready and box.ended is None and not box.due for box in boxes)
+        return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
 
     def was_ready(self, producer: int) -> bool:
         """All its ranks have ever said so, or it was refused."""
-        return all(box.is_ready for box in self._of(producer))
+        return all(box.is_ready for box in self._of[producer])
 
-    def end_of(self, producer: int) -> str | None:
-        """Why nothing more can come from it; None while something can. A producer whose ranks
+    def end_of(self, producer: int) -> str:
+        """Why nothing more can come from it; empty while something can. A producer whose ranks
         average their gradients ends with the first of them."""
-        with self._changed:
-            return next((box.ended for box in self._of(producer) if box.ended), None)
+        return next((box.ended for box in self._of[producer] if box.ended), "")
 
-    def has_ended(self, producer: int) -> bool:
-        return self.end_of(producer) is not None
-
-    def has(self, source: Source) -> bool:
+    def has(self, source: int) -> bool:
         return bool(self._boxes[source].waiting)
 
     def silent_s(self, producer: int) -> float:
         """How long it has been silent although something was ordered; 0 if nothing is due."""
-        with self._changed:
-            now_s, boxes = time.monotonic(), self._of(producer)
-            return max((now_s - box.heard_at_s for box in boxes if box.due), default=0.0)
+        heard = [box.heard_at_s for box in self._of[producer] if box.due]
+        return time.monotonic() - min(heard) if heard else 0.0
 
-    def is_due(self, producer: int) -> bool:
-        """Something that was ordered for this rank has not come, and still may."""
-        with self._changed:
-            is_missing = any(box.due for box in self._of(producer))
-            return is_missing and self.end_of(producer) is None
+    @property
+    def due(self) -> list[int]:
+        """Producers of which something that was ordered for this rank has not come, and still
+        may."""
+        are_due = [any(box.due for box in boxes) for boxes in self._of]
+        return [p for p, is_due in enumerate(are_due) if is_due and not self.end_of(p)]
 
-    def is_whole(self) -> bool:
-        """Nothing that was ordered for this rank is missing, but of producers that are gone."""
-        return not any(self.is_due(producer) for producer in range(self.num_producers))
+    @property
+    def here(self) -> list[int]:
+        """Producers of which there are batches."""
+        return [p for p, boxes in enumerate(self._of) if any(box.waiting for box in boxes)]
 
-    def readmit(self, producer: int) -> None:
-        """A producer that was lost begins again with what is ordered from now on."""
-        with self._changed:
-            for box in self._of(producer):
-                box.waiting.clear()
-                box.due.clear()
-
-    def with_batches(self) -> list[int]:
-        """Producers of which something is here."""
-        with self._changed:
-            return sorted({s.producer for s, box in self._boxes.items() if box.waiting})
-
-    def take(self, source: Source) -> Arrived | None:
+    def next_of(self, source: int) -> Arrived | None:
         """The oldest unused batch of a source, None if there is none."""
-        with self._changed:
-            waiting = self._boxes[source].waiting
-            return waiting.popleft() if waiting else None
+        waiting = self._boxes[source].waiting
+        return waiting.popleft() if waiting else None
 
-    def take_of(self, producer: int) -> Arrived | None:
-        """The batch with the lowest number of any rank of a producer."""
-        with self._changed:
-            heads = [box.waiting for box in self._of(producer) if box.waiting]
-            return min(heads, key=lambda w: w[0].number).popleft() if heads else None
+    def next_from(self, producer: int) -> Arrived:
+        """The batch with the lowest number of any rank of a producer of which one is here."""
+        heads = [box.waiting for box in self._of[producer] if box.waiting]
+        return min(heads, key=lambda waiting: waiting[0].number).popleft()
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Until something has changed such that `until()` holds, or the time is over."""
@@ -194,51 +189,34 @@ class Inbox:
     def _awaited(self) -> list[tuple[PeerLife, str]]:
         """Batches that are due; if none is, that who is not ready says it is."""
         with self._changed:
-            there = [box for box in self._boxes.values() if box.ended is None]
+            there = [box for box in self._boxes if not box.ended]
             batches = [(box.life, f"batch {box.due[0]}") for box in there if box.due]
-            unready = [
-                (box.life, "the message that it is ready") for box in there if not box.is_ready
-            ]
-            return batches or unready
+            unready = (box.life for box in there if not box.is_ready)
+            return batches or [(life, "the message that it is ready") for life in unready]
 
     # --- what a run resumes from
-    def state_dict(self) -> State:
-        """Batches that are here, once all that were ordered have come. Who is ready or gone is no
-        part of it: a resumed run is connected anew."""
+    def own(self) -> State:
         with self._changed:
-            boxes = list(self._boxes.values())
-            waiting = [(place, one) for place, box in enumerate(boxes) for one in box.waiting]
-            rows = [(p, a.number, len(a.payload), a.num_bytes) for p, a in waiting]
-            payloads = [torch.empty(0, dtype=torch.uint8), *(a.payload for _, a in waiting)]
+            waiting = [one for box in self._boxes for one in box.waiting]
+            rows = [(a.source, a.number, len(a.payload), a.num_bytes) for a in waiting]
+            payloads = [torch.empty(0, dtype=torch.uint8), *(a.payload for a in waiting)]
             return {
-                "last_numbers": torch.tensor([box.last_number for box in boxes]),
-                "batches": torch.tensor(rows, dtype=torch.int64).view(-1, 4),
+                "last_numbers": torch.tensor([box.last_number for box in self._boxes]),
+                "batches": rows_of(4, rows),
                 "payloads": torch.cat(payloads),
             }
 
-    def load_state_dict(self, state: State) -> None:
+    def take(self, own: State) -> None:
         """Before anything arrives. Raises ValueError for the state of other sources."""
-        last_numbers = whole_numbers(state, "last_numbers", len(self._boxes)).tolist()
-        batches, payloads = whole_numbers(state, "batches", -1, 4), state["payloads"]
-        assert isinstance(payloads, Tensor)
-        pieces = torch.split(payloads, batches[:, 2].tolist())
-        sources = list(self._boxes)
-        with self._changed:
-            for box, last_number in zip(self._boxes.values(), last_numbers, strict=True):
-                box.last_number = last_number
-                box.waiting.clear()
-            for row, payload in zip(batches.tolist(), pieces, strict=True):
-                place, number, _, num_bytes = row
-                arrived = Arrived(sources[place], number, payload.clone(), num_bytes)
-                self._boxes[sources[place]].waiting.append(arrived)
-
-
-class Ordered(NamedTuple):
-    """num_planned: batches that this rank will make in all, as the consumer plans by now."""
-
-    number: int
-    consumer: int
-    num_planned: int
+        last_numbers = whole_numbers(own, "last_numbers", len(self._boxes)).tolist()
+        batches = whole_numbers(own, "batches", -1, 4)
+        pieces = torch.split(torch.as_tensor(own["payloads"]), batches[:, 2].tolist())
+        for box, last_number in zip(self._boxes, last_numbers, strict=True):
+            box.last_number = last_number
+            box.waiting.clear()
+        for (source, number, _, num_bytes), payload in zip(batches.tolist(), pieces, strict=True):
+            box = self._boxes[source]
+            box.waiting.append(Arrived(box.producer, source, number, payload.clone(), num_bytes))
 
 
 class SaveNow(NamedTuple):
@@ -251,7 +229,7 @@ class SaveNow(NamedTuple):
 class OrderBook:
     """`take_*` are handlers of a link, and raise FrameError for what no consumer sends; `next()`
     is the loop's. consumer: note there what `next` waits for. num_consumers: ranks that a batch
-    may be for. most_waiting: orders not begun; most_number: of a batch."""
+    may be for. most_waiting: orders not begun; most_number: of a batch. source: this rank."""
 
     def __init__(
         self,
@@ -259,26 +237,30 @@ class OrderBook:
         num_consumers: int = 1,
         most_waiting: int = 1 << 14,
         most_number: int = 1 << 30,
+        source: int = 0,
     ) -> None:
-        self._consumer = consumer or PeerLife()
+        self._consumer, self._source = consumer or PeerLife(), source
         self._num_consumers = num_consumers
         self._most_waiting, self._most_number = most_waiting, most_number
-        self._waiting: deque[Ordered | SaveNow | LinkError | None] = deque()
-        self._changed = threading.Condition()
+        self._waiting: queue.SimpleQueue[Order | SaveNow | LinkError | None]
+        self._waiting = queue.SimpleQueue()
         self._last = 0  # number ordered
         self._for_nobody: set[int] = set()  # of these some rank may still want the batch
         self.is_stopped = False
 
     def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
         """Batch `number` was made before the run went on, and is kept if it was for nobody."""
-        with self._changed:
-            self._last = max(self._last, number)
-            self._for_nobody.update(for_nobody)
+        self._last = max(self._last, number)
+        self._for_nobody.update(for_nobody)
 
     def take_orders(self, frame: Frame) -> None:
         """int32 [N, 3]. What was ordered for nobody may be ordered again."""
-        for row in _rows(frame):
-            order = Ordered(*row)
+        part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
+        if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
+            found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
+            raise FrameError(f"orders must be int32 [N, 3], got {found}")
+        for row in part.tolist():
+            order = Order(self._source, *row)
             is_again = order.number in self._for_nobody
             if (
                 self.is_stopped
@@ -306,39 +288,27 @@ class OrderBook:
         if self.is_stopped or frame.parts:
             raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
         self.is_stopped = True
-        self._put(None)
+        self._waiting.put(None)
 
     def take_save(self, frame: Frame) -> None:
         """After everything that was ordered so far."""
         self._put(SaveNow(frame.key.step, code_of(frame, 0)))
 
     def take_end(self, reason: LinkError) -> None:
-        self._put(reason)
+        self._waiting.put(reason)
 
-    def _put(self, item: Ordered | SaveNow | LinkError | None) -> None:
-        with self._changed:
-            if len(self._waiting) >= self._most_waiting and isinstance(item, tuple):
-                raise FrameError(f"more than {self._most_waiting} orders that are not begun")
-            self._waiting.append(item)
-            self._changed.notify()
+    def _put(self, item: Order | SaveNow) -> None:
+        if self._waiting.qsize() >= self._most_waiting:
+            raise FrameError(f"more than {self._most_waiting} orders that are not begun")
+        self._waiting.put(item)
 
-    def next(self, may_drop: bool) -> Ordered | SaveNow | None:
+    def next(self, may_drop: bool) -> Order | SaveNow | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
-        with self._consumer.awaiting(f"orders after batch {self._last}"), self._changed:
-            self._changed.wait_for(lambda: self._waiting)
-            item = self._waiting.popleft()
+        with self._consumer.awaiting(f"orders after batch {self._last}"):
+            item = self._waiting.get()
         if may_drop and self.is_stopped:
             return None
         if isinstance(item, LinkError):
             raise item
         return item
-
-
-def _rows(frame: Frame) -> list[list[int]]:
-    """Whole numbers [N, 3]."""
-    part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
-    if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
-        raise FrameError(f"a message of {[(p.dtype, tuple(p.shape)) for p in frame.parts]} ")
-    rows: list[list[int]] = part.tolist()
-    return rows

@@ -2,7 +2,8 @@
 
 Every rank of the consumer keeps the same plan and gives it the same `Round` after every step, so
 they agree without another message; the first one sends the orders to the producers. A *source* is
-one rank of a producer. A *slot* is the place of one batch in a step.
+one rank of a producer, by its number among those of all. A *slot* is the place of one batch in a
+step.
 
 Bounded run-ahead: of a source at most `run_ahead` batches are ordered and not yet consumed. A
 producer makes nothing that was not ordered.
@@ -12,15 +13,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import whole_number, whole_numbers
+from xcloud.comm.state import Stateful, StatefulParts, rows_of, whole_numbers
 from xcloud.parallel.one_way.feed import Feed, Shares
 
 NOBODY = -1
@@ -28,20 +29,13 @@ NOBODY = -1
 stand at the same number; it is kept until a rank of the consumer wants it."""
 
 
-class State(Enum):
+class State(IntEnum):
     """Of a producer, in the plan of every rank of the consumer."""
 
-    ABSENT = "absent"  # not ready yet
-    ACTIVE = "active"
-    SLOW = "slow"  # silent for too long
-    DEAD = "dead"
-
-
-class Source(NamedTuple):
-    """group_rank: of the rank, in its cloud."""
-
-    producer: int
-    group_rank: int
+    ABSENT = 0  # not ready yet
+    ACTIVE = 1
+    SLOW = 2  # silent for too long
+    DEAD = 3
 
 
 class Order(NamedTuple):
@@ -51,110 +45,55 @@ class Order(NamedTuple):
     for all that make this number.
     """
 
-    source: Source
+    source: int
     number: int
     consumer: int
     num_planned: int
 
 
-Pair = tuple[Source, int]
-"""A source and a rank of the consumer."""
-
-
-@dataclass
 class Round:
-    """What happened in an attempt at a step: of one rank of the consumer, and, added up, of all.
+    """What happened in an attempt at a step: of one rank of the consumer, and, once `packed` is
+    added up, of all. The others are views of it.
 
-    skipped, consumed: batches. ready: in how many ranks the producer is there, or is no longer
-    behind. slow, dead: likewise. sums: of the consumer's part. signal: of the first rank, what
-    all do after the step.
+    ready: in how many ranks the producer is there, or is no longer behind. slow, dead: likewise.
+    consumed, skipped: batches, by source and rank. sums: of the consumer's part. signal: of the
+    first rank, what all do after the step.
     """
 
-    consumed: Mapping[Pair, int]
-    skipped: Mapping[Pair, int]
-    ready: Sequence[int]
-    slow: Sequence[int]
-    dead: Sequence[int]
-    sums: Sequence[float] = ()
-    signal: int = 0
-
-    def pack(self, pairs: Sequence[Pair]) -> Tensor:
-        """float64 [sums + 3 * producers + 2 * pairs + 1], to be added up."""
-        counts = [some.get(pair, 0) for some in (self.consumed, self.skipped) for pair in pairs]
-        numbers = [*self.sums, *self.ready, *self.slow, *self.dead, *counts, self.signal]
-        return torch.tensor(numbers, dtype=torch.float64)
-
-    @classmethod
-    def unpack(cls, packed: Tensor, pairs: Sequence[Pair], num_producers: int) -> Round:
-        sizes = [*[num_producers] * 3, len(pairs), len(pairs), 1]
-        sums, *numbers = torch.split(packed, [len(packed) - sum(sizes), *sizes])
-        ready, slow, dead, *counts, signal = (part.long().tolist() for part in numbers)
-        consumed, skipped = (dict(zip(pairs, some, strict=True)) for some in counts)
-        return cls(consumed, skipped, ready, slow, dead, sums.tolist(), *signal)
+    def __init__(self, num_producers: int, pairs: tuple[int, int], num_sums: int) -> None:
+        sizes = [num_sums, *[num_producers] * 3, *[pairs[0] * pairs[1]] * 2, 1]
+        self.packed = torch.zeros(sum(sizes), dtype=torch.float64)
+        parts = torch.split(self.packed, sizes)
+        self.sums, self.ready, self.slow, self.dead, consumed, skipped, self.signal = parts
+        self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
 
 
-class _Slots:
-    """order=fixed: by rank of the consumer, the sources of its next batches. surplus: batches that
-    came too late for their slots and still wait to be used."""
+class ConsumptionPlan(StatefulParts):
+    """num_batches: that the consumer will use in all; only Order.num_planned needs it.
 
-    def __init__(self, num_consumers: int) -> None:
-        self.queues: list[deque[Source]] = [deque() for _ in range(num_consumers)]
-        self.surplus: Counter[Pair] = Counter()
-        self.next_number = 0
+    numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by
+    source and rank of the consumer. surplus, with order=fixed: of
+    these that came too late for their slots and still wait to be used. slots, with order=fixed: by
+    rank of the consumer, the sources of its next batches.
+    """
 
-    @property
-    def planned(self) -> Counter[Source]:
-        return Counter(source for queue in self.queues for source in queue)
-
-    def add(self, source: Source) -> None:
-        self.queues[self.next_consumer].append(source)
-        self.next_number += 1
-
-    @property
-    def next_consumer(self) -> int:
-        return self.next_number % len(self.queues)
-
-    def end_step(self, per_consumer: int, skipped: Mapping[Pair, int]) -> None:
-        for queue in self.queues:
-            for _ in range(min(per_consumer, len(queue))):
-                queue.popleft()
-        self.surplus.update(skipped)
-
-
-class ConsumptionPlan:
-    """group_sizes: ranks of each producer. num_batches: that the consumer will use in all; only
-    Order.num_planned needs it."""
+    own_names = ("states", "counts", "slots", "numbers")
 
     def __init__(
-        self,
-        shares: Sequence[float],
-        group_sizes: Sequence[int],
-        num_consumers: int,
-        batches_per_step: int,
-        feed: Feed,
-        num_batches: int = 0,
+        self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
     ) -> None:
-        self.group_sizes, self.num_consumers, self.feed = group_sizes, num_consumers, feed
-        self.per_consumer = batches_per_step // num_consumers  # batches of a step in each rank
-        self.state = [State.ABSENT] * len(shares)
-        self.ordered: Counter[Pair] = Counter()
-        self._num_ordered: Counter[Source] = Counter()
-        self.consumed: Counter[Pair] = Counter()
+        self.feed, self.num_consumers = feed, layout.num_consumers
+        self.per_consumer = batches_per_step // self.num_consumers  # batches of a step
+        self.state = [State.ABSENT] * len(layout.producers)
         self.has_started = False  # enough were ready; the run does not wait for those to come
-        self._num_skipped = 0
-        self._shares, self._slots = Shares(shares, group_sizes, num_batches), _Slots(num_consumers)
-
-    @property
-    def num_producers(self) -> int:
-        return len(self.state)
-
-    @property
-    def sources(self) -> list[Source]:
-        return [source for p in range(self.num_producers) for source in self._of(p)]
-
-    @property
-    def pairs(self) -> list[Pair]:
-        return [(source, c) for source in self.sources for c in range(self.num_consumers)]
+        self.producer_of = layout.producer_of
+        self._sources, self._shares = layout.sources, Shares(layout, num_batches)
+        pairs = len(self.producer_of), self.num_consumers
+        self._counts = np.zeros((3, *pairs), dtype=np.int64)
+        self.ordered, self.consumed, self.surplus = self._counts
+        self.numbers = self.ordered.sum(1)
+        self.slots = [deque[int]() for _ in range(self.num_consumers)]
+        self._num_slots = self._num_skipped = 0
 
     @property
     def active(self) -> list[int]:
@@ -165,31 +104,34 @@ class ConsumptionPlan:
         """Nobody is left who could ever feed again."""
         return all(state is State.DEAD for state in self.state)
 
-    def _of(self, p: int) -> list[Source]:
-        return [Source(p, group_rank) for group_rank in range(self.group_sizes[p])]
+    def round(self, num_sums: int = 0) -> Round:
+        """In which nothing has happened."""
+        pairs = len(self.producer_of), self.num_consumers
+        return Round(len(self.state), pairs, num_sums)
 
-    def numbers(self, source: Source) -> int:
-        """Batches ordered of a source so far; they are numbered from 1."""
-        return self._num_ordered[source]
-
-    def step_slots(self, consumer: int) -> list[Source]:
+    def step_slots(self, consumer: int) -> list[int]:
         """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
         only if no producer is active: then there is nothing to do but wait."""
-        return list(self._slots.queues[consumer])[: self.per_consumer]
+        return list(self.slots[consumer])[: self.per_consumer]
 
     def choose(self, ready: Sequence[int], taken: Mapping[int, int]) -> int | None:
-        """order=arrival: the producer to take from, of those with a batch ready; None = better
-        wait. taken: batches this rank took since a producer last came or went, by producer."""
+        """order=arrival: the producer to take from, of those with a batch ready: who has given
+        least for its share among those that are able to feed. None = better wait. taken: batches
+        this rank took since a producer last came or went, by producer."""
         able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
-        waits = self.feed.on_slow == "wait" and len(able) > 1
-        most_ahead = self.feed.most_ahead if waits else float("inf")
-        return self._shares.nearest(ready, able, taken, most_ahead)
+        shares, total = self._shares.shares, sum(taken.get(p, 0) for p in able) + 1
+        whole = sum(shares[p] for p in able) or 1.0
+        ahead = {p: taken.get(p, 0) + 1 - total * shares[p] / whole for p in ready}
+        if self.feed.on_slow == "wait" and len(able) > 1:
+            most = self.feed.most_ahead
+            ahead = {p: a for p, a in ahead.items() if a <= most or p not in able}
+        return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
     def orders(self) -> list[Order]:
         """What to order now, so that the producers never idle and never run too far ahead."""
         if not self.has_started:
             alive = sum(state is not State.DEAD for state in self.state)
-            wanted = self.feed.min_producers or self.num_producers
+            wanted = self.feed.min_producers or len(self.state)
             if not self.active or len(self.active) < min(wanted, alive):
                 return []
             self.has_started = True
@@ -197,49 +139,49 @@ class ConsumptionPlan:
 
     def _orders_in_turn(self) -> list[Order]:
         orders: list[Order] = []
-        slots, planned = self._slots, self._slots.planned
+        planned = Counter(source for slots in self.slots for source in slots)
         while active := self.active:
-            chosen, consumer = self._shares.next(active), slots.next_consumer
-            late = [s for s in self._of(chosen) if slots.surplus[s, consumer] > 0]
-            total = sum(self.numbers(source) for source in self._of(chosen))
-            source = late[0] if late else Source(chosen, total % self.group_sizes[chosen])
-            enough = all(len(queue) >= self.per_consumer for queue in slots.queues)
+            owed, consumer = self._shares.owed(active), self._num_slots % self.num_consumers
+            chosen = max(owed, key=lambda p: (owed[p], -p))
+            sources = self._sources[chosen]
+            late = [source for source in sources if self.surplus[source, consumer] > 0]
+            source = late[0] if late else sources[self.numbers[sources].sum() % len(sources)]
+            enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.most_ahead:
                 break
-            self._shares.give(chosen, active)
-            slots.add(source)
+            self._shares.give(chosen, owed)
+            self.slots[consumer].append(source)
+            self._num_slots += 1
             planned[source] += 1
             if late:
-                slots.surplus[source, consumer] -= 1
+                self.surplus[source, consumer] -= 1
             else:
-                orders.append(self._order(source, consumer))
+                orders.append(self._order(chosen, source, consumer))
         return orders
 
     def _orders_by_need(self) -> list[Order]:
         orders: list[Order] = []
-        sources = [source for p in self.active for source in self._of(p)]
-        consumers = range(self.num_consumers)
-        open_ = {
-            (s, c): self.ordered[s, c] - self.consumed[s, c] for s in sources for c in consumers
-        }
-        to_come = [sum(open_[s, c] for s in sources) for c in consumers]
-        room = {s: self.feed.most_ahead - sum(open_[s, c] for c in consumers) for s in sources}
+        sources = [(p, source) for p in self.active for source in self._sources[p]]
+        open_ = self.ordered - self.consumed
+        to_come = sum(open_[source] for _, source in sources)
+        room = {source: self.feed.most_ahead - open_[source].sum() for _, source in sources}
         # One each in turn, to the rank with the least to come, so that none runs dry.
         while any(left > 0 for left in room.values()):
-            for source in (source for source in sources if room[source] > 0):
-                consumer = min(consumers, key=lambda c: (to_come[c], open_[source, c], c))
+            for p, source in ((p, source) for p, source in sources if room[source] > 0):
+                keys = [(to_come[c], open_[source, c], c) for c in range(self.num_consumers)]
+                consumer = min(keys)[-1]
                 room[source] -= 1
                 to_come[consumer] += 1
                 open_[source, consumer] += 1
-                orders.append(self._order(source, consumer))
+                orders.append(self._order(p, source, consumer))
         return orders
 
-    def _order(self, source: Source, consumer: int) -> Order:
+    def _order(self, p: int, source: int, consumer: int) -> Order:
         self.ordered[source, consumer] += 1
-        self._num_ordered[source] += 1
-        p, number = source.producer, self.numbers(source)
+        self.numbers[source] += 1
+        number = int(self.numbers[source])
         num_planned = self._shares.promise(p, number, self.active)
-        if all(self.numbers(other) >= number for other in self._of(p)):
+        if self.numbers[self._sources[p]].min() >= number:
             del self._shares.promised[p, number]
         return Order(source, number, consumer, num_planned)
 
@@ -250,21 +192,22 @@ class ConsumptionPlan:
             Order(source, number, NOBODY, self._shares.promise(p, number, self.active))
             for p, state in enumerate(self.state)
             if state is not State.DEAD
-            for source in self._of(p)
-            for number in range(self.numbers(source) + 1, self._highest(p) + 1)
+            for source in self._sources[p]
+            for number in range(self.numbers[source] + 1, self.numbers[self._sources[p]].max() + 1)
         ]
-
-    def _highest(self, p: int) -> int:
-        return max(map(self.numbers, self._of(p)))
 
     def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
         """Take in what happened in a step. Returns the producers whose state changed: (before,
         now). Shares of what is left are divided anew when a producer comes or goes; with
         order=arrival, where they are not kept, after every step."""
-        self.consumed.update(agreed.consumed)
-        self._num_skipped += sum(agreed.skipped.values())
+        consumed, skipped = (n.long().numpy() for n in (agreed.consumed, agreed.skipped))
+        self.consumed += consumed
+        self._num_skipped += int(skipped.sum())
         if self.feed.order == "fixed":
-            self._slots.end_step(self.per_consumer, agreed.skipped)
+            for slots in self.slots:
+                for _ in range(min(self.per_consumer, len(slots))):
+                    slots.popleft()
+            self.surplus += skipped
         changes = {}
         for p, before in enumerate(self.state):
             now = self._next_state(p, agreed)
@@ -273,9 +216,7 @@ class ConsumptionPlan:
                 self._shares.turns[p] = 0.0
                 changes[p] = (before, now)
         if changes or self.feed.order == "arrival":
-            used: Counter[int] = Counter()
-            for (source, _), num in self.consumed.items():
-                used[source.producer] += num
+            used = [int(self.consumed[sources].sum()) for sources in self._sources]
             self._shares.divide_anew(used, self._num_skipped)
         return changes
 
@@ -295,68 +236,36 @@ class ConsumptionPlan:
         numbers continue. Returns them."""
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
-            self.state[p], top = State.ABSENT, self._highest(p)
+            self.state[p], sources = State.ABSENT, self._sources[p]
             self._shares.forget(p)
-            for source in self._of(p):
-                self.ordered[source, 0] += top - self.numbers(source)
-                self._num_ordered[source] = top
-                for c in range(self.num_consumers):
-                    self.consumed[source, c] = self.ordered[source, c]
-                    self._slots.surplus[source, c] = 0
-        self._slots.queues = [
-            deque(s for s in queue if s.producer not in lost) for queue in self._slots.queues
-        ]
+            highest = self.numbers[sources].max()
+            self.ordered[sources, 0] += highest - self.numbers[sources]
+            self.numbers[sources] = highest
+            self.consumed[sources], self.surplus[sources] = self.ordered[sources], 0
+            self.slots = [deque(s for s in slots if s not in sources) for slots in self.slots]
         return lost
 
-    def state_dict(self) -> Saved:
-        """Between two steps. Counts by source, in the order of `sources`, and rank."""
-        places, states = {s: i for i, s in enumerate(self.sources)}, list(State)
-        slots, shares = self._slots, self._shares
-        counted = (self.ordered, self.consumed, slots.surplus)
-        queued = [(c, places[s]) for c, queue in enumerate(slots.queues) for s in queue]
+    def parts(self) -> dict[str, Stateful]:
+        return {"shares": self._shares}
+
+    def own(self) -> Saved:
+        """Between two steps."""
+        slots = [(c, source) for c, some in enumerate(self.slots) for source in some]
         return {
-            "states": torch.tensor([states.index(state) for state in self.state]),
-            "counts": torch.tensor([[some[pair] for pair in self.pairs] for some in counted]),
-            "slots": _rows(2, queued),
-            "turn": torch.tensor(shares.turns, dtype=torch.float64),
-            "used_before": torch.tensor(
-                [shares.used_before[p] for p in range(self.num_producers)]
-            ),
-            "promised": _rows(3, [(*key, number) for key, number in shares.promised.items()]),
-            "next_slot": slots.next_number,
-            "is_started": int(self.has_started),
-            "num_used": shares.num_used,
-            "num_skipped": self._num_skipped,
+            "states": torch.tensor([int(state) for state in self.state]),
+            "counts": torch.tensor(self._counts),
+            "slots": rows_of(2, slots),
+            "numbers": torch.tensor([self._num_slots, self._num_skipped, int(self.has_started)]),
         }
 
-    def load_state_dict(self, state: Saved) -> None:
-        """The state of a plan of the same job; ValueError otherwise."""
-        sources, pairs, slots, shares = self.sources, self.pairs, self._slots, self._shares
-        counts = whole_numbers(state, "counts", 3, len(pairs)).tolist()
-        self.ordered, self.consumed, slots.surplus = (
-            Counter(dict(zip(pairs, row, strict=True))) for row in counts
-        )
-        self._num_ordered = Counter()
-        for (source, _), number in self.ordered.items():
-            self._num_ordered[source] += number
-        states = whole_numbers(state, "states", self.num_producers).tolist()
-        self.state = [list(State)[number] for number in states]
-        used_before = whole_numbers(state, "used_before", self.num_producers).tolist()
-        shares.used_before = Counter(dict(enumerate(used_before)))
-        slots.queues = [deque() for _ in range(self.num_consumers)]
-        for consumer, source in whole_numbers(state, "slots", -1, 2).tolist():
-            slots.queues[consumer].append(sources[source])
-        promised = whole_numbers(state, "promised", -1, 3).tolist()
-        shares.promised = {(p, number): num_planned for p, number, num_planned in promised}
-        turns = state["turn"]
-        assert isinstance(turns, Tensor)
-        shares.turns = turns.tolist()
-        slots.next_number = whole_number(state, "next_slot")
-        self.has_started = bool(whole_number(state, "is_started"))
-        shares.num_used = whole_number(state, "num_used")
-        self._num_skipped = whole_number(state, "num_skipped")
-
-
-def _rows(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """int64 [len(rows), width], of no rows too."""
-    return torch.tensor(rows, dtype=torch.int64).view(-1, width)
+    def take(self, own: Saved) -> None:
+        states = whole_numbers(own, "states", len(self.state)).tolist()
+        self.state = [State(number) for number in states]
+        self._counts[:] = whole_numbers(own, "counts", *self._counts.shape).numpy()
+        self.numbers = self.ordered.sum(1)
+        for slots in self.slots:
+            slots.clear()
+        for consumer, source in whole_numbers(own, "slots", -1, 2).tolist():
+            self.slots[consumer].append(source)
+        numbers = whole_numbers(own, "numbers", 3).tolist()
+        self._num_slots, self._num_skipped, self.has_started = *numbers[:2], bool(numbers[2])

@@ -1,5 +1,5 @@
 """What one rank of the consumer does: take batches, learn from them, and keep the plan in step
-with the other ranks. Which batches is intake.py, what it reports of them events.py.
+with the other ranks. Which batches, and what it reports of them, is intake.py.
 """
 
 from __future__ import annotations
@@ -7,89 +7,87 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from xcloud.base.errors import LinkClosed
+from xcloud.base.errors import LinkClosed, LinkTimeout
+from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import Stateful, load_states, states_of, whole_number, whole_numbers
+from xcloud.comm.state import Stateful, StatefulParts, whole_number, whole_numbers
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.inbox import Arrived
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
+from xcloud.parallel.one_way.inbox import Arrived, Inbox
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, State
+from xcloud.rank.checkpoints import restored
+from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
-from xcloud.rank.one_way.events import ConsumerEvents
-from xcloud.rank.one_way.intake import POLL_S, Intake
-from xcloud.rank.one_way.wiring import OneWayRank, consumer_links, other_bytes
-from xcloud.rank.role import RankContext, restored
-from xcloud.survive.checkpointing import Checkpointer
+from xcloud.rank.one_way.intake import POLL_S, ConsumerEvents, Intake
+from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
+from xcloud.rank.role import RankContext
+from xcloud.record.rank_state import failure_of
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
 GO_ON_FILE = "go_on"
 
 
-class ConsumerRun:
+class ConsumerRun(StatefulParts):
     """`train()` does all steps. part: what learns."""
 
+    own_names = ("step", "taken")
+
     def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
-        job, layout = rank.job, rank.job.cluster
-        self._rank, self._part = rank, part
-        batches = job.training.batches_per_step
-        self.plan = ConsumptionPlan(
-            layout.shares, layout.group_sizes, layout.num_consumers, batches, job.feed,
-            job.max_steps * batches,
-        )  # fmt: skip
-        self._events = ConsumerEvents(job, rank.reporter, leads=rank.rank == 0)
+        job = rank.job
+        self._rank, self._part, self._leads = rank, part, rank.rank == 0
+        self._names, batches = job.cluster.producers, job.training.batches_per_step
+        self.plan = ConsumptionPlan(job.cluster, batches, job.feed, job.max_steps * batches)
+        self._events = ConsumerEvents(job, rank.reporter, self._leads)
         self._clock = StepClock()
         self._intake = Intake(
-            self.plan, rank.links.inbox, rank.place.group_rank, self._clock, self._events
+            self.plan, rank.inbox, rank.place.group_rank, self._clock, self._events
         )
         self._buffer = FlatBuffer(part.module.parameters())
         self._guard = rank.divergence_guard()
         self._step = 0
 
-    @property
-    def _leads(self) -> bool:
-        return self._rank.rank == 0
-
-    @property
-    def _stateful(self) -> dict[str, Stateful]:
+    def parts(self) -> dict[str, Stateful]:
         return {
-            "part": self._part, "plan": self.plan, "inbox": self._rank.links.inbox,
-            "guard": self._guard,
+            "part": self._part, "plan": self.plan, "inbox": self._rank.inbox, "guard": self._guard,
         }  # fmt: skip
 
-    def state_dict(self) -> Saved:
+    def own(self) -> Saved:
         """Between two steps. A batch on its way is in no rank's state: wait until it is here."""
-        taken = torch.tensor([self._intake.taken[p] for p in range(self.plan.num_producers)])
-        own: Saved = {"step": self._step, "taken": taken}
-        return own | states_of(self._stateful)
+        taken = [self._intake.taken[p] for p in range(len(self._names))]
+        return {"step": self._step, "taken": torch.tensor(taken)}
+
+    def take(self, own: Saved) -> None:
+        taken = whole_numbers(own, "taken", len(self._names)).tolist()
+        self._intake.taken = Counter(dict(enumerate(taken)))
+        self._step = whole_number(own, "step")
 
     def load_state_dict(self, state: Saved) -> None:
-        """Before anything arrives. The state of the same rank in the same experiment; ValueError
-        otherwise. Producers that were lost are there again."""
-        load_states(self._stateful, state, "a consumer", ["step", "taken"])
-        taken = whole_numbers(state, "taken", self.plan.num_producers).tolist()
-        self._intake.taken = Counter(dict(enumerate(taken)))
-        self._step = whole_number(state, "step")
+        """Before anything arrives. Producers that were lost are there again."""
+        super().load_state_dict(state)
         for p in self.plan.readmit_lost():
-            self._rank.links.inbox.readmit(p)
+            self._rank.inbox.readmit(p)
             what = "was lost and may take its share again once it is ready"
             self._events.producer(self._step, p, State.ABSENT, what)
 
     def train(self, checkpoints: Checkpointer) -> bool:
         """From where it stands to the end; whether it ended before, as it was asked to. Raises
         LinkClosed when no producer is left, or one is lost that must not be."""
-        self._events.waiting_for_producers()
-        last = self._rank.job.max_steps
+        job, last = self._rank.job, self._rank.job.max_steps
+        wanted = job.feed.min_producers or len(self._names)
+        self._events.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
         for step in range(self._step + 1, last + 1):
             self._step = step
             self._clock.begin_step(step)
             signal = self._update(step, checkpoints)
-            if step == last and signal is Signal.GO_ON and self._rank.job.checkpoint.are_made:
+            if step == last and signal is Signal.GO_ON and job.checkpoint.are_made:
                 signal = Signal.CHECKPOINT
             with self._clock.paused():
                 if self._save(checkpoints, signal):
@@ -99,96 +97,86 @@ class ConsumerRun:
     def _update(self, step: int, checkpoints: Checkpointer) -> Signal:
         """Returns what all ranks do after it."""
         used: list[Arrived] = []
-        skipped: Counter[Source] = Counter()
+        skipped: Counter[int] = Counter()
         while not (agreed := self._attempt(step, used, skipped, checkpoints)).sums[1]:
             if not self.plan.has_started:
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
-        sums = dict(zip(SUMS, agreed.sums, strict=True))
+        sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
         # Of sums over the ranks of the consumer, so they decide alike.
         is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
         what = f"the loss or gradient of step {step} of the consumer"
         is_skipped = self._guard.skips(what, is_finite)
-        with self._rank.computing_in(self._clock), self._clock.during("optimizer"):
+        with self._rank.computing_in(self._clock, "optimizer"):
             if is_skipped:
                 self._part.skip(step)
             else:
                 self._part.update(step, sums["weight"])
         self._events.step(
-            step, self._clock, used, skipped, other_bytes(self._rank), sums, is_skipped
+            step, self._clock, used, skipped, self._rank.other_bytes, sums, is_skipped
         )
-        if is_skipped:
-            self._events.skipped_update(step, self._guard.note(what))
-        return Signal(agreed.signal)
+        if is_skipped and self._leads:
+            self._rank.reporter.event("skipped_update", step=step)
+            self._rank.reporter.note(self._guard.note(what))
+        return Signal(int(agreed.signal))
 
     def _attempt(
-        self,
-        step: int,
-        used: list[Arrived],
-        skipped: Counter[Source],
-        checkpoints: Checkpointer,
+        self, step: int, used: list[Arrived], skipped: Counter[int], checkpoints: Checkpointer
     ) -> Round:
         """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
-        0 means that nothing came, and the step is to be tried again."""
+        0 means that nothing came, and the step is to be tried again. used, skipped: here it adds
+        its batches, and by producer how many it did without."""
         rank, orders = self._rank, self.plan.orders()
         own = rank.place.group_rank
-        rank.links.inbox.expect([order for order in orders if order.consumer == own])
+        rank.inbox.expect([order for order in orders if order.consumer == own])
         if self._leads and orders:
             with self._clock.during("fetch"):
-                rank.links.send_orders(orders)
+                rank.send_orders(orders)
         arrived, late = self._intake.collect(step)
         used += arrived
-        skipped.update(late)
+        mine = self.plan.round(len(SUMS))
+        for one in arrived:
+            mine.consumed[one.source, own] += 1
+        for source, number in late.items():
+            mine.skipped[source, own] = number
+            skipped[rank.job.cluster.producer_of[source]] += number
         self._buffer.zero()
-        sums: dict[str, float] = {}
         if arrived:
-            with (
-                rank.computing_in(self._clock),
-                self._clock.during("forward"),
-                rank.memory.first_step(),
-            ):
-                fed = [(one.source.producer, one.payload) for one in arrived]
-                sums = dict(self._part.consume(fed))
-            if unknown := sums.keys() - set(SUMS):
-                raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
-        mine = Round(
-            Counter((one.source, own) for one in arrived),
-            {(source, own): number for source, number in late.items()},
-            *self._intake.flags(),
-            [sums.get(name, 0.0) for name in SUMS],
-            checkpoints.decide(step) if self._leads else Signal.GO_ON,
-        )
+            with rank.computing_in(self._clock, "forward"), rank.memory.first_step():
+                sums = self._part.consume([(one.producer, one.payload) for one in arrived])
+            for name, value in sums.items():
+                mine.sums[SUMS.index(name)] = value
+        self._intake.look(mine)
+        mine.signal[:] = checkpoints.decide(step) if self._leads else Signal.GO_ON
         with self._clock.during("average"):
             self._buffer.sum_over(rank.group, torch.zeros(()))
-            packed = rank.group.sum(mine.pack(self.plan.pairs))
-        agreed = Round.unpack(packed, self.plan.pairs, self.plan.num_producers)
-        self._move_on(step, agreed, checkpoints)
-        return agreed
+            rank.group.sum(mine.packed)
+        self._move_on(step, mine, checkpoints)
+        return mine
 
     def _move_on(self, step: int, agreed: Round, checkpoints: Checkpointer) -> None:
         changes = self.plan.end_step(agreed)
         if changes:
             self._intake.taken.clear()
         for p, (before, now) in changes.items():
-            why_gone = self._rank.links.why_gone(p) if now is State.DEAD else ""
+            why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
             self._events.changed(step, p, before, now, self.plan.active, why_gone)
             if now is State.DEAD:
-                self._lose(p, before, checkpoints)
+                self._lose(p, before, why_gone, checkpoints)
         if self.plan.is_exhausted:
-            names = ", ".join(self._rank.job.cluster.producers)
+            names = ", ".join(self._names)
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
 
-    def _lose(self, p: int, before: State, checkpoints: Checkpointer) -> None:
+    def _lose(self, p: int, before: State, why: str, checkpoints: Checkpointer) -> None:
         """Until now a checkpoint needed its part: the plan counted on its batches."""
-        rank, name = self._rank, self._rank.job.cluster.producers[p]
-        on_dead, reason = rank.job.feed.on_dead, rank.links.why_gone(p)
+        rank, name, on_dead = self._rank, self._names[p], self._rank.job.feed.on_dead
         for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
             rank.control.out.pop(lost, None)
             checkpoints.lose(lost)
-        if before is State.ABSENT and not rank.links.inbox.was_ready(p):
-            raise LinkClosed(f"producer {name!r} was lost before it was ready: {reason}")
+        if before is State.ABSENT and not rank.inbox.was_ready(p):
+            raise LinkClosed(f"producer {name!r} was lost before it was ready: {why}")
         if on_dead == "stop":
             advice = "To continue without it set feed.on_dead=redistribute"
-            raise LinkClosed(f"producer {name!r} is gone: {reason}. {advice}")
+            raise LinkClosed(f"producer {name!r} is gone: {why}. {advice}")
         if on_dead == "pause" and not self.plan.is_exhausted:
             with self._clock.during("wait"):
                 if self._leads:
@@ -213,37 +201,104 @@ class ConsumerRun:
         if signal is Signal.GO_ON:
             return checkpoints.after(self._step, signal)
         if self._leads:
-            self._rank.links.send_orders(self.plan.levelling_orders())
-            self._rank.links.send_save(self._step, signal is Signal.STOP)
+            self._rank.send_orders(self.plan.levelling_orders())
+            self._rank.send_save(self._step, signal is Signal.STOP)
         if missing := self._intake.await_ordered():
-            names = ", ".join(self._rank.job.cluster.producers[p] for p in missing)
+            names = ", ".join(self._names[p] for p in missing)
             checkpoints.fail(self._step, f"batches of {names} are missing")
             return signal is Signal.STOP
         return checkpoints.after(self._step, signal)
 
 
 class ConsumerRank(OneWayRank):
-    """One rank of the cloud that is fed."""
+    """One rank of the cloud that is fed. is_fed: more batches are wanted."""
+
+    is_fed = True
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
-        self.links = consumer_links(self.job, self.ends)
+        layout = self.job.cluster
+        self.inbox = Inbox(layout, self.job.model.max_payload_bytes, self.lives, self.most_waiting)
+        feeding = range(layout.num_consumers, layout.num_ranks)
+        for source, rank in enumerate(feeding):
+            handlers = {
+                Kind.BATCH: partial(self.inbox.put, source),
+                Kind.READY: partial(self.inbox.set_ready, source),
+            }
+            ended = partial(self.inbox.set_ended, source)
+            self.incoming("batches", rank, handlers, ended)
+        # To the sources, from the first rank only.
+        self._outs = [self.out("orders", rank) for rank in feeding if self.rank == 0]
         for rank in context.verdict.refused:
-            producer = self.job.cluster.placement(rank).producer
-            assert producer is not None
+            # It takes no part from the start, and the others suffice (feed.min_producers).
+            self.inbox.set_ready(rank - layout.num_consumers)
             why = f"refused before the start: {context.verdict.text}"
-            self.links.inbox.refuse(producer, why)
+            self.inbox.set_ended(rank - layout.num_consumers, why)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """One of those that feed it, too; what becomes of one that has ended the plan decides."""
-        return super().needs(lost) or (self.rank == 0 and self.links.needs_one_of(lost))
+        return super().needs(lost) or (self.rank == 0 and self._needs_one_of(lost))
+
+    def _needs_one_of(self, lost: frozenset[int]) -> bool:
+        """Of producers that are silent: any of them, or the last ones, as feed.on_slow says."""
+        layout = self.job.cluster
+        are_silent = [
+            not lost.isdisjoint(layout.ranks_in(cloud))
+            for producer, cloud in enumerate(layout.producers)
+            if self.is_fed and not self.inbox.end_of(producer)
+        ]
+        if self.job.feed.on_slow == "wait":
+            return any(are_silent)
+        return bool(are_silent) and all(are_silent)
+
+    def why_gone(self, p: int) -> str:
+        """In the producer's own words where it has left them on this machine."""
+        ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
+        failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
+        own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
+        return (own[0] if own else self.inbox.end_of(p)) or "lost by another rank"
+
+    @property
+    def other_bytes(self) -> int:
+        """What has crossed between clouds besides batches: orders, reports and the like."""
+        both = (*self.records, *self.received.values())
+        kinds = CARRIES.keys() - {Kind.BATCH}
+        return sum(record.bytes_of[kind] for record in both for kind in kinds)
+
+    def send_orders(self, orders: list[Order]) -> None:
+        by_source: dict[int, list[list[int]]] = {}
+        for source, *row in orders:
+            by_source.setdefault(source, []).append(row)
+        for source, rows in by_source.items():
+            self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
+
+    def send_save(self, step: int, is_last: bool) -> None:
+        """After all that was ordered so far."""
+        code = CheckpointMessage.SAVE_AND_STOP if is_last else CheckpointMessage.SAVE
+        for source in range(len(self._outs)):
+            self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step=step)
+
+    def send_stop(self) -> None:
+        """No more batches are wanted."""
+        self.is_fed = False
+        for source in range(len(self._outs)):
+            self._send(source, Kind.STOP)
+
+    def _send(self, source: int, kind: Kind, *parts: Tensor, step: int = 0) -> None:
+        """A producer that is gone gets nothing; its end is found elsewhere."""
+        if self.inbox.end_of(self.job.cluster.producer_of[source]):
+            return
+        try:
+            self._outs[source].send(MessageKey(kind, step), parts, CARRIES[kind])
+        except (LinkClosed, LinkTimeout) as error:
+            self.inbox.set_ended(source, error)
 
     def run(self) -> None:
         self._phase("loading")
-        job, place, run_dir = self.job, self.place, self.context.run_dir
+        job, run_dir = self.job, self.context.run_dir
         building = self.building(job.max_steps)
         with self.computing:
-            part = job.model.consumer(place.group_rank, place.group_size, building)
+            part = job.model.consumer(building)
         run = ConsumerRun(self, part)
         checkpoints = restored(self.context, {"consumer": run}, self.control, {})
         self.group.barrier()
@@ -252,47 +307,50 @@ class ConsumerRank(OneWayRank):
         self.is_stopped = run.train(checkpoints)
         self.context.asked.is_armed = False
         self._await_checkpoint(checkpoints, run.plan)  # a stop would drop what it waits for
-        self.links.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
-        self.links.send_stop()
-        if not self.is_stopped:
+        self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
+        self.send_stop()
+        if self.group.leads and not self.is_stopped:
             with exporting(run_dir), self.computing:
-                part.export(run_dir, place.group_rank)
+                part.export(run_dir)
         self.report_memory(part.module, part)
-        # They export and go before the evaluation, which may take long, or fail.
-        for cloud, reason in self.links.part_from_producers().items():
-            if self.rank == 0:
-                self.reporter.note(
-                    f"producer {cloud} did not finish, so what it may have trained was not "
-                    f"exported ({reason})"
-                )
+        self._part_from_producers()
         if self.is_stopped:
             self.reporter.event("stop")
         else:
-            self._evaluate(part)
+            if self.group.leads:
+                self._evaluate(part)
+            self.reporter.event("finish", num_steps=job.max_steps)
         self.leave(checkpoints)
 
     def _await_checkpoint(self, checkpoints: Checkpointer, plan: ConsumptionPlan) -> None:
         """Until the producers have written theirs; not for one that is stopped or has ended."""
         checkpoints.wait()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
-        inbox, alive = self.links.inbox, [s is not State.DEAD for s in plan.state]
+        alive = [p for p, state in enumerate(plan.state) if state is not State.DEAD]
         while self.rank == 0 and checkpoints.is_pending and time.monotonic() < until_s:
-            if any(is_alive and inbox.has_ended(p) for p, is_alive in enumerate(alive)):
+            if any(self.inbox.end_of(p) for p in alive):
                 return
             time.sleep(POLL_S)
+
+    def _part_from_producers(self) -> None:
+        """They export and go before the evaluation, which may take long, or fail."""
+        layout = self.job.cluster
+        patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
+        unheard = self.ends.part_from(range(layout.num_consumers, layout.num_ranks), patience_s)
+        for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
+            if reasons := [unheard[r] for r in layout.ranks_in(cloud) if r in unheard]:
+                self.reporter.note(
+                    f"producer {cloud} did not finish, so what it may have trained was not "
+                    f"exported ({self.inbox.end_of(p) or reasons[0]})"
+                )
 
     def _evaluate(self, part: Consumer) -> None:
         self._phase("evaluation")
         started = time.perf_counter()
         with self.computing:
-            quality = dict(part.evaluate(self.place.group_rank))
-        if self.rank == 0 and quality:
-            report: dict[str, Any] = {
-                "split": "test", "step": self.job.max_steps, "values": quality, "signature": {},
-                "evaluation_s": round(time.perf_counter() - started, 3), "samples_text": "",
-            }  # fmt: skip
-            self.reporter.event("quality", now=True, **report)
-        self.reporter.event("finish", num_steps=self.job.max_steps)
+            scores = part.evaluate()
+        if scores.values:
+            report_scores(self.reporter, "test", self.job.max_steps, scores, {}, started)
 
     def _phase(self, name: str) -> None:
         if self.rank == 0:

@@ -1,0 +1,158 @@
+"""Attempts at a run whose ranks save while they train: threads over links in memory, as they are
+wired in a run, with their checkpoints in one folder."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines import in_threads
+from tests.resumable_jobs import CODECS, SHAPES, Shape, job
+from tests.trainers import Rank
+from xcloud.base.errors import ConfigError
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.state import State, load_states, states_of
+from xcloud.job.places import Places
+from xcloud.join.agreement import judge
+from xcloud.parallel.control import Signal
+from xcloud.rank.checkpoints import CheckpointPart
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.reporter import Reporter
+from xcloud.survive.checkpointing import Checkpointer
+from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
+from xcloud.training.settings import Checkpoints
+
+SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
+EVERY_2 = Checkpoints(2, 0, 2)
+LAST = 9
+
+# A pipeline, replicas that meet in every step, and those that meet from time to time.
+STRATEGIES = (
+    "two clouds, GPipe", "3 replicas, one update late", "2 pipelines apart, fragments under way",
+)  # fmt: skip
+
+
+@dataclass
+class Attempt:
+    """At a run: every rank with its checkpoints in one folder. settings: as the ranks compare.
+    step_s: on the clock of the checkpoints; None: the machine's. slow_until: up to this step
+    nobody waits for what rank 1 writes. has_passed: set after that step."""
+
+    run_dir: Path
+    ranks: list[Rank]
+    schedule: Checkpoints = EVERY_2
+    settings: dict[str, str] = field(default_factory=lambda: dict(SETTINGS))
+    asked: StopSignal = field(default_factory=StopSignal)
+    step_s: float | None = None
+    slow_until: int = 0
+    has_passed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.folder = CheckpointFolder(self.run_dir)
+        self.holders = [
+            RankCheckpoints(self.folder, r.number, places_of(r), self.settings) for r in self.ranks
+        ]
+        tables = {h.rank: h.table() for h in self.holders}
+        verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
+        if verdict.kind != "go":
+            raise ConfigError(verdict.text)
+        self.from_step, self.note, self.attempt = verdict.from_step, verdict.text, time.time_ns()
+        self.checkpointers: dict[int, Checkpointer] = {}
+        self.ready = threading.Barrier(len(self.ranks))
+
+    def train(self, until_step: int = LAST, lost: Sequence[int] = ()) -> None:
+        """lost: ranks that write no more from their last update on, as if they were killed."""
+        in_threads([lambda r=rank: self._train(r, until_step, lost) for rank in self.ranks])
+
+    def _train(self, rank: Rank, until_step: int, lost: Sequence[int]) -> None:
+        number, trainer = rank.number, rank.trainer
+        holder = self.holders[number]
+        parts = rank.stateful
+        if self.from_step:
+            state, _ = holder.restore(self.from_step, states_of(parts), {"data": "1"})
+            load_states(parts, state, "a rank")
+        if self.from_step:
+            self.folder.delete_after(self.from_step, number)
+        about = {**holder.about(self.attempt), "facts": {"data": "1"}}
+        clock, step_s = time.monotonic, self.step_s
+        if step_s is not None:
+            clock = lambda: step_s * trainer.num_updates  # noqa: E731
+        made = self.checkpointers[number] = Checkpointer(
+            Timing(self.schedule, self.from_step, LAST, clock),
+            CheckpointWriter(self.folder, number, about),
+            rank.wiring.control,
+            parts,
+            Reporter(number, "a", self.lines.append),
+            self.asked,
+        )
+        is_directed = trainer.pipeline.layout.num_replicas == 1
+        rank.parts.append(CheckpointPart(made, self.asked, is_directed, trainer.pipeline.clock))
+        self.ready.wait(60)
+        for step in range(trainer.num_updates + 1, until_step + 1):
+            signal = rank.update(step).signal
+            if step == until_step and number in lost:
+                signal = Signal.GO_ON
+            made.after(step, signal)
+            if signal is Signal.STOP:
+                break
+            self.ready.wait(60)
+            if step == self.slow_until:
+                self.has_passed.set()
+            if step >= self.slow_until or number != 1:
+                made.wait()  # or a step that comes too soon is not saved
+            while step >= self.slow_until and made.is_pending and not lost:
+                time.sleep(0.001)
+            self.ready.wait(60)
+        else:
+            if until_step == LAST:
+                made.save_last()
+        made.wait()
+        rank.wiring.meet()
+        made.close()
+        made._notes.reporter.flush()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for lines in self.lines for line in lines.splitlines()]
+
+    @property
+    def state(self) -> Any:
+        return [rank.state_dict() for rank in self.ranks]
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def notes(self) -> list[str]:
+        return [event["text"] for event in self.told("note")]
+
+
+def places_of(rank: Rank) -> Places:
+    layout = rank.wiring.ends.layout
+    assert isinstance(layout, ClusterLayout)
+    return Places.held(layout, rank.strategy, LAST)
+
+
+def changed(tmp_path: Path, shape: str, codec: str, **settings: str) -> Attempt:
+    settings = {name.replace("__", "."): value for name, value in settings.items()}
+    return Attempt(tmp_path, job(SHAPES[shape], CODECS[codec]), settings={**SETTINGS, **settings})
+
+
+def whole(shape: Shape, codec: str = "plain", until_step: int = LAST) -> list[State]:
+    """The states of an undisturbed run without checkpoints."""
+    attempt = Attempt(Path("no folder"), job(shape, CODECS[codec]), Checkpoints(0, 0))
+    attempt.train(until_step)
+    return attempt.state
+
+
+@cache
+def undisturbed(shape: str, codec: str = "plain") -> list[State]:
+    """For tests that do not change it."""
+    return whole(SHAPES[shape], codec)

@@ -1,0 +1,28 @@
+"""Which combinations of parameters are run every time, and which once a night."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
+
+
+def each_once(*axes: Sequence[Any]) -> list[ParameterSet]:
+    """For pytest.mark.parametrize, all combinations of some values: as many as it takes to have
+    every value once, the others nightly."""
+    axes = tuple([*axis] for axis in axes)
+    places = [range(len(axis)) for axis in axes]
+    daily = {tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))}
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, row, strict=True)),
+            id="-".join(str(axis[place]) for axis, place in zip(axes, row, strict=True)),
+            marks=() if row in daily else NIGHTLY,
+        )
+        for row in product(*places)
+    ]

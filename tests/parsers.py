@@ -1,0 +1,336 @@
+"""Every parser of what a peer sends, with honest messages for it."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.codecs import ERRORS
+from tests.local_replicas import MEAN, rounds_of
+from tests.replicas import Post
+from tests.report_desk import DEEP, STEP, Desk
+from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
+from xcloud.comm.boundary import BoundaryField
+from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.ids import (
+    CorruptedTexts,
+    IdPacking,
+    decode_ascending,
+    decode_ids,
+    encode_ascending,
+    encode_ids,
+)
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.precision import BlockInt
+from xcloud.comm.sparsify import TopK
+from xcloud.comm.step_clock import StepClock
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.join.agreement import (
+    Verdict,
+    decode_table,
+    decode_verdict,
+    encode_table,
+)
+from xcloud.parallel.averaging import Terms
+from xcloud.parallel.control import (
+    check_norms,
+    code_of,
+    compare_facts,
+    decode_facts,
+    encode_facts,
+    note_ages,
+    reply_of,
+)
+from xcloud.parallel.exchange import Work
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way.plan import Order
+from xcloud.record.checkpoints import CheckpointFolder
+
+Parts = tuple[Tensor, ...]
+
+
+class Parser(NamedTuple):
+    """honest: messages to damage. take: parses one of them, or raises one of our errors."""
+
+    honest: list[Any]
+    take: Callable[[Any], object]
+
+
+def frame(parts: Parts, kind: Kind = Kind.NORM, step: int = 1) -> Frame:
+    return Frame(MessageKey(kind, step), parts, 0, 0.0, 64)
+
+
+def whole(*numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def as_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+
+
+# --- parsers
+
+
+def frames() -> Parser:
+    parts = (torch.randn(3, 5), torch.arange(9, dtype=torch.int16), torch.tensor([True]))
+    made = encode_frame(MessageKey(Kind.ACTIVATION, 3, 1), parts, 5)
+    seal_frame(made, 1.5)
+    seals = random.Random(1)
+
+    def take(data: bytes) -> object:
+        buffer = as_bytes(data).clone()
+        if len(buffer) >= 40 and seals.random() < 0.7:  # with a checksum that fits
+            view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+            end = min(len(view), len(made))
+            struct.pack_into("<I", view, 20, 0)
+            struct.pack_into("<I", view, 20, zlib.crc32(view[:end]))
+        return decode_frame(buffer, "rank 1")
+
+    return Parser([made.numpy().tobytes()], take)
+
+
+class Held:
+    """A link with one message in it, either way."""
+
+    def __init__(self) -> None:
+        self.parts: Parts = ()
+        self.stats = SimpleNamespace()
+
+    def send(self, key: MessageKey, parts: Parts, carries: object = ()) -> None:
+        self.parts = tuple(part.clone() for part in parts)
+
+    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        return self.parts
+
+
+def boundary(compressor: Compressor) -> Parser:
+    fields = (
+        BoundaryField("counts", (), torch.int16),
+        BoundaryField("places", (), torch.int16, "counted", most=15),
+        BoundaryField("hidden", (24,), torch.float32, "counted"),
+    )
+    link, key, ids = Held(), MessageKey(Kind.ACTIVATION, 1), torch.arange(4)
+    identity, clock = ChannelId(7, 0, "forward", 0, 1), StepClock()
+
+    def codecs() -> Codecs:
+        return Codecs([(None, Codec(compressor, NoMemory()))])
+
+    counts = torch.tensor([16, 3, 8, 1], dtype=torch.int16)
+    rows = int(counts.sum())
+    message = {
+        "counts": counts, "places": torch.zeros(rows, dtype=torch.int16),
+        "hidden": torch.randn(rows, 24, generator=torch.Generator().manual_seed(1)),
+    }  # fmt: skip
+    sender = SendChannel(link, fields, codecs, clock, identity)  # type: ignore[arg-type]
+    sender.send(key, message, {"ids": ids})
+    receiver = ReceiveChannel(
+        link, fields, codecs, clock, identity, torch.device("cpu"), 1.0, 16,  # type: ignore[arg-type]
+    )  # fmt: skip
+    honest = link.parts
+
+    def take(parts: Parts) -> object:
+        link.parts = parts
+        return receiver.recv(key, {"ids": ids})
+
+    return Parser([honest], take)
+
+
+def packed_ids() -> Parser:
+    packing = IdPacking(4000, 12, 40, digest=7)
+    draw = np.random.default_rng(0)
+    counts = draw.integers(1, 41, 12)
+    num = int(counts.sum())
+    ids = torch.tensor(draw.zipf(1.3, num) % 4000)
+    texts = CorruptedTexts(ids, torch.tensor(counts), torch.tensor(draw.random(num) < 0.2))
+    return Parser(
+        [packing.pack(texts).numpy().tobytes()], lambda data: packing.unpack(as_bytes(data))
+    )
+
+
+def ranked_ids() -> Parser:
+    ids = np.random.default_rng(0).zipf(1.3, 400) % 4000
+    data = encode_ids(ids.astype(np.int64), 4000).numpy().tobytes()
+    return Parser([data], lambda data: decode_ids(as_bytes(data), 400, 4000))
+
+
+def gaps() -> Parser:
+    numbers = np.sort(np.random.default_rng(0).choice(5000, 200, replace=False)).astype(np.int64)
+    data = encode_ascending(numbers, 5000).numpy().tobytes()
+    return Parser([data], lambda data: decode_ascending(as_bytes(data), 200, 5000))
+
+
+def orders() -> Parser:
+    rows = torch.tensor([[n, n % 2, 40] for n in range(1, 9)], dtype=torch.int32)
+
+    def take(parts: Parts) -> object:
+        book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
+        book.take_orders(frame(parts))
+        return [book.next(False) for _ in range(book._waiting.qsize())]
+
+    return Parser([(rows,)], take)
+
+
+def batches() -> Parser:
+    layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
+
+    def take(parts: Parts) -> object:
+        inbox = Inbox(layout, 64, {1: PeerLife()}, most_waiting=8)
+        inbox.expect([Order(0, number, 0, 9) for number in (1, 2, 5)])
+        for number in (1, 2, 5):
+            inbox.put(0, frame(parts, Kind.BATCH, number))
+        return inbox.state_dict()
+
+    return Parser([(torch.zeros(64, dtype=torch.uint8),)], take)
+
+
+def norms() -> Parser:
+    honest = [(whole(1.0, 2.0, dtype=torch.float64),)]
+    honest.append((*honest[0], torch.zeros(6, dtype=torch.float64)))
+    measured = torch.zeros(6, dtype=torch.float64)
+    return Parser(
+        honest, lambda parts: check_norms(parts, 2, measured if len(parts) > 1 else None, 1)
+    )
+
+
+def answers() -> Parser:
+    total = whole(1.0, dtype=torch.float64)
+    honest = [(total,), (total, whole(1, 3, dtype=torch.uint8))]
+    return Parser(honest, lambda parts: reply_of(parts, 0))
+
+
+def codes() -> Parser:
+    return Parser([(whole(1, dtype=torch.uint8),)], lambda parts: code_of(frame(parts), 1))
+
+
+def ages() -> Parser:
+    lives = {1: PeerLife(), 2: PeerLife()}
+    honest = (whole(0.0, 1.0, 2.0, dtype=torch.float32),)
+    return Parser([honest], lambda parts: note_ages(lives, frame(parts)))
+
+
+def facts() -> Parser:
+    mine = {"the task's data": "ab" * 32, "the parameters": "cd" * 32}
+
+    def take(data: bytes) -> object:
+        return compare_facts(mine, decode_facts((as_bytes(data),), 1), 1)
+
+    return Parser([encode_facts(mine).numpy().tobytes()], take)
+
+
+def tables() -> Parser:
+    honest = encode_table({"setting seed": "1", "code xcloud/run.py": "ab", "info torch": "2"})
+    return Parser(
+        [honest.encode()], lambda data: decode_table(data.decode("utf-8", "replace"), "rank 1")
+    )
+
+
+def verdicts() -> Parser:
+    honest = json.dumps(asdict(Verdict("refused", (1, 2), "they differ", 40, 7)))
+    return Parser([honest.encode()], lambda data: decode_verdict(data.decode("utf-8", "replace")))
+
+
+SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
+
+
+def contributions() -> Parser:
+    codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
+    parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
+    terms = Terms(most_weight=lambda num_steps: 2.0)
+    return Parser([parts], lambda parts: terms.contribution(1, 1, 1, 1.0, codec, parts))
+
+
+SETTINGS = LocalUpdates(2, MEAN, late="skip", wait_s=5.0)
+
+
+def hub() -> Parser:
+    head = whole(2.0, 0.0, 2.0, dtype=torch.float64)
+
+    def take(parts: Parts) -> object:
+        post = Post(2)
+        rounds = rounds_of(post.links(0), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
+        key = MessageKey(Kind.AVERAGING, 0, 0)
+        post.links(1).send(0, key, parts, ("",) * len(parts), 0)
+        return rounds.after_update(2, Work(2, 2.0))
+
+    return Parser([(head, torch.ones(1)), (head,)], take)
+
+
+def member() -> Parser:
+    def take(parts: Parts) -> object:
+        post = Post(2)
+        rounds = rounds_of(post.links(1), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
+        key = MessageKey(Kind.AVERAGING, 0, 1)
+        post.links(0).send(1, key, parts, ("",) * len(parts), 0)
+        return rounds.after_update(2, Work(2, 2.0))
+
+    some = whole(2.0, 2.0, 1.0, 0.0, dtype=torch.float64)
+    every = whole(2.0, 2.0, 0.0, 1.0, dtype=torch.float64)
+    one = torch.ones(1)
+    return Parser([(some, one), (some, one, one), (every, one, one[:0])], take)
+
+
+def reports(folder: Path) -> Parser:
+    now = iter(range(10**9))
+    desk = Desk(folder)
+    desk.file.close()
+    desk.intake._clock = lambda: 1e3 * next(now)  # the bound on bytes is not what is tried
+    desk.file.append = lambda lines: [json.loads(line) for line in lines.splitlines()]  # type: ignore
+    honest: list[bytes] = [
+        json.dumps(line).encode() + b"\n"
+        for line in (
+            {**STEP, "loss": 1.0, "line_busy_s": {"forward": {"b": 1.0}}},
+            {"event": "note", "text": "größer"},
+            {"event": "timeline", "step": 1, "machine": "f", "started_us": 0, "unix_us": 0,
+             "step_us": 1, "spans": [["fetch", "", 0, 0, 0, 1]], "sent": [], "received": []},
+            {"event": "quality", "step": 2, "split": "dev", "values": {"bleu": 1.0},
+             "signature": {}, "evaluation_s": 1.0},
+        )
+    ]  # fmt: skip
+
+    def take(data: bytes) -> object:
+        return desk.intake.take(2, frame((as_bytes(data),), Kind.REPORT))
+
+    take(DEEP)
+    assert desk.num_refused == {2: 1}
+    return Parser(honest, take)
+
+
+def checkpoint_headers(folder: Path) -> Parser:
+    kept = CheckpointFolder(folder / "kept")
+    kept.write(3, 0, {"w": torch.ones(3), "n": 4}, {"seed": 1})
+    (header,) = (path for path in kept.step_dir(3).iterdir() if path.suffix == ".json")
+
+    def take(data: bytes) -> object:
+        header.write_bytes(data)
+        return kept.about(3, 0)
+
+    return Parser([header.read_bytes()], take)
+
+
+PARSERS: dict[str, Callable[..., Parser]] = {
+    maker.__name__: maker
+    for maker in (
+        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, answers, codes, ages,
+        facts, tables, verdicts, contributions, hub, member, reports, checkpoint_headers,
+    )
+}  # fmt: skip
+PARSERS |= {
+    f"boundary {number} {c.label}": lambda c=c: boundary(c)  # type: ignore[misc]
+    for number, (c, _) in enumerate(ERRORS)
+}
+ON_DISK = (reports, checkpoint_headers)

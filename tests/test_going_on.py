@@ -1,0 +1,112 @@
+"""Going on from the files of a lost run, bit for bit, and with changed settings."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.attempts import (
+    SETTINGS,
+    Attempt,
+    changed,
+    undisturbed,
+    whole,
+)
+from tests.channels import same_state
+from tests.nightly import each_once
+from tests.resumable_jobs import CODECS, SHAPES, job
+from xcloud.base.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("shape", "codec"),
+    each_once([*SHAPES], ["int4, delta", "svd with warm start, int4", "phases"]),
+)
+def test_a_run_that_was_lost_goes_on_from_its_files_bit_for_bit(
+    shape: str, codec: str, tmp_path: Path
+) -> None:
+    def attempt() -> Attempt:
+        return Attempt(tmp_path, job(SHAPES[shape], CODECS[codec]))
+
+    first = attempt()
+    assert first.from_step == 0
+    first.train(5)
+    second = attempt()
+    assert second.from_step == 4
+    second.train()
+
+    assert same_state(second.state, undisturbed(shape, codec))
+    assert second.folder.agreed_steps() == [9, 8]
+    assert {e["step"] for e in first.told("checkpoint")} == {2, 4}
+
+
+def test_another_compression_goes_on_without_what_the_old_one_remembers(tmp_path: Path) -> None:
+    shape = "two clouds, GPipe"
+    Attempt(tmp_path, job(SHAPES[shape], CODECS["int4, delta"])).train(4)
+    other = changed(tmp_path, shape, "topk and randomk, error feedback", compression="b")
+    found = other.holders[0].changes(4)
+    assert found.said == ["compression a -> b"]
+    assert found.price(True) == "lost by this: what compression remembers of earlier steps"
+    assert found.price(False) == "nothing is lost by this"
+    other.train(4)  # loads, and trains no step
+    weights = [
+        {key: value for key, value in state.items() if key.startswith("trainer.")}
+        for states in (other.state, whole(SHAPES[shape], "int4, delta", 4)) for state in states
+    ]  # fmt: skip
+    assert same_state(weights[:2], weights[2:])
+    other.train(5)
+
+
+def test_another_number_of_lanes_takes_over_the_stages(tmp_path: Path) -> None:
+    Attempt(tmp_path, job(SHAPES["2x2 lanes, 1F1B"], CODECS["plain"])).train(4)
+    fewer = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="one each")
+    assert fewer.from_step == 4
+    fewer.train(4)
+    parts = [fewer.folder.read(4, rank) for rank in (0, 2)]
+    for state, part in zip(fewer.state, parts, strict=True):
+        own = {key: value for key, value in state.items() if key.startswith("trainer.")}
+        assert same_state([own], [{key: part[key] for key in own}])
+    fewer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": "2"}, "seed is 2: that would be another run; set seed back to 1, or start a"),
+        ({"model.size": "9"}, "model.size is 9: that would be another run; leave model.size out"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_with_the_reason(
+    settings: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(3)
+    with pytest.raises(ConfigError, match=said):
+        Attempt(tmp_path, job(shape, CODECS["plain"]), settings={**SETTINGS, **settings})
+
+
+def test_another_release_or_other_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(3)
+    attempt = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
+        attempt.holders[0].restore(2, {}, {"data": "2"})
+    other_cluster = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="other")
+    with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
+        other_cluster.holders[0].restore(2, {}, {"data": "2"})
+    monkeypatch.setattr("xcloud.survive.resume.__version__", "99")
+    with pytest.raises(ConfigError, match=r"it was written by xcloud .*, this is 99"):
+        Attempt(tmp_path, job(shape, CODECS["plain"]))
+
+
+def test_training_longer_or_with_another_rate_is_said_and_goes_on(tmp_path: Path) -> None:
+    shape = "two clouds, GPipe"
+    Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"])).train(4)
+    longer = changed(tmp_path, shape, "plain", training__max_steps="12")
+    assert longer.from_step == 4
+    found = longer.holders[0].changes(4)
+    assert found.said == ["training.max_steps 9 -> 12"]
+    assert found.price(True) == "nothing is lost by this"
+    longer.train()
+    assert same_state(longer.state, undisturbed(shape))

@@ -1,0 +1,152 @@
+"""Scores of labels, and the standard error of a score: what it would vary by over other samples of
+the same kind. No data and no text here.
+
+Scores are in percent. Undefined ones (only one class, constant values) are 0, as in the GLUE
+scorers. Shapes: N samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xcloud.base.errors import ConfigError
+
+Kind = Literal["classes", "value"]
+Vector = NDArray[np.float64]
+Measure = Callable[[Vector], float]
+"""A score of samples that count so many times each, [N]: once each in the score itself, by chance
+in a resample. NaN if none counts."""
+
+RESAMPLES, SEED = 1000, 0
+MEANINGS: Mapping[Kind, Mapping[str, str]] = {
+    "classes": {
+        "accuracy": "share of correct classes, percent",
+        "f1": "F1 of class 1, percent",
+        "macro_f1": "mean F1 over classes, percent",
+        "matthews": "Matthews correlation, times 100",
+    },
+    "value": {
+        "pearson": "Pearson correlation, times 100",
+        "spearman": "Spearman rank correlation, times 100",
+    },
+}
+
+
+def metrics_of(kind: Kind, names: Sequence[str] | None) -> Sequence[str]:
+    """The names, or those of the kind: accuracy for classes, both correlations for values.
+
+    Raises ConfigError for a score that does not fit the kind.
+    """
+    there = MEANINGS[kind]
+    if unknown := [name for name in names or () if name not in there]:
+        raise ConfigError(
+            f"task.metrics: {unknown[0]!r} is not a score for {kind}; choose from "
+            f"{', '.join(there)}"
+        )
+    return names or (("accuracy",) if kind == "classes" else tuple(there))
+
+
+def ratio_error(above: ArrayLike, below: ArrayLike) -> float:
+    """Standard error of sum(above) / sum(below) over samples [N], linearised (Cochran, Sampling
+    Techniques, 1977, 2.11): of a mean with below = 1, of a share of hits sqrt(p (1 - p) / N)."""
+    a, b = np.broadcast_arrays(np.asarray(above, np.float64), np.asarray(below, np.float64))
+    if not b.sum():
+        return 0.0
+    return float(math.sqrt(np.square(a - b * a.sum() / b.sum()).sum()) / b.sum())
+
+
+def bootstrap_error(num: int, measure: Measure) -> float:
+    """Standard deviation over RESAMPLES sets of `num` samples, drawn with replacement (Efron,
+    Annals of Statistics 1979; of BLEU Koehn, EMNLP 2004). The draws are the same in every run."""
+    draw = np.random.default_rng(SEED)
+    found = [
+        measure(np.bincount(draw.integers(num, size=num), minlength=num).astype(np.float64))
+        for _ in range(RESAMPLES)
+    ]
+    return float(np.nanstd(found))
+
+
+def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
+    """One of MEANINGS, of labels and predictions [N]. macro_f1 is over every class among them;
+    matthews with more than two classes is that of Gorodkin 2004; in spearman ties share their mean
+    rank."""
+    labels, predictions = np.asarray(right, np.float64), np.asarray(said, np.float64)
+
+    def measured(counts: Vector) -> float:
+        if not counts.any():
+            return math.nan
+        if name in MEANINGS["value"]:
+            x, y = labels, predictions
+            if name == "spearman":
+                x, y = _ranks(x, counts), _ranks(y, counts)
+            return 100.0 * _correlation(x, y, counts)
+        if name == "accuracy":
+            return 100.0 * float(counts[hits].sum() / counts.sum())
+        confusion = np.zeros((len(classes), len(classes)))
+        np.add.at(confusion, (places[: len(labels)], places[len(labels) :]), counts)
+        return 100.0 * _of_confusion(name, confusion, classes)
+
+    hits = labels == predictions
+    classes, places = np.unique(np.concatenate((labels, predictions)), return_inverse=True)
+    return measured
+
+
+def label_scores(
+    names: Sequence[str], parts: Mapping[str, Sequence[tuple[float, float]]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Scores and their errors, of (label, prediction) pairs by part; the part "" is the whole
+    split. Of several parts the first score is their mean; row i of each is drawn together, as it
+    may be the same sample in another language."""
+    values, errors = {}, {}
+    measures = {(name, part): label_measure(name, *zip(*pairs, strict=True))
+                for name in names for part, pairs in parts.items()}  # fmt: skip
+    for (name, part), measure in measures.items():
+        num, key = len(parts[part]), f"{name}_{part}" if part else name
+        values[key] = round(measure(np.ones(num)), 4)
+        hits = [right == said for right, said in parts[part]]
+        is_share = name == "accuracy"
+        error = 100 * ratio_error(hits, 1) if is_share else bootstrap_error(num, measure)
+        errors[key] = round(error, 4)
+    if list(parts) == [""]:
+        return values, errors
+
+    def mean(counts: Vector) -> float:
+        each = [measures[names[0], part](counts[: len(pairs)]) for part, pairs in parts.items()]
+        return sum(each) / len(each)
+
+    main = sum(values[f"{names[0]}_{part}"] for part in parts) / len(parts)
+    error = bootstrap_error(max(map(len, parts.values())), mean)
+    return {names[0]: round(main, 4), **values}, {names[0]: round(error, 4), **errors}
+
+
+def _of_confusion(name: str, confusion: Vector, classes: Vector) -> float:
+    """confusion: counts by label (rows) and prediction."""
+    hits, of_label, of_prediction = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    if name == "matthews":
+        n = confusion.sum()
+        spread = (n * n - of_label @ of_label) * (n * n - of_prediction @ of_prediction)
+        together = n * hits.sum() - of_label @ of_prediction
+        return float(together / math.sqrt(spread)) if spread > 0 else 0.0
+    there = of_label + of_prediction
+    f1 = 2 * hits[there > 0] / there[there > 0]
+    return float(f1.mean() if name == "macro_f1" else f1[classes[there > 0] == 1].sum())
+
+
+def _correlation(x: Vector, y: Vector, counts: Vector) -> float:
+    if np.ptp(x[counts > 0]) == 0 or np.ptp(y[counts > 0]) == 0:
+        return 0.0
+    x, y = x - np.average(x, weights=counts), y - np.average(y, weights=counts)
+    spread = (counts * x * x).sum() * (counts * y * y).sum()
+    return float((counts * x * y).sum() / math.sqrt(spread))
+
+
+def _ranks(values: Vector, counts: Vector) -> Vector:
+    """Mean rank of each value among all samples, as often as they count."""
+    distinct, places = np.unique(values, return_inverse=True)
+    num = np.bincount(places, weights=counts, minlength=len(distinct))
+    return (num.cumsum() - (num - 1) / 2)[places]
