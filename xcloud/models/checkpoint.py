@@ -191,7 +191,7 @@ def export_electra(
     config.json and model.safetensors, no tokenizer.
     """
     about = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
-    about |= {"pad_token_id": pad, "embedding_size": encoder.config.hidden}
+    about = {**about, "pad_token_id": pad, "embedding_size": encoder.config.hidden}
     prefix = "discriminator_predictions.dense"
     head = dense.state_dict(prefix=f"{prefix}.") | score.state_dict(prefix=f"{prefix}_prediction.")
     _export(encoder, folder, about, None, head)
