@@ -190,8 +190,8 @@ def export_electra(
     """Write an Encoder and its replaced-token head as a transformers ElectraForPreTraining:
     config.json and model.safetensors, no tokenizer.
     """
-    about = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
-    about = {**about, "pad_token_id": pad, "embedding_size": encoder.config.hidden}
+    about: dict[str, Any] = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
+    about |= {"pad_token_id": pad, "embedding_size": encoder.config.hidden}
     prefix = "discriminator_predictions.dense"
     head = dense.state_dict(prefix=f"{prefix}.") | score.state_dict(prefix=f"{prefix}_prediction.")
     _export(encoder, folder, about, None, head)
