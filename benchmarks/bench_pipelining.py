@@ -230,10 +230,11 @@ def data():
 
 def ours(rank: int, schedule, compression):
     import torch
+    from torch.distributed.distributed_c10d import _get_default_store
 
     from tests.pipelines import wired_job
     from xcloud.cluster.layout import Cloud, ClusterLayout
-    from xcloud.cluster.transport import GlooTransport
+    from xcloud.cluster.transport import GlooTransport, Meeting
     from xcloud.comm.boundary import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
     from xcloud.contracts.model import Stage, StageOutput
@@ -257,7 +258,8 @@ def ours(rank: int, schedule, compression):
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
     job = wired_job(layout, {0: boundary}, compression, schedule, BATCH)
-    ends = Ends(GlooTransport(rank), layout, Path("."), clock.messages)
+    transport = GlooTransport(Meeting(rank, 2, _get_default_store()))
+    ends = Ends(transport, layout, Path("."), clock.messages)
     wiring = wire(job, ends, clock, cpu, print)
     stage = Layers()
     pipeline = Pipeline(rank, layout, {rank: stage}, wiring.boundaries.ports, cpu, 1, clock)

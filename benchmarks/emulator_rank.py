@@ -19,18 +19,20 @@ import os
 import sys
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.pipelines import wired_job
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
-from xcloud.cluster.transport import GlooTransport
+from xcloud.cluster.transport import GlooTransport, Meeting
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
@@ -107,6 +109,9 @@ class SleepingLayers(nn.Module):
         time.sleep(self._sample_s * self._num_samples)
 
 
+_systems = count()
+
+
 class System:
     """A stage and its links for one schedule and one budget for receives."""
 
@@ -124,7 +129,10 @@ class System:
         int8 = Compression(BlockInt(8), BlockInt(8))
         boundaries = {stage: Boundary((hidden,), 1) for stage in range(num_stages - 1)}
         job = wired_job(layout, boundaries, int8, schedule, len(self._pieces[0]))
-        ends = Ends(GlooTransport(rank), layout, folder, clock.messages)
+        # Each system has a part of the store, and so clocks of its own.
+        store = PrefixStore(f"system {next(_systems)}", _get_default_store())
+        transport = GlooTransport(Meeting(rank, num_stages, store))
+        ends = Ends(transport, layout, folder, clock.messages)
         self.wiring = wire(job, ends, clock, cpu, print)
         torch.manual_seed(rank)
         self._stage = Layers(rank == num_stages - 1)

@@ -16,12 +16,12 @@ from tests.trainers import Rank
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
+from xcloud.job.places import Places
 from xcloud.join.agreement import judge
 from xcloud.parallel.control import Signal
 from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.changes import Places
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing

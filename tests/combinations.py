@@ -38,8 +38,8 @@ from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.join import elastic
-from xcloud.join.agreement import Agreed, Verdict
+from xcloud.join.agreement import Verdict
+from xcloud.join.joining import join
 from xcloud.launch import rank_process
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
@@ -48,7 +48,6 @@ from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
-from xcloud.rank import typical_step
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
@@ -330,9 +329,7 @@ def covering_rows(seed: int = 1) -> tuple[list[dict[str, str]], list[dict[str, s
 def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     """All ranks of a job in threads, from the newest checkpoint of the folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    world = MemoryWorld()
-    # The ranks would agree on a step by a collective of torch's default group.
-    patch.setattr(typical_step, "report_typical_step", lambda *of: None)
+    world = MemoryWorld(job.cluster.num_ranks)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
@@ -342,12 +339,11 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
 
     def one(rank: int) -> None:
         transport: Any = world.transport(rank)
-        agreed = Agreed(Verdict(from_step=step, attempt=1))
+        verdict = Verdict(from_step=step, attempt=1)
         if job.is_elastic:
-            table = holders[rank].table()
-            transport, agreed = elastic.join(job, {}, rank, run_dir, table)
+            transport, verdict = join(job, {}, rank, run_dir, holders[rank].table())
         process = rank_process.Process(StopSignal())
-        rank_process.live(job, rank, run_dir, agreed, holders[rank], process, transport)
+        rank_process.live(job, run_dir, verdict, holders[rank], process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 

@@ -7,6 +7,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,7 +44,6 @@ from xcloud.join.agreement import (
     decode_table,
     decode_verdict,
     encode_table,
-    encode_verdict,
 )
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.control import (
@@ -235,13 +235,13 @@ def facts() -> Parser:
 def tables() -> Parser:
     honest = encode_table({"setting seed": "1", "code xcloud/run.py": "ab", "info torch": "2"})
     return Parser(
-        [honest.numpy().tobytes()], lambda data: decode_table((as_bytes(data),), "rank 1")
+        [honest.encode()], lambda data: decode_table(data.decode("utf-8", "replace"), "rank 1")
     )
 
 
 def verdicts() -> Parser:
-    honest = encode_verdict(Verdict("refused", (1, 2), "they differ", 40, 7))
-    return Parser([honest.numpy().tobytes()], lambda data: decode_verdict((as_bytes(data),)))
+    honest = json.dumps(asdict(Verdict("refused", (1, 2), "they differ", 40, 7)))
+    return Parser([honest.encode()], lambda data: decode_verdict(data.decode("utf-8", "replace")))
 
 
 SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}

@@ -4,32 +4,31 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-import torch
 from omegaconf import OmegaConf
+from torch.distributed import HashStore
 
-from tests.in_process_link import InProcessLink
 from tests.one_way_toy import cloud, feed_config
+from tests.pipelines import in_threads
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, FrameError
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.transport import Meeting
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, decode_table, encode_table, exchange
+from xcloud.join.agreement import MAX_BYTES, Verdict, agree, decode_table, encode_table
 from xcloud.launch import processes as launch
 from xcloud.survive.compared import MAX_VALUE, PATH, compared_settings, make_table
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
-
-
-def name_of(rank: int) -> str:
-    return f"rank {rank} (cloud {'abc'[rank]})"
 
 
 def nobody(ranks: frozenset[int]) -> frozenset[int]:
@@ -37,23 +36,22 @@ def nobody(ranks: frozenset[int]) -> frozenset[int]:
 
 
 def verdicts(*tables: dict[str, str], refused_with: Refused = nobody) -> list[Verdict]:
-    """Of each rank, by the exchange itself: a thread for each, links in memory."""
-    ranks = range(1, len(tables))
-    up = {rank: InProcessLink(name_of(rank)) for rank in ranks}
-    down = {rank: InProcessLink("rank 0") for rank in ranks}
-    found: dict[int, Verdict] = {}
+    """Of each rank, by what they write into a store: a thread for each."""
+    store = HashStore()
+    num_ranks = len(tables)
+    layout = ClusterLayout({name: Cloud() for name in "abc"[:num_ranks]}, "free")
+    job = cast(Job, SimpleNamespace(cluster=layout, refused_with=refused_with))
 
-    def one(rank: int) -> None:
-        out, incoming = (down, up) if rank == 0 else ({0: up[rank]}, {0: down[rank]})
-        found[rank] = exchange(rank, tables[rank], out, incoming, name_of, refused_with)
+    def one(rank: int) -> Verdict:
+        meeting = Meeting(rank, num_ranks, store, within_s=20.0)
+        try:
+            return agree(job, meeting, tables[rank])
+        except ConfigError as error:
+            return Verdict("stop", (), str(error))
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(tables))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len({verdict.attempt for verdict in found.values()}) == 1 and found[0].attempt
-    return [replace(found[rank], attempt=0) for rank in range(len(tables))]
+    found = in_threads([partial(one, rank) for rank in range(num_ranks)])
+    assert len({verdict.attempt for verdict in found if verdict.kind != "stop"}) <= 1
+    return [replace(verdict, attempt=0) for verdict in found]
 
 
 def settings(**changed: Any) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
 
     assert verdicts(*tables) == [Verdict(), Verdict()]
     for secret in ("/home", "/secret", "./bert", "train.a"):  # no local path leaves the machine
-        assert secret not in bytes(encode_table(tables[0]).tolist()).decode()
+        assert secret not in encode_table(tables[0])
 
 
 def test_the_name_of_a_checkpoint_is_compared_and_a_path_equals_any() -> None:
@@ -205,13 +203,17 @@ def test_a_producer_is_refused_whole_and_only_where_the_others_suffice() -> None
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"no tab", b"setting a\tb\tc", b"setting a\t\x1b[2J", b"other a\tb", b"\xff\xfe",
-     b"setting a\t" + b"x" * (MAX_VALUE + 1)],
+    [
+        "", "3", "[" * 100_000, '{"setting a": {"b": "c"}}', '{"setting a": 1}',
+        '{"other a": "b"}',
+        json.dumps({"setting a": "\x1b[2J"}), json.dumps({"setting a": "two\nlines"}),
+        json.dumps({"setting \xff": "b"}), json.dumps({"setting a": "x" * (MAX_VALUE + 1)}),
+        json.dumps({"setting a": "b"}) + " " * MAX_BYTES,
+    ],
 )  # fmt: skip
-def test_nonsense_is_refused(data: bytes) -> None:
-    part = torch.tensor(list(data), dtype=torch.uint8)
+def test_nonsense_is_refused(data: str) -> None:
     with pytest.raises(FrameError, match="rank 1"):
-        decode_table((part,), "rank 1")
+        decode_table(data, "rank 1")
 
 
 def test_a_rank_that_sends_nonsense_is_named_to_all() -> None:
@@ -219,12 +221,12 @@ def test_a_rank_that_sends_nonsense_is_named_to_all() -> None:
     found = verdicts(mine, mine, {"nonsense": "x"}, refused_with=lambda ranks: ranks)
 
     assert {verdict.kind for verdict in found} == {"stop"}
-    assert "rank 2 (cloud c) sent something that is neither" in found[1].text
+    assert "rank 2 (cloud c) sent no table of settings" in found[1].text
 
 
 def test_long_values_are_cut_and_still_compared_and_too_many_are_refused() -> None:
     mine, theirs = (make_table(settings(text="x" * 5000 + end)) for end in "ab")
-    assert decode_table((encode_table(mine),), "rank 1") == mine
+    assert decode_table(encode_table(mine), "rank 1") == mine
     text = verdicts(mine, theirs)[0].text
     assert "text is" in text and len(text) < 2000
 

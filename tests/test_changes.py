@@ -22,6 +22,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
 from xcloud.job.config import job_from_config
+from xcloud.job.places import Place, Places
 from xcloud.join.agreement import judge
 from xcloud.launch.local import resumed
 from xcloud.parallel.gradient_averaging import GradientAveraging
@@ -30,7 +31,7 @@ from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive import changes as table
-from xcloud.survive.changes import COLUMNS, TABLE, Place, Places, changes, outcome_of
+from xcloud.survive.changes import COLUMNS, TABLE, changes, outcome_of
 from xcloud.survive.resume import RankCheckpoints, check_can_go_on
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training

@@ -14,7 +14,7 @@ from xcloud.cluster.layout import Layout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.job import Job
-from xcloud.join.agreement import Agreed
+from xcloud.join.agreement import Verdict
 from xcloud.launch import rank_process
 from xcloud.parallel.control import send_report
 from xcloud.rank.role import RankContext, Role
@@ -74,12 +74,10 @@ class RingJob(Job):
 
 
 class RingRank(Role[RingJob]):
-    world: MemoryWorld
-
     def __init__(self, context: RankContext[RingJob]) -> None:
         super().__init__(context)
         ranks, size = range(self.job.cluster.num_ranks), FRAME_SLACK_BYTES
-        self.ends = ends = Ends(self.world.transport(self.rank), self.job.cluster, context.run_dir)
+        self.ends = ends = Ends(context.transport, self.job.cluster, context.run_dir)
         self.records, window = ends.records, ends.window(1, size)
         for line in ("ring", "reports"):
             ends.line(line, ranks)
@@ -121,16 +119,15 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
 ) -> None:
     clouds = {"a": Place(), "b": Place()}
     job = RingJob(name="toy", cluster=Ring(clouds), training=Rounds(), tracker=NullTracker())
-    monkeypatch.setattr(RingRank, "world", MemoryWorld(), raising=False)
     monkeypatch.setattr(rank_process, "role_of", lambda job, rank: RingRank)
-    monitor = Monitor(job, {}, tmp_path)
+    monitor, world = Monitor(job, {}, tmp_path), MemoryWorld()
 
     in_threads(
         [
             partial(
-                rank_process.live, job, rank, tmp_path, Agreed(), RankCheckpoints.of(job, rank,
-                tmp_path, {}),
-                rank_process.Process(StopSignal()),
+                rank_process.live, job, tmp_path, Verdict(),
+                RankCheckpoints.of(job, rank, tmp_path, {}), rank_process.Process(StopSignal()),
+                world.transport(rank),
             )
             for rank in range(2)
         ]

@@ -17,13 +17,13 @@ from tests.trainers import ranks, update
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
+from xcloud.job.places import Places
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Averaging, Strategy
-from xcloud.survive.changes import Places
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Optimizer, Training
 

@@ -15,7 +15,7 @@ from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.transport import PairTransport, meeting_store
+from xcloud.cluster.transport import Meeting, meeting_store
 from xcloud.join import failure_detector as failure_detector
 from xcloud.join.elastic import _life, _watch
 from xcloud.join.failure_detector import FailureDetector, _Line, _Word
@@ -203,16 +203,18 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
         mine = FailureDetector(
             rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
         )
-        _watch(transport(rank), mine, layout)
+        _watch(meeting(rank), mine, layout)
         return mine
 
-    def transport(rank: int) -> PairTransport:
-        return PairTransport(rank, meeting_store(rank, tmp_path, None, 0))
+    def meeting(rank: int) -> Meeting:
+        store = meeting_store(rank, tmp_path, None, 0)
+        beginning = int(store.add(f"beginnings.{rank}", 1))
+        return Meeting(rank, 3, store, is_open=True, beginning=beginning)
 
     first = begin(0)
     for _ in range(2):
         begin(1)
-        gone = transport(2)
+        gone = meeting(2)
         line = _Line(_life(gone.store, 2, gone.beginning), 1, 30.0)
         wait_for(lambda: 1 in ranks.lost, 20)
         assert "rank 2 sent no heartbeat" in str(ranks.lost.pop(1))

@@ -119,10 +119,10 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
 
     forth = {(n, "disc", kind, parts) for n in ("one", "two")
              for kind, parts in (("batch", ("uint8 1",)), ("ready", ()),
-                                 ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
+                                 ("goodbye", ()))}  # fmt: skip
     back = {("disc", n, kind, parts) for n in ("one", "two")
             for kind, parts in (("order", ("int32 2",)), ("stop", ()),
-                                ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
+                                ("goodbye", ()))}  # fmt: skip
     reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
     saves = {(*ends, "checkpoint", ("uint8 1",)) for n in ("one", "two")
              for ends in ((n, "disc"), ("disc", n))}  # fmt: skip

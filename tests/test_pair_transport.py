@@ -12,19 +12,25 @@ from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.transport import PairTransport, meeting_store
+from xcloud.cluster.transport import Meeting, PairTransport, meeting_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()
+
+
+def begun(
+    rank: int, folder: Path, host: str | None = None, port: int = 0, within_s: float = 60.0
+) -> PairTransport:
+    store = meeting_store(rank, folder, host, port)
+    beginning = int(store.add(f"beginnings.{rank}", 1))
+    return PairTransport(Meeting(rank, 3, store, within_s, True, beginning))
 
 
 @pytest.mark.parametrize("over", ["a file", "a server"])
 def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> None:
     """Nobody waits for the other to make its end, and what the old link carried stays there."""
     host, port = (None, 0) if over == "a file" else ("127.0.0.1", free_port())
-    hub = PairTransport(0, meeting_store(0, tmp_path, host, port))
-    first = PairTransport(1, meeting_store(1, tmp_path, host, port))
-    assert (first.beginning, first.is_newcomer) == (1, False)
+    hub, first = (begun(rank, tmp_path, host, port) for rank in (0, 1))
     assert not hub.begins_again([1])
 
     def deliver(sender: PairTransport, value: float) -> float:
@@ -39,17 +45,17 @@ def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> Non
         return float(incoming.recv(KEY, 20.0)[0])
 
     assert deliver(first, 1.0) == 1.0
-    again = PairTransport(1, meeting_store(1, tmp_path, host, port))
-    assert (again.beginning, again.is_newcomer) == (2, True)
+    again = begun(1, tmp_path, host, port)
+    assert again.meeting.beginning == 2
     assert hub.begins_again([1]) and not hub.begins_again([1])
     assert not hub.begins_again([1, 2])  # of a cloud of two ranks both must be there
     assert deliver(again, 2.0) == 2.0
 
 
 def test_all_ranks_know_the_number_of_the_run(tmp_path: Path) -> None:
-    hub, other = (PairTransport(r, meeting_store(r, tmp_path, None, 0)) for r in (0, 1))
+    hub, other = (begun(rank, tmp_path) for rank in (0, 1))
     assert hub.run_number() == other.run_number() > 0
-    assert len(hub.machines()) == 1 and len(set(other.machines())) == 1
+    assert len(hub.machines()) == len(other.machines()) == 1
 
 
 @pytest.mark.parametrize("first_to_come", [1, 2])
@@ -58,9 +64,6 @@ def test_ranks_of_a_cloud_meet_though_one_was_lost_before_it_had_begun(
 ) -> None:
     """In the second attempt only rank 1 came so far; in the third it meets the second beginning of
     rank 2, and neither takes up what an earlier attempt has left."""
-
-    def begun(rank: int) -> PairTransport:
-        return PairTransport(rank, meeting_store(rank, tmp_path, None, 0))
 
     def sums(joined: list[PairTransport]) -> list[float]:
         def one(transport: PairTransport) -> float:
@@ -72,15 +75,15 @@ def test_ranks_of_a_cloud_meet_though_one_was_lost_before_it_had_begun(
 
         return in_threads([lambda t=t: one(t) for t in joined])
 
-    assert sums([begun(1), begun(2)]) == [3.0, 3.0]
-    begun(1)
-    third = [begun(first_to_come)]
-    third.append(begun(3 - first_to_come))
-    assert sorted((t.rank, t.beginning) for t in third) == [(1, 3), (2, 2)]
+    assert sums([begun(1, tmp_path), begun(2, tmp_path)]) == [3.0, 3.0]
+    begun(1, tmp_path)
+    third = [begun(first_to_come, tmp_path)]
+    third.append(begun(3 - first_to_come, tmp_path))
+    assert sorted((t.rank, t.meeting.beginning) for t in third) == [(1, 3), (2, 2)]
     assert sums(third) == [3.0, 3.0]
 
 
 def test_a_rank_of_the_same_cloud_that_does_not_begin_is_named(tmp_path: Path) -> None:
-    waiting = PairTransport(1, meeting_store(1, tmp_path, None, 0), within_s=0.2)
+    waiting = begun(1, tmp_path, within_s=0.2)
     with pytest.raises(LinkTimeout, match=r"ranks 2 of .* have not come .*join_within_s"):
         waiting.group([1, 2])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +154,7 @@ def test_weights_wait_in_no_trial_whose_job_forbids_it(tmp_path: Path) -> None:
     ("clouds", "blocks", "stages"),
     [
         ({"a": Cloud(), "b": Cloud()}, [1, 1, 2, 1], {"a": (0, 1), "b": (2, 3)}),
-        ({"a": Cloud()}, [1, 3, 1], {"a": (0, 1, 2)}),
+        ({"a": Cloud()}, [1, 1, 2, 1], {"a": (0, 1, 2, 3)}),
         ({"a": Cloud(2, [0, 1], one_stage_per_rank=True)}, [2, 3], {"a": (0, 1)}),
         ({n: Cloud() for n in "abcde"}, [1] * 5, {n: (i,) for i, n in enumerate("abcde")}),
         (
@@ -205,9 +207,10 @@ def test_the_costs_of_every_block_come_back_from_simulated_steps() -> None:
         [((0, 1), 1), ((2, 3), 1)], 16.0,
     )  # fmt: skip
 
-    found = trial.pieces([0] * 7)
+    found, *calls = trial.pieces([0] * 7)
 
     assert [p.boundary for p in found] == [p.boundary for p in pieces]
+    assert [call.at(4.0) for call in calls] == [0, 0], "stages of as many blocks do not tell it"
     for b in (2.0, 3.0, 8.0):
         for mine, given in zip(found, pieces, strict=True):
             assert mine.forward_s.at(b) == pytest.approx(given.forward_s.at(b), abs=1e-4)
@@ -240,13 +243,49 @@ def test_the_costs_of_every_block_come_back_from_simulated_steps() -> None:
         assert seen == pytest.approx(meant, rel=2e-3), "a cut that was not in the trial"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_call_of_a_stage_takes_is_told_from_its_blocks(seed: int) -> None:
+    """Of a trial's stages, and foreseen for cuts that were not in it."""
+    draw = random.Random(seed)
+    each = Curve([(1, draw.uniform(1e-3, 4e-3)), (16, draw.uniform(0.02, 0.05))])
+    half = Curve([(b, s / 2) for b, s in each.points])
+    block = replace(EIGHT.pieces[0], forward_s=half, backward_s=each, weights_s=Curve())
+    head_s = draw.uniform(0.1, 2.0)
+    head = replace(
+        block, forward_s=Curve([(b, head_s * s) for b, s in each.points]), boundary=None
+    )
+    pieces = [block] * 5 + [head]
+    given = replace(
+        EIGHT, pieces=pieces, stage_forward_s=Curve([(1, 1e-3), (16, 2e-3)]),
+        stage_backward_s=Curve([(1, draw.uniform(0, 2e-3)), (16, 2e-3)]),
+    )  # fmt: skip
+    counts = draw.choice([[1, 1, 1, 2, 1], [1, 1, 3, 1], [1, 2, 1, 1, 1]])
+    middle = len(counts) // 2
+    clouds = {"a": Cloud(1, [*range(middle)]), "b": Cloud(1, [*range(middle, len(counts))])}
+    facts = [StageFacts(4000 * n, 4000 * n, 1e6 * n, 6e5 * n, n) for n in counts]
+    legs = recorded(given, ClusterLayout(clouds, "free"), tuple(accumulate(counts)))
+    ranks = [(tuple(c.stages or ()), 1) for c in clouds.values()]
+
+    found, forward_s, backward_s = Trial(legs, "none", facts, ranks, 16.0).pieces([0] * 5)
+
+    seen = replace(given, pieces=found, stage_forward_s=forward_s, stage_backward_s=backward_s)
+    for b in (2.0, 4.0, 16.0):
+        assert forward_s.at(b) == pytest.approx(given.stage_forward_s.at(b), abs=2e-5)
+        assert backward_s.at(b) == pytest.approx(given.stage_backward_s.at(b), abs=2e-5)
+    two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
+    for cut, m in ((2, 8), (4, 4), (5, 1)):
+        plan = Plan("pipeline", (cut, 6), GPipe(m), "none")
+        took_s, meant_s = (Pricer(profile, two, 16).step_s(plan) for profile in (seen, given))
+        assert took_s == pytest.approx(meant_s, rel=2e-3)
+
+
 def test_a_model_that_is_cut_in_one_way_has_the_costs_of_its_stages() -> None:
     pieces = [replace(EIGHT.pieces[0], blocks=0), replace(EIGHT.pieces[7], blocks=0)]
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free")
     facts = [StageFacts(4000, 4000, 1e6, 6e5), StageFacts(4000, 0, 1e6, 6e5)]
     legs = recorded(replace(EIGHT, pieces=pieces), layout, (1, 2))
 
-    first, last = Trial(legs, "none", facts, [((0,), 1), ((1,), 1)], 16.0).pieces([0])
+    (first, last), *_ = Trial(legs, "none", facts, [((0,), 1), ((1,), 1)], 16.0).pieces([0])
 
     assert (first.name, last.name, last.boundary, last.blocks) == ("stage 0", "stage 1", None, 0)
     assert first.weights_s.at(4) == 0, "the first stage puts nothing off"
@@ -375,7 +414,7 @@ def test_a_block_of_a_stage_that_stands_alone_takes_its_share() -> None:
         pieces = [*EIGHT.pieces[: count - 1], EIGHT.pieces[7]]
         legs = recorded(replace(EIGHT, pieces=pieces), layout, (count,))
         facts = StageFacts(4000 * count, 4000 * count, 1e6 * count, 0.0, count)
-        found = Trial(legs, "none", [facts], [((0,), 1)], 16.0).pieces([0] * (count - 1))
+        found = Trial(legs, "none", [facts], [((0,), 1)], 16.0).pieces([0] * (count - 1))[0]
         assert len(found) == count and {piece.blocks for piece in found} == {1}
         for one in found:
             assert one.forward_s.at(4) == pytest.approx(0.04, abs=1e-4)

@@ -110,8 +110,7 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert "SECRET" not in (tmp_path / "run" / "events.jsonl").read_text()
     scored = (tmp_path / "run" / "scores.jsonl").read_text().splitlines()
     assert scored and all("prediction_sha256" in json.loads(line) for line in scored)
-    collectives = {(e.call, e.dtype, len(e.data)) for e in tape if e.call != "isend"}
-    assert collectives == {("all_reduce", "torch.float64", 128)}
+    assert {entry.call for entry in tape} == {"isend", "store"}  # and no collective
     assert summary["wire"] == compact(audit)
 
 

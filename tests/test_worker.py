@@ -7,8 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,11 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.one_way_toy import cloud, feed_config
 from xcloud.base.errors import ConfigError, LinkClosed
+from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.job import config as configs
 from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.join import joining
-from xcloud.join.agreement import Agreed, Verdict
+from xcloud.join.agreement import Verdict
 from xcloud.launch import rank_process, several_machines, torchrun, worker
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
@@ -52,15 +52,10 @@ class Noting(Role[Any]):
             raise LinkClosed(f"broke in {name}")
 
 
-def live(job: Job, run_dir: Path, agreed: Agreed) -> None:
-    rank_process.live(
-        job,
-        0,
-        run_dir,
-        agreed,
-        RankCheckpoints.of(job, 0, run_dir, {}),
-        rank_process.Process(StopSignal()),
-    )
+def live(job: Job, run_dir: Path, verdict: Verdict) -> None:
+    holder = RankCheckpoints.of(job, 0, run_dir, {})
+    process, transport = rank_process.Process(StopSignal()), MemoryWorld().transport(0)
+    rank_process.live(job, run_dir, verdict, holder, process, transport)
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
@@ -74,9 +69,9 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
 
     if fails_in:
         with pytest.raises(LinkClosed, match=f"broke in {fails_in}"):
-            live(job, tmp_path, Agreed())
+            live(job, tmp_path, Verdict())
     else:
-        live(job, tmp_path, Agreed())
+        live(job, tmp_path, Verdict())
     assert called == (["run"] if fails_in == "run" else ["run", "close"])
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == (called if fails_in else ["run"])
@@ -88,7 +83,7 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
 ) -> None:
     role = type("Told", (Noting,), {"called": (called := [])})
     monkeypatch.setattr(rank_process, "role_of", lambda job, rank: role)
-    refused = Agreed(Verdict("refused", (0,), "seed is 1 here, 2 there"))
+    refused = Verdict("refused", (0,), "seed is 1 here, 2 there")
 
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
         live(job_from_config(CONFIG), tmp_path, refused)
@@ -102,13 +97,13 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     """Whole files: disks of unequal speed may differ by more than ranks that have met wait."""
     called: list[str] = []
 
-    def agree(*all: Any) -> Agreed:
+    def agree(*all: Any) -> Verdict:
         raise ConfigError("enough")
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
-    monkeypatch.setattr(joining, "form_group", lambda *all: called.append("join"))
+    monkeypatch.setattr(joining, "meet", lambda *all: called.append("join"))
     monkeypatch.setattr(joining, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
@@ -132,7 +127,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
     folder, about = CheckpointFolder(tmp_path), RankCheckpoints.of(job, 0, tmp_path, {}).about(7)
     for step in (5, 9):
         folder.write(step, 0, {}, {**about, "facts": {}})
-    live(job, tmp_path, Agreed(Verdict(from_step=from_step)))
+    live(job, tmp_path, Verdict(from_step=from_step))
     assert folder.steps() == left
 
 
@@ -162,18 +157,11 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
 
 
 @pytest.mark.parametrize("name", ["try #2", "why?", "50%20 ü"])
-def test_ranks_meet_in_their_run_folder_whatever_its_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_in_their_run_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / name
     run_dir.mkdir()
-    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_processes=2)))
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(
-        joining.dist, "init_process_group", lambda backend, **rest: given.update(rest)
-    )
-    joining.form_group(job, 0, run_dir, None)
-    given["store"].set("here", "yes")
+    job = job_from_config(OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)})))
+    joining.meet(job, 0, run_dir, None).write("here", "yes")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "rendezvous" in {path.name for path in run_dir.iterdir()}

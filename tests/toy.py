@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from xcloud.contracts.task import Scores
 
 VOCABULARY = 16
 LENGTH = 6
+
+SEEDING = threading.Lock()  # ranks in threads share torch's generator
 
 
 class ToyData:
@@ -130,7 +133,7 @@ class ToyModel:
         return Boundary((counts, hidden), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        with torch.random.fork_rng(devices=[]):
+        with SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(100 * context.seed + stage)
             return ToyStage(self, stage, num_stages)
 
@@ -237,7 +240,7 @@ class ToyModelThatPrepares(ToyModel):
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         if stage == 0:
             time.sleep(self.prepare_s)
-        with torch.random.fork_rng(devices=[]):
+        with SEEDING, torch.random.fork_rng(devices=[]):
             return ToyStageWithStart(self, stage, num_stages)
 
 

@@ -1,4 +1,5 @@
-"""Records every byte that a rank hands to torch.distributed, frames and collectives alike.
+"""Records every byte that a rank hands to torch.distributed, frames and collectives alike, and to
+the store where the ranks meet.
 
 Import of this module by a worker (its task lives here) taps that process; the test process, which
 only builds the experiment, is left alone.
@@ -13,18 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.toy_text import ToyTextTask
+from xcloud.cluster.transport import Meeting
 
 _TAPPED = False
 
 
 class Tapped(NamedTuple):
     rank: int
-    call: str  # isend, or the name of a collective
-    peer: int  # -1 for collectives
+    call: str  # isend, store, or the name of a collective
+    peer: int  # of isend; else -1
     dtype: str
     data: bytes
 
@@ -59,6 +62,13 @@ def _tap(folder: Path) -> None:
 
         setattr(dist, name, tapped)
 
+    def write(meeting: Meeting, name: str, text: str) -> None:
+        keep(
+            "store", -1, torch.frombuffer(bytearray(f"{name} {text}".encode()), dtype=torch.uint8)
+        )
+        meeting.store.set(name, text)
+
+    Meeting.write = write  # type: ignore[method-assign]
     for name, which in (("isend", 0), ("broadcast", 0), ("all_reduce", 0), ("all_gather", 1)):
         wrap(name, which)
 

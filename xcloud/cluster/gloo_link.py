@@ -1,5 +1,4 @@
-"""Links over torch.distributed point-to-point calls, with a thread at each end; and MeetingLink,
-without threads, for the few small messages before wiring.
+"""Links over torch.distributed point-to-point calls, with a thread at each end.
 
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
 posted its receive, so receives are posted ahead (`LinkWindow`); a receive may be longer than the
@@ -15,17 +14,15 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.frame import Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.link import LinkRecord, LinkStats, Parts, PostedReceives, Reservation, expect
+from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
+from xcloud.cluster.frame import Kind, seal_frame
+from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
     ByteQueue,
     InSettings,
@@ -207,64 +204,3 @@ def first_line(error: BaseException) -> str:
     """Without gloo's source position, advice and C++ trace."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()
-
-
-class MeetingLink:
-    """Both directions between this rank and `peer`; an OutLink and an InLink.
-
-    capacity_bytes: longest frame, the same in both ranks. timeout_s: how long `send` may take.
-    record: records what was sent; None if the peer is in the same cloud.
-    """
-
-    def __init__(
-        self,
-        peer: int,
-        peer_name: str,
-        capacity_bytes: int,
-        timeout_s: float,
-        record: LinkRecord | None = None,
-    ) -> None:
-        self.stats = LinkStats()
-        self._peer, self._peer_name, self._record = peer, peer_name, record
-        self._capacity_bytes, self._timeout_s = capacity_bytes, timeout_s
-        self._num_sent = 0
-
-    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
-        """Returns once the peer has received it. Raises LinkTimeout, LinkClosed, or FrameError for
-        a frame longer than capacity_bytes."""
-        frame = encode_frame(key, parts, self._num_sent)
-        if frame.numel() > self._capacity_bytes:
-            raise FrameError(
-                f"{key} for {self._peer_name} takes {frame.numel():,} bytes, but at most "
-                f"{self._capacity_bytes:,} are allowed"
-            )
-        seal_frame(frame, 0.0)
-        self._num_sent += 1
-        self.stats.count(key.kind, frame.numel())
-        if self._record is not None:
-            self._record.note(key.kind, parts, carries, frame.numel())
-        self._wait(dist.isend(frame, self._peer), key, self._timeout_s)
-
-    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
-        """Not needed: `recv` has a fixed deadline."""
-
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        buffer = torch.zeros(self._capacity_bytes, dtype=torch.uint8)
-        self._wait(dist.irecv(buffer, self._peer), key, overdue_s)
-        return expect(decode_frame(buffer, self._peer_name), key, self._peer_name).parts
-
-    def close(self, timeout_s: float) -> None:
-        """Nothing to do: `send` has delivered everything."""
-
-    def _wait(self, work: dist.Work | None, key: MessageKey, timeout_s: float) -> None:
-        assert work is not None
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            reason = first_line(error)
-            if "timed out" in reason.lower():
-                raise LinkTimeout(
-                    f"{key} was not exchanged between this rank and {self._peer_name} in "
-                    f"{timeout_s:.0f} s. Is that rank alive, and of the same release of xcloud?"
-                ) from error
-            raise LinkClosed(f"{self._peer_name} is gone: {reason}") from error

@@ -15,14 +15,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.link_profile import BUDGET_BYTES, FREE, REAL, Wan
 from xcloud.cluster.liveness import Liveness
+
+if TYPE_CHECKING:
+    from xcloud.cluster.transport import Meeting, Transport
 
 _NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
 
@@ -48,6 +51,14 @@ class AnyPlacement(Protocol):
     def cloud(self) -> str: ...
 
 
+class Carrier(Protocol):
+    """What carries messages between ranks."""
+
+    def transport(self, meeting: Meeting) -> Transport:
+        """Of the rank that came to this meeting. Every rank calls it, once all have agreed on what
+        they run."""
+
+
 CloudT = TypeVar("CloudT", bound=AnyCloud, covariant=True)
 
 
@@ -62,6 +73,7 @@ class Layout(Generic[CloudT]):
     link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
         the queue at each of its ends. Three receives, and room in the queues for all micro-batches
         that the schedule has in flight, there always are.
+    carrier: what carries messages, also inside a cloud; None: gloo (transport.py).
     """
 
     clouds: Mapping[str, CloudT]
@@ -70,6 +82,7 @@ class Layout(Generic[CloudT]):
     name: str = "cluster"
     liveness: Liveness = field(default_factory=Liveness)
     link_budget_bytes: Positive = BUDGET_BYTES
+    carrier: SkipValidation[Carrier | None] = None
 
     def _check_clouds(self) -> None:
         if not self.clouds:

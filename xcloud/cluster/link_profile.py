@@ -77,38 +77,23 @@ _Pair = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=2)]
 _PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=3)]
 
 
-@settings("wan")
-class LinkProfile(Wan):
-    """One direction of the link between two clouds; the other is identical and independent.
+@settings("wan", kw_only=True)
+class UnsteadyLine(Wan):
+    """What an emulated line does over time.
 
-    bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
-    latency_s: one way. The round trip is twice this.
-    jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
     trace: [[seconds since the start, bits per second], ...], or in each entry a third number, the
         latency in seconds: what the line does from then on; repeats every trace_period_s if that
         is set. Before the first entry it is bandwidth_bits_per_s and latency_s.
     outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
     outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
-    timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
-        transfer time.
     """
 
-    bandwidth_bits_per_s: PositiveFloat
-    latency_s: NotNegativeFloat = 0.0
-    jitter_s: NotNegativeFloat = 0.0
     trace: Sequence[_PairOrThree] = ()
     trace_period_s: NotNegativeFloat = 0.0
     outages: Sequence[_Pair] = ()
     outage_every_s: NotNegativeFloat = 0.0
     outage_lasting_s: NotNegativeFloat = 0.0
     seed: NotNegative = 0
-    timeout_s: PositiveFloat = 300.0
-    timeout_factor: Annotated[float, Field(ge=1.0)] = 10.0
-
-    emulated: ClassVar[bool] = True
-    is_metered: ClassVar[bool] = False
-    has_numbers: ClassVar[bool] = True
-    patience_settings: ClassVar[str] = "cluster.wan.timeout_s or cluster.wan.timeout_factor"
 
     def __post_init__(self) -> None:
         for name in ("trace", "outages"):
@@ -136,8 +121,92 @@ class LinkProfile(Wan):
             )
 
     @property
+    def _nominal(self) -> Sequence[float]:
+        """What holds before the first entry of the trace."""
+        raise NotImplementedError
+
+    def _rate_from(self, now_s: float) -> tuple[float, float]:
+        """Bits per second at now_s, and until when this rate holds."""
+        until = math.inf
+        for start, duration in (*self.outages, *self._random_outages(now_s)):
+            if start <= now_s < start + duration:
+                return 0.0, start + duration
+            if start > now_s:
+                until = min(until, start)
+        entry, next_s = self._entry_from(now_s)
+        return entry[1], min(until, next_s)
+
+    def _entry_from(self, now_s: float) -> tuple[Sequence[float], float]:
+        """The entry of the trace that holds at now_s, and until when."""
+        if not self.trace:
+            return self._nominal, math.inf
+        period = self.trace_period_s
+        lap = math.floor(now_s / period) if period else 0
+        # A lap's end computed as (lap + 1) * period may round to now_s itself.
+        if period and (lap + 1) * period <= now_s:
+            lap += 1
+        base = lap * period
+        starts = [entry[0] for entry in self.trace]
+        index = bisect_right(starts, now_s - base) - 1
+        # Between two starts rounding may leave base + start just above now_s: never go backwards.
+        if index + 1 < len(starts) and base + starts[index + 1] <= now_s:
+            index += 1
+        if index >= 0:
+            entry = self.trace[index]
+        else:
+            entry = self.trace[-1] if period and lap else self._nominal
+        if index + 1 < len(starts):
+            return entry, base + starts[index + 1]
+        # Not base + period, which may round to now_s: the next lap would never begin.
+        return entry, (lap + 1) * period if period else math.inf
+
+    @cached_property
+    def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
+        return random.Random(self.seed), []
+
+    def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
+        """The seeded outage that began last before now_s and the next one; drawn lazily, the same
+        in all ranks and whatever was asked before."""
+        if not self.outage_every_s:
+            return []
+        generator, drawn = self._outage_draws
+        while not drawn or drawn[-1][0] <= now_s:
+            end = sum(drawn[-1]) if drawn else 0.0
+            gap = generator.expovariate(1.0 / self.outage_every_s)
+            drawn.append((end + gap, self.outage_lasting_s))
+        following = bisect_right(drawn, (now_s, math.inf))
+        return drawn[max(0, following - 1) : following + 1]
+
+
+@settings("wan")
+class LinkProfile(UnsteadyLine):
+    """One direction of the link between two clouds; the other is identical and independent.
+
+    bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
+    latency_s: one way. The round trip is twice this.
+    jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
+    timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
+        transfer time.
+    """
+
+    bandwidth_bits_per_s: PositiveFloat
+    latency_s: NotNegativeFloat = 0.0
+    jitter_s: NotNegativeFloat = 0.0
+    timeout_s: PositiveFloat = 300.0
+    timeout_factor: Annotated[float, Field(ge=1.0)] = 10.0
+
+    emulated = True
+    is_metered = False
+    has_numbers = True
+    patience_settings = "cluster.wan.timeout_s or cluster.wan.timeout_factor"
+
+    @property
     def profile(self) -> LinkProfile:
         return self
+
+    @property
+    def _nominal(self) -> Sequence[float]:
+        return 0.0, self.bandwidth_bits_per_s
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds until the last byte arrives on an idle link at its nominal bandwidth."""
@@ -181,59 +250,6 @@ class LinkProfile(Wan):
         """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
         entry, _ = self._entry_from(now_s)
         return entry[2] if len(entry) == 3 else self.latency_s
-
-    def _rate_from(self, now_s: float) -> tuple[float, float]:
-        """Bits per second at now_s, and until when this rate holds."""
-        until = math.inf
-        for start, duration in (*self.outages, *self._random_outages(now_s)):
-            if start <= now_s < start + duration:
-                return 0.0, start + duration
-            if start > now_s:
-                until = min(until, start)
-        entry, next_s = self._entry_from(now_s)
-        return entry[1], min(until, next_s)
-
-    def _entry_from(self, now_s: float) -> tuple[Sequence[float], float]:
-        """The entry of the trace that holds at now_s, and until when."""
-        nominal = (0.0, self.bandwidth_bits_per_s)
-        if not self.trace:
-            return nominal, math.inf
-        period = self.trace_period_s
-        lap = math.floor(now_s / period) if period else 0
-        # A lap's end computed as (lap + 1) * period may round to now_s itself.
-        if period and (lap + 1) * period <= now_s:
-            lap += 1
-        base = lap * period
-        starts = [entry[0] for entry in self.trace]
-        index = bisect_right(starts, now_s - base) - 1
-        # Between two starts rounding may leave base + start just above now_s: never go backwards.
-        if index + 1 < len(starts) and base + starts[index + 1] <= now_s:
-            index += 1
-        if index >= 0:
-            entry = self.trace[index]
-        else:
-            entry = self.trace[-1] if period and lap else nominal
-        if index + 1 < len(starts):
-            return entry, base + starts[index + 1]
-        # Not base + period, which may round to now_s: the next lap would never begin.
-        return entry, (lap + 1) * period if period else math.inf
-
-    @cached_property
-    def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
-        return random.Random(self.seed), []
-
-    def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """The seeded outage that began last before now_s and the next one; drawn lazily, the same
-        in all ranks and whatever was asked before."""
-        if not self.outage_every_s:
-            return []
-        generator, drawn = self._outage_draws
-        while not drawn or drawn[-1][0] <= now_s:
-            end = sum(drawn[-1]) if drawn else 0.0
-            gap = generator.expovariate(1.0 / self.outage_every_s)
-            drawn.append((end + gap, self.outage_lasting_s))
-        following = bisect_right(drawn, (now_s, math.inf))
-        return drawn[max(0, following - 1) : following + 1]
 
 
 BUDGET_BYTES = 64_000_000

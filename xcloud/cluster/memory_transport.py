@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from xcloud.base.errors import ConfigError, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, seal_frame
@@ -23,7 +24,7 @@ from xcloud.cluster.link_end import (
     ReceivingEnd,
     SendingEnd,
 )
-from xcloud.cluster.transport import Collectives, machine_id
+from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +35,8 @@ PATIENCE_S = 60.0
 class MemoryWorld:
     """What the ranks of one job share. `transport(rank)` for each of them."""
 
-    def __init__(self) -> None:
-        self.run_number = time.time_ns()
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks, self.store = num_ranks, HashStore()
         self.computing = threading.Lock()  # torch's random generator is one for all threads
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, int, int], _Line] = {}
@@ -53,12 +54,10 @@ class MemoryWorld:
             return self._groups.setdefault(ranks, _Meeting(len(ranks)))
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     def __init__(self, world: MemoryWorld, rank: int) -> None:
-        self.rank, self._world, self.computing = rank, world, world.computing
-
-    def line(self, name: str, ranks: Sequence[int]) -> None:
-        """Nothing to prepare."""
+        super().__init__(Meeting(rank, world.num_ranks, world.store))
+        self._world, self.computing = world, world.computing
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         if settings.clock is not None:
@@ -68,19 +67,10 @@ class MemoryTransport:
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
         return MemoryInLink(self._world.line(line, peer, self.rank), settings)
 
-    def group(self, ranks: Sequence[int]) -> Collectives | None:
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         return MemoryCollectives(self._world.meeting(tuple(ranks)), tuple(ranks), self.rank)
-
-    def begins_again(self, ranks: Sequence[int]) -> bool:
-        return False
-
-    def run_number(self) -> int:
-        return self._world.run_number
-
-    def machines(self) -> list[int]:
-        return [machine_id()]
 
 
 class _Line:

@@ -1,8 +1,8 @@
-"""How one rank of a job reaches the others: what `wire` asks for, and gloo's two answers. One is
-the process group that all ranks join. The other's ranks may end and begin again: a process group
-of two for each direction of each link, one for the ranks of a cloud, and none that joins more.
+"""How one rank of a job reaches the others: where they meet, what `wire` asks for (Transport), and
+our carrier, gloo. Its transport is one process group that all ranks join, or, where ranks may end
+and begin again, a process group of two for each direction of each link.
 
-A transport promises no collective over ranks of several clouds but what stands here by name.
+A transport promises no collective over ranks of several clouds.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,22 +21,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, LinkTimeout
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, PeerInGroup
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-from typing import TYPE_CHECKING
-
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-
-from xcloud.base.errors import LinkTimeout
-
-if TYPE_CHECKING:
-    pass
-
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -57,6 +51,59 @@ def num_cores() -> int:
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
 # machine (launch/processes.py), by heartbeats on several (join/failure_detector.py).
 FOREVER = timedelta(days=30)
+
+
+JOIN_WITHIN_S = 12 * 3600.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a job meet before they have links. store: of all of them. within_s: how
+    long ranks that have not come are waited for. is_open: ranks may begin at any time, also again;
+    beginning: how often this one has, with this time."""
+
+    rank: int
+    num_ranks: int
+    store: Store
+    within_s: float = JOIN_WITHIN_S
+    is_open: bool = False
+    beginning: int = 1
+
+    def write(self, name: str, text: str) -> None:
+        self.store.set(name, text)
+
+    def read(self, name: str, rank: int) -> str:
+        """What `rank` writes by this name. Raises LinkTimeout naming it."""
+        try:
+            self.store.wait([name], timedelta(seconds=self.within_s))
+        except dist.DistStoreError:
+            raise LinkTimeout(
+                f"rank {rank} has not come in {self.within_s:g} s (cluster.liveness.join_within_s)"
+            ) from None
+        return self.store.get(name).decode("utf-8", "replace")
+
+    def gather(self, name: str, text: str, ranks: Iterable[int]) -> list[str]:
+        """What each of `ranks` writes by this name, of which this rank is one."""
+        self.write(f"{name}.{self.rank}", text)
+        return [self.read(f"{name}.{rank}", rank) for rank in ranks]
+
+
+def meeting_store(
+    rank: int, run_dir: Path, host: str | None, port: int, within_s: float = JOIN_WITHIN_S
+) -> Store:
+    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
+    there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
+    live (join/failure_detector.py); a server that ends is noticed at once."""
+    store: Store
+    if host is None:
+        # Not by its URL, which would end at a '#' or '?' in the path.
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
+    else:
+        within = timedelta(seconds=within_s)
+        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+    store.set_timeout(FOREVER)
+    return store
 
 
 class Collectives(Protocol):
@@ -82,47 +129,70 @@ class Collectives(Protocol):
         """The same ranks, as torch takes them to shard tensors over."""
 
 
-class Transport(Protocol):
+CPU = torch.device("cpu")
+
+
+class Transport(ABC):
     """Every rank of a job calls `line` and `group` with the same arguments in the same order."""
 
-    rank: int
+    computing: AbstractContextManager[object] = nullcontext()
+    """Held by the one rank that computes, where ranks share a process and must take turns."""
 
-    @property
-    def computing(self) -> AbstractContextManager[object]:
-        """Held by the one rank that computes, where ranks share a process and must take turns."""
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.rank = meeting, meeting.rank
 
-    def line(self, name: str, ranks: Sequence[int]) -> None:
+    def line(self, name: str, ranks: Sequence[int]) -> None:  # noqa: B027
         """From now on `out` and `incoming` may make ends of this name between these ranks; one
         name is one direction between any two of them. Called in the other ranks too."""
 
+    @abstractmethod
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
 
+    @abstractmethod
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd: ...
 
-    def group(self, ranks: Sequence[int]) -> Collectives | None:
-        """What joins several ranks; None for a single one, and outside them."""
+    @abstractmethod
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        """What joins several ranks of a cloud; None for a single one, and outside them. device: of
+        this rank's tensors; the ranks agree on its type."""
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """Whether all of these ranks have begun again since it was asked last. The ends made from
         now on are with the new ones."""
+        return False
 
     def run_number(self) -> int:
         """The same in all ranks, and not that of an earlier run."""
+        if self.rank == 0:
+            self.meeting.write("run number", str(time.time_ns()))
+        return int(self.meeting.read("run number", 0))
 
-    def machines(self) -> list[int]:
-        """`machine_id` of every rank."""
+    def machines(self) -> set[int]:
+        """`machine_id` of every rank; in an open meeting of rank 0 and this one, as there are no
+        links between others."""
+        ranks = {0, self.rank} if self.meeting.is_open else range(self.meeting.num_ranks)
+        return set(map(int, self.meeting.gather("machine", str(machine_id()), ranks)))
 
 
-CPU = torch.device("cpu")
+class Gloo:
+    """The carrier where `cluster.carrier` names no other."""
+
+    def transport(self, meeting: Meeting) -> Transport:
+        if meeting.is_open:
+            return PairTransport(meeting)
+        if meeting.num_ranks > 1:
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                timeout=timedelta(seconds=JOIN_WITHIN_S),
+            )  # fmt: skip
+        return GlooTransport(meeting)
 
 
-class GlooTransport:
-    """Over the process group of torch.distributed that all ranks of the job have joined. device:
-    of this rank's tensors; the ranks of a group agree on its type."""
+class GlooTransport(Transport):
+    """Over the process group of torch.distributed that all ranks of the job have joined."""
 
-    def __init__(self, rank: int, device: torch.device = CPU) -> None:
-        self.rank, self._device = rank, device
-        self.computing = nullcontext()
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting)
         self._lines: dict[str, dist.ProcessGroup] = {}
 
     def line(self, name: str, ranks: Sequence[int]) -> None:
@@ -135,25 +205,11 @@ class GlooTransport:
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
         return GlooInLink(PeerInGroup(self._lines[line], peer), settings)
 
-    def group(self, ranks: Sequence[int]) -> Collectives | None:
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         if len(ranks) == 1:
             return None
         group = dist.new_group(list(ranks), timeout=FOREVER)
-        return GlooCollectives(group, self._device) if self.rank in ranks else None
-
-    def begins_again(self, ranks: Sequence[int]) -> bool:
-        return False  # a process group ends with its first rank
-
-    def run_number(self) -> int:
-        number = torch.tensor([time.time_ns()])
-        dist.broadcast(number, 0)
-        return int(number)
-
-    def machines(self) -> list[int]:
-        mine = torch.tensor([machine_id()])
-        found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-        return [int(machine) for machine in found]
+        return GlooCollectives(group, device) if self.rank in ranks else None
 
 
 class GroupCollectives:
@@ -228,30 +284,6 @@ class GlooCollectives(GroupCollectives):
         return DeviceMesh.from_group(self._nccl, device.type)
 
 
-JOIN_WITHIN_S = 12 * 3600.0
-_LOOK_S = 0.05
-
-
-def meeting_store(
-    rank: int, run_dir: Path, host: str | None, port: int, within_s: float = JOIN_WITHIN_S
-) -> Store:
-    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
-    there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
-    live (join/failure_detector.py); a server that ends is noticed at once."""
-    store: Store
-    if host is None:
-        store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
-    else:
-        within = timedelta(seconds=within_s)
-        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
-    store.set_timeout(FOREVER)
-    return store
-
-
-_Group = Any
-"""A ProcessGroupGloo, of whose methods torch's annotations know few."""
-
-
 class Pair:
     """The process group of one direction between two ranks. It is joined at its first use, in the
     thread of the link's end, and waits there for the other side, which may come at any time. Who
@@ -259,7 +291,7 @@ class Pair:
 
     def __init__(self, store: Store, name: str, place: int) -> None:
         self._store, self._name, self._place = store, name, place
-        self._group: _Group = None
+        self._group: Any = None
 
     def isend(self, frame: Tensor, tag: int) -> dist.Work:
         work: dist.Work = self._joined().send([frame], 1 - self._place, tag)
@@ -269,7 +301,7 @@ class Pair:
         work: dist.Work = self._joined().recv([buffer], 1 - self._place, tag)
         return work
 
-    def _joined(self) -> _Group:
+    def _joined(self) -> Any:
         if self._group is None:
             # A client of its own: whoever waits in a store keeps others of that client waiting.
             own: Any = self._store.clone()  # type: ignore[attr-defined]
@@ -279,32 +311,22 @@ class Pair:
         return self._group
 
 
-class PairTransport:
-    """beginning: 1, or how often this rank has begun. within_s: how long ranks of its cloud that
-    have not begun are waited for."""
+class PairTransport(Transport):
+    """Of ranks that may begin at any time, also again."""
 
-    def __init__(self, rank: int, store: Store, within_s: float = JOIN_WITHIN_S) -> None:
-        self.rank, self.store, self._within_s = rank, store, within_s
-        self.computing = nullcontext()
-        self.beginning = int(store.add(f"beginnings.{rank}", 1))
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting)
+        self._store = meeting.store
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
         self._num_groups = 0
         self._met: dict[tuple[int, ...], int] = {}  # beginnings of the first rank, by group
 
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this rank begins again in a job that goes on."""
-        return self.beginning > 1
-
     def begins_again(self, ranks: Sequence[int]) -> bool:
-        newest = {peer: int(self.store.add(f"beginnings.{peer}", 0)) for peer in ranks}
+        newest = {peer: self._count(peer) for peer in ranks}
         if any(count <= self._known.get(peer, 1) for peer, count in newest.items()):
             return False
         self._known |= newest
         return True
-
-    def line(self, name: str, ranks: Sequence[int]) -> None:
-        """Groups are made with the ends."""
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         return GlooOutLink(self._pair(line, self.rank, peer), settings)
@@ -312,34 +334,24 @@ class PairTransport:
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
         return GlooInLink(self._pair(line, peer, self.rank), settings)
 
-    def group(self, ranks: Sequence[int]) -> Collectives | None:
-        """Of ranks that end and begin together."""
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        """Of ranks that end and begin together; over gloo on GPUs too."""
         self._num_groups += 1
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         number = self._meet(tuple(ranks))
         name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {number}"
-        store = PrefixStore(name, self.store)
+        store = PrefixStore(name, self._store)
         place = list(ranks).index(self.rank)
         group = dist.ProcessGroupGloo(store, place, len(ranks), FOREVER)
         return GroupCollectives(group, ranks)
-
-    def run_number(self) -> int:
-        if self.rank == 0:
-            self.store.set("run number", str(time.time_ns()))
-        return int(self.store.get("run number"))
-
-    def machines(self) -> list[int]:
-        """Of rank 0 and this one: links between others there are none."""
-        self.store.set(f"machine.{self.rank}", str(machine_id()))
-        return [int(self.store.get("machine.0")), machine_id()] if self.rank else [machine_id()]
 
     def _meet(self, ranks: tuple[int, ...]) -> int:
         """How often the first of these ranks has begun. All of them begin together, but may have
         begun unequally often: one may be lost before it has counted. So the first waits until the
         newest beginning of every other knows of its own, and then writes so."""
         first, *others = ranks
-        until_s = time.monotonic() + self._within_s
+        until_s = time.monotonic() + self.meeting.within_s
         if ranks not in self._met:
             mine = others if self.rank == first else [self.rank]
             while missing := [other for other in mine if not self._has_met(first, other)]:
@@ -347,33 +359,35 @@ class PairTransport:
                     others = missing if self.rank == first else [first]
                     raise LinkTimeout(
                         f"ranks {', '.join(map(str, others))} of this rank's cloud have not come "
-                        f"in {self._within_s:g} s (cluster.liveness.join_within_s)"
+                        f"in {self.meeting.within_s:g} s (cluster.liveness.join_within_s)"
                     )
                 time.sleep(_LOOK_S)
-            self._met[ranks] = self.beginning if self.rank == first else self._count(first)
+            self._met[ranks] = self.meeting.beginning if self.rank == first else self._count(first)
             if self.rank == first:
                 for other in others:
-                    self.store.set(f"met {self._both(first, other)}", "")
+                    self._store.set(f"met {self._both(first, other)}", "")
         return self._met[ranks]
 
     def _has_met(self, first: int, other: int) -> bool:
         if self.rank == first:
-            return self.store.check([f"come {self._both(first, other)}"])
-        self.store.set(f"come {self._both(first, other)}", "")
-        return self.store.check([f"met {self._both(first, other)}"])
+            return self._store.check([f"come {self._both(first, other)}"])
+        self._store.set(f"come {self._both(first, other)}", "")
+        return self._store.check([f"met {self._both(first, other)}"])
 
     def _both(self, first: int, other: int) -> str:
         return f"{other}.{self._count(other)} to {first}.{self._count(first)}"
 
     def _count(self, rank: int) -> int:
         return (
-            self.beginning if rank == self.rank else int(self.store.add(f"beginnings.{rank}", 0))
+            self.meeting.beginning
+            if rank == self.rank
+            else int(self._store.add(f"beginnings.{rank}", 0))
         )
 
     def _pair(self, line: str, sender: int, receiver: int) -> Pair:
         counts = [
-            self.beginning if rank == self.rank else self._known.get(rank, 1)
+            self.meeting.beginning if rank == self.rank else self._known.get(rank, 1)
             for rank in (sender, receiver)
         ]
         name = f"{line} {sender}.{counts[0]}-{receiver}.{counts[1]}"
-        return Pair(self.store, name, int(self.rank == receiver))
+        return Pair(self._store, name, int(self.rank == receiver))

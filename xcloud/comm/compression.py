@@ -85,34 +85,34 @@ class CompressionPlan(ABC):
     def label(self) -> str:
         """Short name for run names and tables."""
 
-    @property
-    @abstractmethod
-    def _all(self) -> Sequence[CompressionPlan]:
-        """Those it is made of."""
-
     @abstractmethod
     def at(self, step: int) -> Compression:
         """Raises ConfigError where settings do not say it."""
 
-    @abstractmethod
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor of a tensor that replicas average, or that both ends of the pipeline
-        hold. Raises ConfigError unless it is one for the whole run."""
-
     @property
     @abstractmethod
+    def averaged(self) -> Compression:
+        """The one that acts on what replicas average, and on what both ends of the pipeline hold.
+        Raises ConfigError unless it is the same for the whole run."""
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that is averaged. Raises ConfigError as `averaged`."""
+        return self.averaged.for_tensor(name, shape)
+
+    @property
     def averaging_label(self) -> str:
-        """Raises ConfigError as for_tensor."""
+        """Raises ConfigError as `averaged`."""
+        return self.averaged.averaging_label
 
     def at_boundary(self, stage: int) -> CompressionPlan:
         """Of the boundary after `stage`."""
         return self
 
     @property
+    @abstractmethod
     def by_step(self) -> Sequence[tuple[int | None, Compression]]:
         """Those that may be in force at one boundary, each with the last step it serves, or None
         for ever."""
-        return [(None, one) for one in self._all if isinstance(one, Compression)]
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -123,12 +123,12 @@ class CompressionPlan(ABC):
     def has_memory(self) -> bool:
         """Whether anything is kept per sample between visits, at any time: a sample must meet the
         same ranks throughout."""
-        return any(one.has_memory for one in self._all)
+        return any(one.has_memory for _, one in self.by_step)
 
     @property
     def is_identity(self) -> bool:
         """Whether every tensor arrives unchanged."""
-        return all(one.is_identity for one in self._all)
+        return all(one.is_identity for _, one in self.by_step)
 
 
 @settings("compression")
@@ -143,12 +143,16 @@ class Compression(CompressionPlan):
     backward_memory: Memory = field(default_factory=NoMemory)
     averaging: Compressor | PerTensor | None = None
 
-    @property
-    def _all(self) -> Sequence[CompressionPlan]:
-        return (self,)
-
     def at(self, step: int) -> Compression:
         return self
+
+    @property
+    def averaged(self) -> Compression:
+        return self
+
+    @property
+    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
+        return [(None, self)]
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
         if isinstance(self.averaging, PerTensor):
@@ -222,29 +226,25 @@ class Phased(CompressionPlan):
     def by_step(self) -> Sequence[tuple[int | None, Compression]]:
         return [(phase.until_step, phase.compression) for phase in self.phases.values()]
 
-    @property
-    def _all(self) -> Sequence[Compression]:
-        return [phase.compression for phase in self.phases.values()]
-
     def at(self, step: int) -> Compression:
         for phase in self.phases.values():
             if phase.until_step is None or step <= phase.until_step:
                 return phase.compression
         raise AssertionError("the last phase has no end")
 
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        first, *others = (phase.for_tensor(name, shape) for phase in self._all)
-        for other in others:
-            if repr(other) != repr(first):
-                raise _changing(str(first), str(other))
-        return first
-
     @property
-    def averaging_label(self) -> str:
-        labels = dict.fromkeys(phase.averaging_label for phase in self._all)
-        if len(labels) > 1:
-            raise _changing(*labels)
-        return next(iter(labels))
+    def averaged(self) -> Compression:
+        (_, first), *others = self.by_step
+        means = [
+            one.backward if one.averaging is None else one.averaging for _, one in self.by_step
+        ]
+        if others and any(repr(mean) != repr(means[0]) for mean in means):
+            raise ConfigError(
+                "what replicas average cannot change its compressor during a run, but the phases "
+                f"of compression have {', '.join(dict.fromkeys(map(str, means)))}; give every "
+                "phase the same `averaging`"
+            )
+        return first
 
     @property
     def label(self) -> str:
@@ -257,13 +257,6 @@ class Phased(CompressionPlan):
 
     def __repr__(self) -> str:
         return f"Phased({', '.join(f'{name}={phase}' for name, phase in self.phases.items())})"
-
-
-def _changing(*compressors: str) -> ConfigError:
-    return ConfigError(
-        "what replicas average cannot change its compressor during a run, but the phases of "
-        f"compression have {', '.join(compressors)}; give every phase the same `averaging`"
-    )
 
 
 class PerBoundary(CompressionPlan):
@@ -286,8 +279,9 @@ class PerBoundary(CompressionPlan):
             self._boundaries[int(match[1])] = compression
 
     @property
-    def _all(self) -> Sequence[CompressionPlan]:
-        return (self.default, *self._boundaries.values())
+    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
+        plans = (self.default, *self._boundaries.values())
+        return [entry for plan in plans for entry in plan.by_step]
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -299,12 +293,9 @@ class PerBoundary(CompressionPlan):
     def at(self, step: int) -> Compression:
         raise ConfigError("compression differs by boundary: ask at_boundary(stage) first")
 
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        return self.default.for_tensor(name, shape)
-
     @property
-    def averaging_label(self) -> str:
-        return self.default.averaging_label
+    def averaged(self) -> Compression:
+        return self.default.averaged
 
     @property
     def label(self) -> str:
@@ -365,8 +356,8 @@ class Selectable(CompressionPlan):
         return list(self.choices)
 
     @property
-    def _all(self) -> Sequence[Compression]:
-        return list(self.choices.values())
+    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
+        return [(None, choice) for choice in self.choices.values()]
 
     def at(self, step: int) -> Compression:
         raise ConfigError(
@@ -374,13 +365,10 @@ class Selectable(CompressionPlan):
             "say which it ended with; leave the compressors out (--uncompressed)"
         )
 
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        return self._all[0].for_tensor(name, shape)
-
     @property
-    def averaging_label(self) -> str:
-        return self._all[0].averaging_label
+    def averaged(self) -> Compression:
+        return next(iter(self.choices.values()))
 
     @property
     def label(self) -> str:
-        return f"autopilot({', '.join(choice.label for choice in self._all)})"
+        return f"autopilot({', '.join(choice.label for choice in self.choices.values())})"

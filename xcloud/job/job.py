@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from pydantic import SkipValidation
 
+from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import NotNegative, settings
 from xcloud.cluster.layout import ClusterLayout, Layout
@@ -22,6 +23,7 @@ from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
+from xcloud.job.places import Places
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot, Planning
@@ -55,29 +57,46 @@ class AnyTraining(Protocol):
 
 
 @settings(kw_only=True)
-class Job(ABC):
-    """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
+class Names:
+    """What a run is called by.
 
     profile: which size of data and model was asked for (demo, files, paper); it only names them.
     sweep: a name that runs share which belong together.
     label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
+    """
+
+    name: str
+    seed: NotNegative = 1
+    profile: str = "demo"
+    sweep: str | None = None
+    label: str | None = None
+
+
+@settings(kw_only=True)
+class Job(Names, ABC):
+    """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
+
     cache_dir: relative to the project's folder.
     plan: what to find out before the run (planner/planning.py); null in whatever is run.
     autopilot: what may change while it runs (rank/autopilot.py); null: nothing.
     """
 
-    name: str
     cluster: SkipValidation[Layout[Any]]
     training: SkipValidation[AnyTraining]
     tracker: SkipValidation[Tracker]
-    seed: NotNegative = 1
-    profile: str = "demo"
-    sweep: str | None = None
-    label: str | None = None
     cache_dir: str = ".cache"
     launch: Launch = field(default_factory=Launch)
     plan: Planning | None = None
     autopilot: Autopilot | None = None
+
+    @classmethod
+    def of(cls, made: object) -> Job:
+        """Raises ConfigError for what is no job."""
+        if not isinstance(made, Job):
+            raise ConfigError(
+                f"_target_ must make a job, such as xcloud's Experiment, got {made!r}"
+            )
+        return made
 
     @property
     def run_name(self) -> str:
@@ -177,6 +196,16 @@ class Job(ABC):
         """Seconds after which lost ranks that the run can do without begin again; None: never."""
         return None
 
+    @property
+    def places(self) -> Places:
+        """Who holds what. By default it cannot change from one attempt to the next."""
+        return Places()
+
+    @property
+    def pipeline(self) -> PipelineJob:
+        """This job, where its model is cut into stages. Raises ConfigError for another kind."""
+        raise ConfigError("plan= knows jobs whose model is cut into stages, and this is another")
+
     def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
         """Names of the batch fields ("holders") or of the parts of the model ("weights") that its
         ranks hold; None for a kind of job that has no such names."""
@@ -232,6 +261,16 @@ class PipelineJob(Job):
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
+
+    @property
+    def pipeline(self) -> Self:
+        return self
+
+    @property
+    def places(self) -> Places:
+        labels = {"compression": self.compression.label, "schedule": self.schedule_label,
+                  "cluster": self.cluster.describe()}  # fmt: skip
+        return replace(Places.held(self.cluster, self.strategy, self.max_steps), labels=labels)
 
     @property
     def ties_ends(self) -> bool:

@@ -5,7 +5,7 @@ The data are checked later, by fingerprint (loading.py).
 Clouds draw batches, learning rates and dropout from the experiment file alone. So another `seed`
 pairs samples that do not belong together, another `clip_norm` makes one rank wait for a norm that
 is never sent, and another layout hangs the process groups. So the comparison comes before wiring
-and loading: every rank with rank 0, over the default process group.
+and loading: every rank with rank 0, by what they write into the store where they meet.
 
 What is compared is defined in compared.py. Tables of other ranks are not trusted: they are limited
 in bytes, lines and text, and to printable ASCII.
@@ -13,37 +13,40 @@ in bytes, lines and text, and to printable ASCII.
 
 from __future__ import annotations
 
-import re
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import MeetingLink
-from xcloud.cluster.link import InLink, LinkRecord, OutLink
+from xcloud.cluster.transport import Meeting
 from xcloud.job.job import Job
-from xcloud.survive.compared import MAX_VALUE, PATH, make_table
+from xcloud.survive.compared import MAX_VALUE, PATH
 from xcloud.survive.resume import HELD, held_in, newest_common
 
-TABLE = MessageKey(Kind.AGREEMENT, 2)
-VERDICT = MessageKey(Kind.AGREEMENT, 3)
-CAPACITY_BYTES = 1 << 18
-WAIT_S = 300.0  # all ranks have joined, and a table takes well below a second
-
+MAX_BYTES = 1 << 18
 _MAX_LINES = 8192
 _MAX_SHOWN = 8
 _MAX_TEXT = 16_384
-_SECTIONS = ("setting ", "code ", "fact ", "info ", HELD)
-_FRAME_SLACK_BYTES = 4096
 
 Table = Mapping[str, str]
 """As returned by compared.make_table."""
+_PRINTABLE = r"^[ -~]*$"
+_TABLE = TypeAdapter(
+    Annotated[
+        dict[
+            Annotated[
+                str,
+                StringConstraints(pattern=rf"^(setting|code|fact|info|{HELD.strip()}) [ -~]*$"),
+            ],
+            Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_VALUE)],
+        ],
+        Field(max_length=_MAX_LINES),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -53,92 +56,58 @@ class Verdict:
     with `go`, a note for the user; may be empty. from_step: of the checkpoint that all go on from;
     0 = from the start. attempt: a number that no other attempt at this run has."""
 
-    kind: str = "go"
-    refused: tuple[int, ...] = ()
-    text: str = ""
-    from_step: int = 0
-    attempt: int = 0
+    kind: Literal["go", "stop", "refused"] = "go"
+    refused: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    text: Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=_MAX_TEXT)] = ""
+    from_step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
+    attempt: Annotated[int, Field(ge=0)] = 0
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """The outcome for this rank if the run continues. records: of messages to other clouds."""
-
-    verdict: Verdict = field(default_factory=Verdict)
-    records: Sequence[LinkRecord] = ()
+_VERDICT = TypeAdapter(Verdict)
 
 
-def agree(
-    job: Job, settings: Mapping[str, Any], rank: int, held: Mapping[str, str] | None = None
-) -> Agreed:
-    """Compare with all ranks. Every rank calls it first, once the process group exists; a single
-    rank agrees with itself.
+def agree(job: Job, meeting: Meeting, mine: Table) -> Verdict:
+    """Compare with all ranks; where ranks may begin at any time, with those that save, and the
+    others with rank 0. Every rank calls it first.
 
-    settings: the resolved experiment file as plain containers. held: this rank's checkpoints
-    (resume.held). Raises ConfigError in every rank
-    that cannot go on; a rank of a producer that is refused while the others suffice finds
-    `verdict.kind == "refused"` instead, as it must still join the wiring before it may leave.
+    mine: what this rank runs (compared.make_table), and its checkpoints (RankCheckpoints.table).
+    Raises ConfigError in every rank that cannot go on; a rank of a producer that is refused while
+    the others suffice finds `kind == "refused"` instead, as it must still join the wiring before
+    it may leave.
     """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    table = {**make_table(settings), **(held or {})}
-    if num_ranks == 1:
-        return agree_alone(job, settings, [held or {}])
-    links: dict[int, MeetingLink] = {}
-    records: list[LinkRecord] = []
-    for peer in range(1, num_ranks) if rank == 0 else (0,):
-        record = None
-        known = max(rank, peer) < job.cluster.num_ranks  # a file of another layout may say less
-        if known and job.cluster.wan_between(rank, peer) is not None:
-            record = LinkRecord(job.cluster.placement(peer).cloud, peer, None)
-            records.append(record)
-        links[peer] = MeetingLink(peer, rank_name(job, peer), CAPACITY_BYTES, WAIT_S, record)
-    verdict = exchange(rank, table, links, links, lambda r: rank_name(job, r), job.refused_with)
+    rank, everyone = meeting.rank, range(meeting.num_ranks)
+    compared = job.saving_ranks if meeting.is_open else everyone
+    if rank in compared:
+        meeting.write(f"table.{rank}", encode_table(mine))
+
+    def name_of(rank: int) -> str:
+        return rank_name(job, rank)
+
+    def table_of(rank: int) -> dict[str, str]:
+        return decode_table(meeting.read(f"table.{rank}", rank), name_of(rank))
+
+    if rank == 0:
+        tables: dict[int, Table] = {0: mine}
+        unread: dict[int, str] = {}
+        for peer in sorted({*compared} - {0}):
+            try:
+                tables[peer] = table_of(peer)
+            except FrameError as error:  # the other ranks must be told too
+                unread[peer] = str(error)
+        judged, attempt = judge(tables, unread, name_of, job.refused_with), time.time_ns()
+        for peer, verdict in judged.items():
+            told = replace(verdict, text=_printable(verdict.text), attempt=attempt)
+            meeting.write(f"verdict.{peer}", json.dumps(asdict(told)))
+    elif rank not in compared:
+        theirs = {key: v for key, v in table_of(0).items() if not key.startswith(HELD)}
+        own = judge({0: theirs, rank: mine}, {}, name_of, job.refused_with)[rank]
+        if own.kind != "go":
+            raise ConfigError(own.text)
+    of = rank if rank in compared else 0
+    verdict = decode_verdict(meeting.read(f"verdict.{of}", 0))
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
-    return Agreed(verdict, records)
-
-
-def agree_alone(
-    job: Job, settings: Mapping[str, Any], held: Sequence[Mapping[str, str]]
-) -> Agreed:
-    """The same where all ranks are in one process. held: by rank, its checkpoints."""
-    table = make_table(settings)
-    tables = {rank: {**table, **own} for rank, own in enumerate(held)}
-    alone = judge(tables, {}, lambda r: rank_name(job, r), job.refused_with)[0]
-    if alone.kind == "stop":
-        raise ConfigError(alone.text)
-    return Agreed(replace(alone, attempt=time.time_ns()))
-
-
-def exchange(
-    rank: int,
-    mine: Table,
-    out: Mapping[int, OutLink],
-    incoming: Mapping[int, InLink],
-    name_of: Callable[[int], str],
-    refused_with: Callable[[frozenset[int]], frozenset[int]],
-) -> Verdict:
-    """Rank 0 collects every rank's table, then sends each a verdict; returns this rank's.
-
-    refused_with: ranks that must leave so that the run can continue without the given ones; empty
-    if it cannot.
-    """
-    carries = ("settings of the experiment, digests of the code, checkpoints: lines of text",)
-    if rank != 0:
-        out[0].send(TABLE, (encode_table(mine),), carries)
-        return decode_verdict(incoming[0].recv(VERDICT, WAIT_S))
-    tables: dict[int, Table] = {0: mine}
-    unread: dict[int, str] = {}
-    for peer, link in sorted(incoming.items()):
-        try:
-            tables[peer] = decode_table(link.recv(TABLE, WAIT_S), name_of(peer))
-        except FrameError as error:  # the other ranks must be told too
-            unread[peer] = str(error)
-    judged, attempt = judge(tables, unread, name_of, refused_with), time.time_ns()
-    verdicts = {peer: replace(verdict, attempt=attempt) for peer, verdict in judged.items()}
-    for peer, link_out in sorted(out.items()):
-        link_out.send(VERDICT, (encode_verdict(verdicts[peer]),), ("whether all ranks agree",))
-    return verdicts[0]
+    return verdict
 
 
 def judge(
@@ -256,57 +225,39 @@ def rank_name(job: Job, rank: int) -> str:
     return f"rank {rank} (cloud {job.cluster.placement(rank).cloud})"
 
 
-# --- on the wire: uint8 [N], lines of printable ASCII
-
-
-def encode_table(table: Table) -> Tensor:
-    """Lines "key<TAB>value". Raises ConfigError for an experiment that is too large to send."""
-    lines = [f"{key}\t{value}" for key, value in sorted(table.items())]
-    text = "\n".join(lines).encode("ascii")
-    if len(text) > CAPACITY_BYTES - _FRAME_SLACK_BYTES or len(lines) > _MAX_LINES:
+def encode_table(table: Table) -> str:
+    """JSON. Raises ConfigError for an experiment that is too large to compare."""
+    text = json.dumps(table)
+    if len(text) > MAX_BYTES or len(table) > _MAX_LINES:
         raise ConfigError(
-            f"this experiment has {len(lines)} settings and files in {len(text):,} bytes, too "
-            f"many to compare between clouds (at most {_MAX_LINES} and "
-            f"{CAPACITY_BYTES - _FRAME_SLACK_BYTES:,}); move long lists into files"
+            f"this experiment has {len(table)} settings and files in {len(text):,} bytes, too "
+            f"many to compare between clouds (at most {_MAX_LINES} and {MAX_BYTES:,}); move long "
+            "lists into files"
         )
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return text
 
 
-def decode_table(parts: Sequence[Tensor], sender: str) -> dict[str, str]:
+def decode_table(text: str, sender: str) -> dict[str, str]:
     """Raises FrameError for anything but what encode_table makes."""
-    lines = _text_in(parts, sender).split("\n")
-    if len(lines) > _MAX_LINES or not all(line.count("\t") == 1 for line in lines):
-        raise FrameError(f"the settings of {sender} are not lines of a name and a value")
-    table = dict(line.split("\t") for line in lines)
-    if not all(key.startswith(_SECTIONS) for key in table):
-        raise FrameError(f"{sender} sent something that is neither a setting nor a digest of code")
-    if any(len(value) > MAX_VALUE for value in table.values()):
-        raise FrameError(f"{sender} sent a setting of more than {MAX_VALUE} characters")
-    return table
+    try:
+        return _TABLE.validate_json(text if len(text) <= MAX_BYTES else "")
+    except ValidationError as error:
+        raise FrameError(
+            f"{sender} sent no table of settings and digests: {_why(error)}"
+        ) from None
 
 
-def encode_verdict(verdict: Verdict) -> Tensor:
-    refused = ",".join(map(str, verdict.refused))
-    head = f"{verdict.kind}\n{refused}\n{verdict.from_step} {verdict.attempt}"
-    text = f"{head}\n{verdict.text[:_MAX_TEXT]}"
-    return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
+def decode_verdict(text: str) -> Verdict:
+    try:
+        return _VERDICT.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise FrameError(f"rank 0 sent no verdict on what the ranks run: {_why(error)}") from None
 
 
-def decode_verdict(parts: Sequence[Tensor]) -> Verdict:
-    kind, _, rest = _text_in(parts, "rank 0").partition("\n")
-    refused, _, rest = rest.partition("\n")
-    numbers, _, text = rest.partition("\n")
-    known = kind in ("go", "stop", "refused") and re.fullmatch(r"[0-9,]*", refused)
-    if not known or not re.fullmatch(r"[0-9]{1,18} [0-9]{1,20}", numbers):
-        raise FrameError("rank 0 sent no verdict on what the ranks run")
-    step, attempt = map(int, numbers.split())
-    return Verdict(kind, tuple(int(r) for r in refused.split(",") if r), text, step, attempt)
+def _why(error: ValidationError) -> str:
+    """The first reason, without what was sent."""
+    return str(error.errors()[0]["msg"])
 
 
-def _text_in(parts: Sequence[Tensor], sender: str) -> str:
-    if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].dim() != 1:
-        raise FrameError(f"what {sender} runs came as {len(parts)} parts that are no text")
-    data = parts[0].numpy().tobytes()
-    if any(not 32 <= byte < 127 and byte not in b"\t\n" for byte in data):
-        raise FrameError(f"what {sender} runs came with characters that no setting has")
-    return data.decode("ascii")
+def _printable(text: str) -> str:
+    return "".join(c if " " <= c <= "~" else "?" for c in text)[:_MAX_TEXT]

@@ -1,5 +1,5 @@
-"""How the ranks of a job come together: all at once in a process group, or, where clouds may be
-late or lost, each as it begins. Either way they compare what they run before anything else.
+"""How the ranks of a job come together: they meet in a store, all at once or, where clouds may be
+late or lost, each as it begins, compare what they run, and are joined by the carrier.
 
 The store of torchrun may outlive the ranks: with --max-restarts it still has the addresses of
 ranks that have died, and new ones would try to reach those. So each attempt has a part of it.
@@ -15,20 +15,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from xcloud.base.errors import LinkTimeout
-from xcloud.cluster.transport import Transport
+from xcloud.cluster.transport import Gloo, Meeting, Transport, meeting_store
 from xcloud.job.job import Job
 from xcloud.join import elastic
-from xcloud.join.agreement import Agreed, agree
+from xcloud.join.agreement import Verdict, agree
 from xcloud.join.failure_detector import FailureDetector
+from xcloud.survive.compared import make_table
 
-_SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 _NAME = "xcloud.attempt"
 _SETTING = "cluster.liveness.join_within_s"
 _LOOK_EVERY_S = 0.05
@@ -38,42 +37,32 @@ _CONNECT_EVERY_S = 0.2
 def join(
     job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str],
     failure_detector: FailureDetector | None = None,
-) -> tuple[Transport | None, Agreed]:  # fmt: skip
+) -> tuple[Transport, Verdict]:  # fmt: skip
     """settings: the resolved experiment file. held: this rank's checkpoints. failure_detector: of
     ranks under torchrun; on one machine the launcher looks after the ranks. Returns what joins
-    this rank to the others, None for torch's default process group. Raises ConfigError in a rank
-    that cannot go on."""
+    this rank to the others. Raises ConfigError in a rank that cannot go on."""
+    meeting = meet(job, rank, run_dir, failure_detector)
+    verdict = agree(job, meeting, {**make_table(settings), **held})
+    return (job.cluster.carrier or Gloo()).transport(meeting), verdict
+
+
+def meet(job: Job, rank: int, run_dir: Path, failure_detector: FailureDetector | None) -> Meeting:
+    """On one machine in a file of the run folder."""
+    num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
     if job.is_elastic:
-        return elastic.join(job, settings, rank, run_dir, held, failure_detector)
-    form_group(job, rank, run_dir, failure_detector)
-    return None, agree(job, settings, rank, held)
+        return elastic.meet(job, rank, run_dir, failure_detector)
+    if failure_detector is None:
+        store = meeting_store(rank, run_dir, None, 0) if num_ranks > 1 else HashStore()
+        return Meeting(rank, num_ranks, store, within_s)
+    num_ranks = int(os.environ["WORLD_SIZE"])
 
+    def connect(timeout_s: float) -> Store:
+        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+        failure_detector.ask(store)
+        return store
 
-def form_group(
-    job: Job, rank: int, run_dir: Path, failure_detector: FailureDetector | None
-) -> None:
-    """Form the process group. On one machine a file in the run folder is the meeting point, and
-    the launcher looks after the ranks. failure_detector: of ranks under torchrun."""
-    num_ranks = job.cluster.num_processes
-    if failure_detector is not None:
-        join_within_s = job.cluster.liveness.join_within_s
-        size = int(os.environ["WORLD_SIZE"])
-
-        def connect(timeout_s: float) -> Store:
-            store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            failure_detector.ask(store)
-            return store
-
-        store = attempt_of(connect, rank, size, failure_detector.watch, join_within_s)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
-        )
-    elif num_ranks > 1:
-        # Not by its URL, which would end at a '#' or '?' in the path.
-        store = FileStore(str(run_dir.resolve() / "rendezvous"), num_ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
-        )
+    store = attempt_of(connect, rank, num_ranks, failure_detector.watch, within_s)
+    return Meeting(rank, num_ranks, store, within_s)
 
 
 def attempt_of(

@@ -15,19 +15,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.transport import Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Agreed, agree_alone
+from xcloud.join.agreement import Verdict, agree
 from xcloud.join.joining import join
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.rank.role import RankContext, Role
@@ -38,6 +37,7 @@ from xcloud.record.rank_state import RankState, error_file
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.security.wire_audit import audit_file, write_rank_audit
+from xcloud.survive.compared import make_table
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 
@@ -47,16 +47,19 @@ DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved 
 LAST_WORDS_S = 0.3
 
 
-class Watch(Protocol):
-    """Notices whether other ranks are lost: join/failure_detector.py, of ranks under torchrun."""
+@dataclass(frozen=True)
+class Process:
+    """What a rank's process has beside the rank. asked: whether it is to end early. state: what it
+    does at the moment, for python -m xcloud status; None: nobody asks. Here the launcher of this
+    machine looks after the ranks."""
 
-    def met(
-        self,
-        needs: Callable[[frozenset[int]], bool],
-        lives: Mapping[int, PeerLife],
-        last_words: Callable[[], None],
-    ) -> None:
+    asked: StopSignal
+    state: RankState | None = None
+
+    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
         """This rank has all its links."""
+        if self.state is not None:
+            self.state.lives = role.lives
 
     def leave(self) -> None:
         """It has done its part."""
@@ -65,44 +68,17 @@ class Watch(Protocol):
         """It ends with a reason of its own."""
 
 
-class NoWatch:
-    """The launcher of this machine looks after the ranks."""
-
-    def met(self, *of: object) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def stand_aside(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Process:
-    """What a rank's process has beside the rank. asked: whether it is to end early. state: what it
-    does at the moment, for python -m xcloud status; None: nobody asks."""
-
-    asked: StopSignal
-    state: RankState | None = None
-    watch: Watch = field(default_factory=NoWatch)
-
-    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
-        self.watch.met(role.needs, role.lives, last_words)
-        if self.state is not None:
-            self.state.lives = role.lives
-
-
 def live(
     job: Job,
-    rank: int,
     run_dir: Path,
-    agreed: Agreed,
+    verdict: Verdict,
     holder: RankCheckpoints,
     process: Process,
-    transport: Transport | None = None,
+    transport: Transport,
 ) -> bool:
     """One rank's life, whatever its role, once the ranks have compared what they run. transport:
-    joins it to the others; None: torch's default process group does (a lone rank needs none).
-    Returns whether the run has ended early, as asked."""
-    layout, is_resumed = job.cluster, has_events(run_dir)  # before rank 0 makes the file
+    joins it to the others. Returns whether the run has ended early, as asked."""
+    rank, layout, is_resumed = transport.rank, job.cluster, has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
     # The role is there before anything is reported.
@@ -112,12 +88,12 @@ def live(
     )  # fmt: skip
     device, take = _device_of(job, rank), intake.take if intake else lambda peer, frame: None
     context = RankContext(
-        job, device, reporter, take, agreed.verdict, holder, process.asked, is_resumed, transport
+        job, device, reporter, take, verdict, holder, process.asked, transport, is_resumed
     )
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
-        sent, kinds = [*agreed.records, *role.records], reporter.contents
+        sent, kinds = role.records, reporter.contents
         write_rank_audit(run_dir, rank, layout, sent, kinds, role.received, job.is_elastic)
 
     def last_words() -> None:  # if rank 0 still listens
@@ -128,11 +104,11 @@ def live(
 
     process.enter(role, last_words)
     try:
-        _play(role, agreed, reporter)
-        process.watch.leave()
+        _play(role, verdict, reporter)
+        process.leave()
         return role.is_stopped
     except BaseException:
-        process.watch.stand_aside()
+        process.stand_aside()
         last_words()  # the threads end with this process
         raise
     finally:
@@ -142,8 +118,7 @@ def live(
         write_audit()
 
 
-def _play(role: Role[Any], agreed: Agreed, reporter: Reporter) -> None:
-    verdict = agreed.verdict
+def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
     if verdict.kind == "refused":
         raise ConfigError(verdict.text)
     if role.rank == 0 and verdict.text and not verdict.refused:
@@ -159,27 +134,26 @@ def live_in_threads(
 ) -> bool:
     """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
     rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
-    world, ended = MemoryWorld(), queue.SimpleQueue[bool | BaseException]()
-    ranks = range(job.cluster.num_ranks)
-    holders = [RankCheckpoints.of(job, rank, run_dir, settings) for rank in ranks]
-    agreed = agree_alone(job, settings, [holder.table() for holder in holders])
+    world, ended = MemoryWorld(job.cluster.num_ranks), queue.SimpleQueue[bool | BaseException]()
 
     def work(rank: int) -> None:
         own = RankState(run_dir, rank) if rank else state
         try:
-            transport, holder = world.transport(rank), holders[rank]
-            process = Process(asked, own)
-            is_stopped = live(job, rank, run_dir, agreed, holder, process, transport)
+            transport = world.transport(rank)
+            holder = RankCheckpoints.of(job, rank, run_dir, settings)
+            table = {**make_table(settings), **holder.table()}
+            verdict = agree(job, transport.meeting, table)
+            is_stopped = live(job, run_dir, verdict, holder, Process(asked, own), transport)
             if rank:
                 own.close(STOPPED if is_stopped else DONE)
             ended.put(is_stopped)
         except BaseException as error:
             ended.put(error)
 
-    for rank in ranks:
+    for rank in range(job.cluster.num_ranks):
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True).start()
     is_stopped = False
-    for _ in ranks:
+    for _ in range(job.cluster.num_ranks):
         found = ended.get()
         if isinstance(found, BaseException):
             raise found
@@ -240,15 +214,13 @@ class RankProcess:
         self.state.may_leave = self.rank not in job.essential_ranks
         holder = RankCheckpoints.of(job, self.rank, self.run_dir, settings)
         held = holder.table()  # reads whole files: before the others wait for this rank
-        transport, agreed = self.join(job, settings, held)
+        transport, verdict = self.join(job, settings, held)
         self.begin(job, config)
         if job.cluster.num_processes < job.cluster.num_ranks:
             asked = self.process.asked
             is_stopped = live_in_threads(job, settings, self.run_dir, asked, self.state)
         else:
-            is_stopped = live(
-                job, self.rank, self.run_dir, agreed, holder, self.process, transport
-            )
+            is_stopped = live(job, self.run_dir, verdict, holder, self.process, transport)
         self.end(is_stopped)
         return is_stopped
 
@@ -257,7 +229,7 @@ class RankProcess:
 
     def join(
         self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
-    ) -> tuple[Transport | None, Agreed]:
+    ) -> tuple[Transport, Verdict]:
         return join(job, settings, self.rank, self.run_dir, held)
 
     def begin(self, job: Job, config: Any) -> None:

@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,32 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.cluster.transport import Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Agreed, rank_name
+from xcloud.join.agreement import Verdict, rank_name
 from xcloud.join.failure_detector import FailureDetector
 from xcloud.join.joining import join
 from xcloud.launch.rank_process import Process, RankProcess, failed, write_failure
-from xcloud.rank.role import is_needed
+from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 TABLE_WITHIN_S = 30.0  # of a run that has failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedProcess(Process):
+    """It watches the other ranks itself."""
+
+    detector: FailureDetector
+
+    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
+        super().enter(role, last_words)
+        self.detector.met(role.needs, role.lives, last_words)
+
+    def leave(self) -> None:
+        self.detector.leave()
+
+    def stand_aside(self) -> None:
+        self.detector.stand_aside()
 
 
 class TorchrunProcess(RankProcess):
@@ -50,12 +68,12 @@ class TorchrunProcess(RankProcess):
 
     def join(
         self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
-    ) -> tuple[Transport | None, Agreed]:
+    ) -> tuple[Transport, Verdict]:
         detector = self._failure_detector = FailureDetector(
             self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
             self._end_alone, partial(is_needed, job, self.rank) if job.is_elastic else bool,
         )  # fmt: skip
-        self.process = Process(self.process.asked, self.process.state, detector)
+        self.process = WatchedProcess(self.process.asked, self.state, detector=detector)
         joined = join(job, settings, self.rank, self.run_dir, held, detector)
         _check_started(job)
         _check_unfinished(job, self.run_dir)

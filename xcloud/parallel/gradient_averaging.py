@@ -54,11 +54,12 @@ class GradientAveraging(Averaging):
 
     @property
     def label(self) -> str:
-        return ", ".join(
-            [*(["one update late"] if self.delay else []),
-             *([] if self.feedback else ["without feedback"]),
-             *([repr(self.merge)] if self.merge is not None else [])]
-        )  # fmt: skip
+        parts = {
+            "one update late": self.delay,
+            "without feedback": not self.feedback,
+            repr(self.merge): self.merge is not None,
+        }
+        return ", ".join(part for part, is_said in parts.items() if is_said)
 
     @property
     def traits(self) -> Traits:

@@ -64,6 +64,20 @@ class Program:
         self.posts[rank].append(posts)
         self.signals[rank].append(signal)
 
+    def repeated(self, times: int) -> Program:
+        """So often in a row, each time with tokens and parcels of its own, on the same routes."""
+        found = Program.for_ranks(len(self.needs))
+        found.num_routes = self.num_routes
+        for _ in range(times):
+            token, parcel = len(found.counts), len(found.parcels)
+            found.counts += self.counts
+            found.parcels += [p._replace(token=p.token + token) for p in self.parcels]
+            for rank, posts in enumerate(self.posts):
+                found.needs[rank] += [need + token * (need >= 0) for need in self.needs[rank]]
+                found.posts[rank] += [tuple(number + parcel for number in own) for own in posts]
+                found.signals[rank] += [s + token * (s >= 0) for s in self.signals[rank]]
+        return found
+
 
 class Passage(NamedTuple):
     """Of one message: handed to the line, carried from, until, at the receiver."""
@@ -142,55 +156,66 @@ def run(
     seconds: by rank and operation. num_bytes: by parcel. lines: by route, None = free. A rank
     whose token never comes stops there: see Moments.has_ended.
     """
-    state = _Lines(program, num_bytes, lines)
-    carry, parcels = state.carry, program.parcels
-    missing = list(program.counts)
-    ready_s = [0.0] * len(missing)
-    sleepers: dict[int, list[int]] = {}
-    num_ranks = len(program.needs)
-    position = [0] * num_ranks
-    free_s = [0.0] * num_ranks
-    begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
-    passages = [NEVER] * len(parcels)
-    events: list[tuple[float, int]] = []  # (when, rank): its operation under way ends
-    awake = list(range(num_ranks))
+    return _Run(program, seconds, _Lines(program, num_bytes, lines)).carried_out()
 
-    def count(token: int, at_s: float) -> None:
-        missing[token] -= 1
-        if at_s > ready_s[token]:
-            ready_s[token] = at_s
-        if not missing[token] and token in sleepers:
-            awake.extend(sleepers.pop(token))
 
-    while True:
-        while awake:
-            rank = awake.pop()
-            at, index = free_s[rank], position[rank]
-            needs, posts, signals = program.needs[rank], program.posts[rank], program.signals[rank]
-            took, begins, end = seconds[rank], begin_s[rank], len(needs)
-            while index < end:
-                token = needs[index]
-                if token >= 0:
-                    if missing[token]:
-                        sleepers.setdefault(token, []).append(rank)
-                        break
-                    if ready_s[token] > at:
-                        at = ready_s[token]
-                begins.append(at)
-                at += took[index]
-                index += 1
-                if posts[index - 1] or signals[index - 1] >= 0:
-                    heappush(events, (at, rank))
+class _Run:
+    def __init__(
+        self, program: Program, seconds: Sequence[Sequence[float]], lines: _Lines
+    ) -> None:
+        self.program, self.seconds, self.lines = program, seconds, lines
+        num_ranks = len(program.needs)
+        self.missing = list(program.counts)  # of each token
+        self.ready_s = [0.0] * len(program.counts)
+        self.sleepers: dict[int, list[int]] = {}  # ranks, by the token they wait for
+        self.free_s = [0.0] * num_ranks
+        self.begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.passages = [NEVER] * len(program.parcels)
+        self.events: list[tuple[float, int]] = []  # (when, rank): its operation under way ends
+        self.awake = list(range(num_ranks))
+
+    def carried_out(self) -> Moments:
+        while self.awake or self.events:
+            while self.awake:
+                self.work(self.awake.pop())
+            if self.events:
+                self.end(*heappop(self.events))
+        return Moments(self.begin_s, self.passages)
+
+    def work(self, rank: int) -> None:
+        """Up to an operation that others may wait for, or one that waits itself."""
+        missing, ready_s, seconds = self.missing, self.ready_s, self.seconds[rank]
+        needs, begin_s = self.program.needs[rank], self.begin_s[rank]
+        posts, signals = self.program.posts[rank], self.program.signals[rank]
+        at_s = self.free_s[rank]
+        for index in range(len(begin_s), len(needs)):
+            token = needs[index]
+            if token >= 0:
+                if missing[token]:
+                    self.sleepers.setdefault(token, []).append(rank)
                     break
-            position[rank], free_s[rank] = index, at
-        if not events:
-            return Moments(begin_s, passages)
-        now, which = heappop(events)
-        index = position[which] - 1
-        for number in program.posts[which][index]:
-            parcel = parcels[number]
-            found = passages[number] = carry(number, parcel.route, now)
-            count(parcel.token, found.arrived_s)
-        if (token := program.signals[which][index]) >= 0:
-            count(token, now)
-        awake.append(which)
+                if ready_s[token] > at_s:
+                    at_s = ready_s[token]
+            begin_s.append(at_s)
+            at_s += seconds[index]
+            if posts[index] or signals[index] >= 0:
+                heappush(self.events, (at_s, rank))
+                break
+        self.free_s[rank] = at_s
+
+    def end(self, now_s: float, rank: int) -> None:
+        """Of a rank's last operation: what it posts leaves, what it signals is there."""
+        index = len(self.begin_s[rank]) - 1
+        for number in self.program.posts[rank][index]:
+            parcel = self.program.parcels[number]
+            found = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
+            self.count(parcel.token, found.arrived_s)
+        if (token := self.program.signals[rank][index]) >= 0:
+            self.count(token, now_s)
+        self.awake.append(rank)
+
+    def count(self, token: int, at_s: float) -> None:
+        self.missing[token] -= 1
+        self.ready_s[token] = max(self.ready_s[token], at_s)
+        if not self.missing[token]:
+            self.awake += self.sleepers.pop(token, ())

@@ -5,14 +5,10 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.schedule import Schedule
-from xcloud.plan.costs import Costs
 from xcloud.plan.plans import NO_COMPRESSION, Plan
-from xcloud.plan.pricing import Pricer, Ways
+from xcloud.plan.pricing import Pricer
 
 
 @dataclass(frozen=True)
@@ -63,33 +59,11 @@ def over_epochs(pricer: Pricer, plan: Plan, keeping: Keeping) -> OverEpochs | No
         missing[stage] = max(0.0, 1 - fitting / keeping.num_samples)
     if not missing:
         return None
-    later = _LaterEpochs(pricer, missing)
+    # What those that still cross take is their share of what all take, though messages get fewer
+    # only where none is left.
+    later = replace(pricer, crossing=missing)
     first_share = min(1.0, keeping.num_samples / (pricer.batch_size * keeping.num_steps))
     return OverEpochs(
         pricer.step_s(plan), later.step_s(plan), 1 - max(missing.values()), first_share,
         later if first_share < 1 else pricer,
     )  # fmt: skip
-
-
-class _LaterEpochs(Pricer):
-    """missing: by stage in front of a boundary, the share of the samples that still cross. What
-    they take is that share of what all take, though messages get fewer only where none is
-    missing."""
-
-    def __init__(self, pricer: Pricer, missing: Mapping[int, float]) -> None:
-        super().__init__(
-            pricer.profile, pricer.arranged, pricer.batch_size, pricer.passes, pricer.bandwidth,
-            steps=pricer.steps,
-        )  # fmt: skip
-        self._missing = missing
-        self.without_rows = frozenset(stage for stage, share in missing.items() if not share)
-
-    def _boundaries(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
-        ways = super()._boundaries(plan, layout, strategy)
-        share = self._missing.get
-        return tuple((out.times(share(n, 1.0)), back) for n, (out, back) in enumerate(ways))
-
-    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
-        costs = super()._costs(plan, layout, ways, schedule)
-        forward_s = [self._missing.get(n, 1.0) * s for n, s in enumerate(costs.forward_s)]
-        return replace(costs, forward_s=forward_s)

@@ -174,18 +174,21 @@ class Trial:
     ranks: Sequence[tuple[Sequence[int], int]]
     pass_samples: float
 
-    def pieces(self, boundary_after: Sequence[int | None]) -> list[Piece]:
+    def pieces(self, boundary_after: Sequence[int | None]) -> tuple[list[Piece], Curve, Curve]:
         """The model as it was cut, or, if it has blocks, block by block: those between the first
-        and the last of a model are alike. boundary_after: each piece but the last."""
+        and the last of a model are alike. boundary_after: each piece but the last.
+        Then what a stage takes besides its blocks, forward and backward, where that is known."""
         quantities = [self._of_stage(stage) for stage in range(len(self.stages))]
+        calls = Curve(), Curve()
         if all(facts.blocks for facts in self.stages):
-            quantities = _by_block(quantities, [facts.blocks for facts in self.stages])
+            quantities, calls = _by_block(quantities, [facts.blocks for facts in self.stages])
         boundaries = [*boundary_after, None]
         per_byte_s = self._update_s() / max(1, sum(s.trained_bytes for s in self.stages))
-        return [
+        pieces = [
             _piece(i, found, boundary, per_byte_s, bool(self.stages[0].blocks))
             for i, (found, boundary) in enumerate(zip(quantities, boundaries, strict=True))
         ]
+        return pieces, *calls
 
     def directions(self, compression: str, boundary: int) -> BoundaryCodec:
         """What crossed after a stage; no backward if none did."""
@@ -280,26 +283,52 @@ class _Quantities(NamedTuple):
     trained_bytes: _Points
 
 
-def _by_block(stages: Sequence[_Quantities], blocks: Sequence[int]) -> list[_Quantities]:
+def _by_block(
+    stages: Sequence[_Quantities], blocks: Sequence[int]
+) -> tuple[list[_Quantities], tuple[Curve, Curve]]:
     """Of each block, the first with what is before it, the last with what is after it. One
-    between is the mean over the stages between or, where there are none, its share of the first
-    stage."""
+    between is its share of the stages between or, where there are none, of the first stage.
+
+    A stage is called once for each micro-batch, which takes as long whatever its blocks: by
+    stages between of unequal numbers of blocks both are told apart. A stage of n blocks takes
+    call + n * block."""
     if sum(blocks) == 1:
-        return list(stages)
+        return list(stages), (Curve(), Curve())
+    between, counts = stages[1:-1], blocks[1:-1]
+    if not between:
+        end = 0 if blocks[0] > 1 else -1
+        between, counts = [stages[end]], [blocks[end]]
     each: list[_Points] = []
     first: list[_Points] = []
     last: list[_Points] = []
-    for own in zip(*stages, strict=True):
-        between = own[1:-1] or (own[:1] if blocks[0] > 1 else own[-1:])
-        count = sum(blocks[1:-1]) or (blocks[0] if blocks[0] > 1 else blocks[-1])
-        sizes = own[0].keys()
-        mean = {b: sum(found[b] for found in between) / count for b in sizes}
-        each.append(mean)
-        for ends, found, number in ((first, own[0], blocks[0]), (last, own[-1], blocks[-1])):
-            ends.append({b: max(0.0, found[b] - (number - 1) * mean[b]) for b in sizes})
+    calls: list[Curve] = []
+    for name, *own in zip(_Quantities._fields, *stages, strict=True):
+        found = [getattr(stage, name) for stage in between]
+        call, block = dict[float, float](), dict[float, float]()
+        for b in own[0]:
+            values = [points[b] for points in found]
+            is_called = name in ("forward_s", "backward_s")
+            call[b] = _at_no_blocks(counts, values) if is_called else 0.0
+            block[b] = (sum(values) - len(values) * call[b]) / sum(counts)
+        calls.append(Curve(sorted(call.items())))
+        each.append(block)
+        for ends, points, number in ((first, own[0], blocks[0]), (last, own[-1], blocks[-1])):
+            ends.append({
+                b: max(0.0, points[b] - call[b] - (number - 1) * block[b]) for b in points
+            })  # fmt: skip
     # The first stage puts nothing off, so nothing was seen of it.
     front = _Quantities(*first)._replace(weights_s=each[2], splitting_s=each[3])
-    return [front, *[_Quantities(*each)] * (sum(blocks) - 2), _Quantities(*last)]
+    found = [front, *[_Quantities(*each)] * (sum(blocks) - 2), _Quantities(*last)]
+    return found, (calls[0], calls[1])
+
+
+def _at_no_blocks(counts: Sequence[int], values: Sequence[float]) -> float:
+    """The straight line through the values of so many blocks, at none of them; 0 where all have
+    as many, or noise is larger than what a call takes."""
+    if len(set(counts)) == 1:
+        return 0.0
+    line = statistics.linear_regression(counts, values)
+    return min(max(0.0, line.intercept), min(values))
 
 
 def _piece(

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise, product
-from types import MappingProxyType
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
@@ -28,32 +28,32 @@ from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.profile import BoundaryCodec, Profile
 
 
+@dataclass(eq=False)
 class Pricer:
     """batch_size: samples of an update. passes: accumulation passes. arranged: by strategy.
     bandwidth: of every line between clouds, in place of its own; for crossings. memory_bytes: what
-    a rank of a cloud has; a cloud that is not named has enough. steps: simulated; from 2 on a step
-    stands in the wake of another one."""
+    a rank of a cloud has; a cloud that is not named has enough. steps: simulated; from 2 on the
+    last one is measured in steady state. crossing: by stage before a boundary, the share of the
+    samples that cross it (kept.py); all where it is not named."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        arranged: Mapping[str, Arranged],
-        batch_size: int,
-        passes: int = 1,
-        bandwidth: float | None = None,
-        memory_bytes: Mapping[str, float] | None = None,
-        steps: int = 2,
-    ) -> None:
-        self.profile, self.arranged = profile, arranged
-        self.batch_size, self.passes, self.bandwidth = batch_size, passes, bandwidth
-        self.memory_bytes, self.steps = memory_bytes or {}, steps
-        self._replicas = {name: found.replicas for name, found in arranged.items()}
+    profile: Profile
+    arranged: Mapping[str, Arranged]
+    batch_size: int
+    passes: int = 1
+    bandwidth: float | None = None
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 2
+    crossing: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        profile = self.profile
+        self._replicas = {name: found.replicas for name, found in self.arranged.items()}
         self._simulators: dict[object, Simulator] = {}
         self._sums = lru_cache(maxsize=256)(partial(Sums.of, profile))
         self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
-            name: lines_of(found.layout, profile.lines, bandwidth)
-            for name, found in arranged.items()
+            name: lines_of(found.layout, profile.lines, self.bandwidth)
+            for name, found in self.arranged.items()
         }
         # Of replicas that do not differ the first stands for all: none has more micro-batches.
         self._alike = {
@@ -67,10 +67,7 @@ class Pricer:
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
-        found = Pricer(
-            self.profile, self.arranged, self.batch_size, self.passes, bandwidth,
-            self.memory_bytes, self.steps,
-        )  # fmt: skip
+        found = replace(self, bandwidth=bandwidth)
         found._simulators = self._simulators  # they know no costs
         return found
 
@@ -88,31 +85,32 @@ class Pricer:
 
     def price(self, plan: Plan) -> Priced:
         """Everything about a plan; step_s is the same as that of `step_s`."""
-        exchange = self._exchange(plan)
-        parts = []
+        exchange, replicas = self._exchange(plan), self._replicas[plan.strategy]
+        parts: list[tuple[Prediction, ClusterLayout]] = []
         for numbers in self._alike[plan.strategy].values():
-            by_count: dict[int, _Part] = {}
+            by_count: dict[int, Prediction] = {}
             for number in numbers:
                 count = self._num_own(plan, number)
                 if count not in by_count:
-                    by_count[count] = self._part(plan, number)
-                parts.append((by_count[count], number))
+                    by_count[count] = self.predict(plan, number)
+                parts.append((by_count[count], replicas[number]))
         slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
-        spent = dict(slowest.spent_s)
+        spent = dict(slowest.critical_s)
         if exchange.codec_s_per_step > 0:
             spent["codec of averaging"] = exchange.codec_s_per_step
         waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
         if waits_s > 1e-12:
             spent[f"averaging over link {exchange.where}"] = waits_s
-        compute_s = sum(part.compute_s for part, _ in parts)
-        behind_s = step_s - exchange.codec_s_per_step
-        idle_s = sum(part.idle_s + part.num_ranks * (behind_s - part.step_s) for part, _ in parts)
+        after_s = step_s - exchange.codec_s_per_step
+        uses = [(use, after_s - part.step_s) for part, _ in parts for use in part.ranks]
+        compute_s = sum(use.compute_s for use, _ in uses)
+        idle_s = sum(use.idle_s + waits_s for use, waits_s in uses)
         num_bytes = defaultdict[str, float](float, exchange.bytes_per_step)
-        for part, number in parts:
-            names = list(self._replicas[plan.strategy][number].clouds)
-            for (here, there), size in part.num_bytes.items():
-                num_bytes[f"{names[here]}-{names[there]}"] += size
+        for part, layout in parts:
+            named = dict(zip(part.step.layout.clouds, layout.clouds, strict=True))
+            for line in part.links:
+                num_bytes[f"{named[line.here]}-{named[line.there]}"] += line.num_bytes
         return Priced(
             plan,
             step_s,
@@ -134,13 +132,14 @@ class Pricer:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
         b, longest_s, starts = self.samples(plan), 0.0, (0, *plan.ends[:-1])
-        sums = self._sums(b)
+        sums, call_s = self._sums(b), sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
             through_s = busiest_s = 0.0
             out = back = Direction()
             for (start, end), at in zip(zip(starts, plan.ends, strict=True), stages, strict=True):
-                own_s = at.slowdown * sum(s[end] - s[start] for s in (sums.forward, sums.backward))
+                work_s = sum(s[end] - s[start] for s in (sums.forward, sums.backward))
+                own_s = at.slowdown * (work_s + call_s)
                 own_s += out.decompress_s + back.compress_s
                 out = back = Direction()
                 if at.up is not None and at.down is not None:
@@ -155,8 +154,6 @@ class Pricer:
         return self._exchange(plan).step_s(longest_s)
 
     # One replica.
-
-    without_rows: frozenset[int] = frozenset()  # boundaries over which nothing crosses
 
     def silent_boundaries(self, plan: Plan) -> frozenset[int]:
         """Numbers of the stages before those over which no gradient returns."""
@@ -176,7 +173,8 @@ class Pricer:
         if key not in self._simulators:
             self._simulators[key] = Simulator(
                 schedule, layout, agrees=True, num_passes=self.passes, num_steps=self.steps,
-                without_gradient=silent, without_rows=self.without_rows,
+                without_gradient=silent,
+                without_rows={stage for stage, share in self.crossing.items() if not share},
             )  # fmt: skip
         return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
 
@@ -194,10 +192,17 @@ class Pricer:
             average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, trained)
             optimizer_s = sum(piece.optimizer_s for piece in pieces)
             updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
+        # A stage is called once for a micro-batch, whatever its pieces.
         forward_s, backward_s, weights_s, splitting_s = (
-            [of[end] - of[start] for start, end in pairs]
-            for of in (sums.forward, sums.backward, sums.weights, sums.splitting)
+            [call_s + of[end] - of[start] for start, end in pairs]
+            for of, call_s in zip(
+                (sums.forward, sums.backward, sums.weights, sums.splitting),
+                (*self._calls_s(b), 0.0, 0.0),
+                strict=True,
+            )
         )
+        for stage, share in self.crossing.items():
+            forward_s[stage] *= share
         for stage in range(len(pairs)):
             if backward_s[stage] and _splits(schedule, stage, len(pairs)):
                 longer = 1 + splitting_s[stage] / backward_s[stage]
@@ -220,23 +225,11 @@ class Pricer:
             list(map(min, weights_s, backward_s)),  # differences of long sums
         )
 
+    def _calls_s(self, b: float) -> tuple[float, float]:
+        return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
+
     def _num_own(self, plan: Plan, replica: int) -> int:
         return plan.micro_batches_of(replica, self.arranged[plan.strategy].layout.num_replicas)
-
-    def _part(self, plan: Plan, replica: int) -> _Part:
-        layout = self._replicas[plan.strategy][replica]
-        found, names = self.predict(plan, replica), list(layout.clouds)
-        return _Part(
-            found.step_s,
-            layout.num_ranks,
-            found.critical_s,
-            sum(use.compute_s for use in found.ranks),
-            sum(use.idle_s for use in found.ranks),
-            {
-                (names.index(use.here), names.index(use.there)): use.num_bytes
-                for use in found.links
-            },
-        )
 
     def _ring_s(self, cloud: str, num_ranks: int, num_bytes: int) -> float:
         """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
@@ -280,7 +273,8 @@ class Pricer:
         for stage, end in enumerate(plan.ends[:-1]):
             here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
             if here != there:
-                found.append(self.directions_at(plan.compression, end, b))
+                out, back = self.directions_at(plan.compression, end, b)
+                found.append((out.times(self.crossing.get(stage, 1.0)), back))
             elif f"{here}-{here}" in self.profile.lines:  # as it is, without a codec
                 ways = self.directions_at(NO_COMPRESSION, end, b)
                 found.append((Direction(ways[0].num_bytes), Direction(ways[1].num_bytes)))
@@ -310,18 +304,6 @@ def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
 
 
 Ways = tuple[tuple[Direction, Direction], ...]
-
-
-class _Part(NamedTuple):
-    """A replica's step by itself; seconds of computing and idling over its ranks; bytes by the
-    positions of sending and receiving cloud in it."""
-
-    step_s: float
-    num_ranks: int
-    spent_s: Mapping[str, float]
-    compute_s: float
-    idle_s: float = 0.0
-    num_bytes: Mapping[tuple[int, int], float] = MappingProxyType({})
 
 
 class _Stage(NamedTuple):

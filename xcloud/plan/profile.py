@@ -147,6 +147,8 @@ class Profile:
     around_gradients_s: Seconds = 0.0
     around_changes_s: Seconds = 0.0
     train_samples: NotNegative = 0
+    stage_forward_s: OfSamples = Curve()
+    stage_backward_s: OfSamples = Curve()
     version: Literal[2] = 2
 
     def __post_init__(self) -> None:

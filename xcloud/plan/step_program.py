@@ -99,12 +99,13 @@ class StepProgram:
         self.ops: list[list[Op]] = [[] for _ in self.placements]
         self.transfers: list[Transfer] = []  # by parcel; CONTROL where it is none of the pipeline
         self.routes: list[Route] = []
-        self.program = Program.for_ranks(layout.num_ranks)
+        self._one = Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
         self._put_off = {stage for order in orders for stage, _ in put_off(order)}
-        for step in range(num_steps):
-            self._build_step(orders, agrees, is_first=step == 0)
+        self._build_passes(orders)
+        self._build_update(agrees)
+        self.program = self._one.repeated(num_steps)
 
     def carry_out(self, costs: Costs) -> Course:
         seconds = [
@@ -178,44 +179,40 @@ class StepProgram:
             f"{self.schedule.label} with {self.num_stages} stages waits for itself for ever"
         )
 
-    def _build_step(self, orders: list[list[Action]], agrees: bool, is_first: bool) -> None:
-        program = self.program
-        tokens: dict[Transfer, int] = {}
-        for first in range(0, self.num_passes * self.schedule.num_micro_batches,
-                           self.schedule.num_micro_batches):  # fmt: skip
+    def _build_passes(self, orders: list[list[Action]]) -> None:
+        m = self.schedule.num_micro_batches
+        tokens = defaultdict[Transfer, int](self._one.token)
+        for first in range(0, self.num_passes * m, m):
             for rank, actions in enumerate(orders):
                 if actions:
-                    self._add(rank, Op("fetch"), is_first)
+                    self._add(rank, Op("fetch"))
                 for action in actions:
                     received, sent = self._received(action, first), self._sent(action, first)
-                    need = -1
+                    need = -1 if received is None else tokens[received]
                     posts: tuple[int, ...] = ()
-                    if received is not None:
-                        need = self._token(tokens, received)
                     if sent is not None:
-                        token = self._token(tokens, sent)
-                        both = sent.sender, sent.receiver
-                        posts = (self._post(sent, *both, token, is_first),)
+                        posts = (self._post(sent, sent.sender, sent.receiver, tokens[sent]),)
                     named = action._replace(micro_batch=first + action.micro_batch)
-                    op = Op(action.kind, named, received, sent)
-                    self._add(rank, op, is_first, need, posts)
+                    self._add(rank, Op(action.kind, named, received, sent), need, posts)
+
+    def _build_update(self, agrees: bool) -> None:
         gathered: dict[tuple[int, ...], int] = {}
         for placement in self.placements:
             mates = tuple(self.ranks_of[placement.stages[0]])
             if len(mates) > 1:
                 if mates not in gathered:
-                    gathered[mates] = program.token(len(mates))
-                self._add(placement.rank, Op("arrive"), is_first, signal=gathered[mates])
-                self._add(placement.rank, Op("average"), is_first, gathered[mates])
-            self._add(placement.rank, Op("clip"), is_first)
+                    gathered[mates] = self._one.token(len(mates))
+                self._add(placement.rank, Op("arrive"), signal=gathered[mates])
+                self._add(placement.rank, Op("average"), gathered[mates])
+            self._add(placement.rank, Op("clip"))
         if agrees:
-            self._build_agreement(is_first)
+            self._build_agreement()
         for placement in self.placements:
-            self._add(placement.rank, Op("optimizer"), is_first)
+            self._add(placement.rank, Op("optimizer"))
 
-    def _build_agreement(self, is_first: bool) -> None:
+    def _build_agreement(self) -> None:
         """Leaders tell rank 0, rank 0 answers, leaders pass it on to the ranks of their stages."""
-        program = self.program
+        program = self._one
         leader_of = [self.ranks_of[p.stages[0]][0] for p in self.placements]
         leaders = sorted(set(leader_of) | {ranks[0] for ranks in self.ranks_of.values()})
         others = [leader for leader in leaders if leader != 0]
@@ -223,76 +220,50 @@ class StepProgram:
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
         for leader in others:
-            told = self._post(CONTROL, leader, 0, all_told, is_first)
-            self._add(leader, Op("arrive"), is_first, posts=(told,))
-        answered = tuple(
-            self._post(CONTROL, 0, leader, answers[leader], is_first) for leader in others
-        )
+            self._add(leader, Op("arrive"), posts=(self._post(CONTROL, leader, 0, all_told),))
+        answered = tuple(self._post(CONTROL, 0, leader, answers[leader]) for leader in others)
         for placement in self.placements:
             rank, leader = placement.rank, leader_of[placement.rank]
             if rank == 0:
-                self._add(0, Op("answer"), is_first, all_told, answered, shared[0])
+                self._add(0, Op("answer"), all_told, answered, shared[0])
             elif rank in answers:
-                signal = shared.get(rank, -1)
-                self._add(rank, Op("answer"), is_first, answers[rank], signal=signal)
+                self._add(rank, Op("answer"), answers[rank], signal=shared.get(rank, -1))
             else:
-                self._add(rank, Op("shared"), is_first, shared[leader])
+                self._add(rank, Op("shared"), shared[leader])
 
     def _add(
-        self,
-        rank: int,
-        op: Op,
-        is_first: bool,
-        need: int = -1,
-        posts: tuple[int, ...] = (),
-        signal: int = -1,
+        self, rank: int, op: Op, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
     ) -> None:
-        self.program.operation(rank, need, posts, signal)
-        if is_first:
-            self.ops[rank].append(op)
+        self._one.operation(rank, need, posts, signal)
+        self.ops[rank].append(op)
 
-    def _token(self, tokens: dict[Transfer, int], transfer: Transfer) -> int:
-        if transfer not in tokens:
-            tokens[transfer] = self.program.token()
-        return tokens[transfer]
-
-    def _post(
-        self, transfer: Transfer, sender: int, receiver: int, token: int, is_first: bool
-    ) -> int:
+    def _post(self, transfer: Transfer, sender: int, receiver: int, token: int) -> int:
         here, there = self.placements[sender].cloud, self.placements[receiver].cloud
         shared = (here, there) if here != there else (sender, receiver)
         if shared not in self._route_of:
-            self._route_of[shared] = self.program.route()
+            self._route_of[shared] = self._one.route()
             self.routes.append(Route(here, there, (sender, receiver)))
-        if is_first:
-            self.transfers.append(transfer)
-        return self.program.parcel(sender, receiver, self._route_of[shared], token)
+        self.transfers.append(transfer)
+        return self._one.parcel(sender, receiver, self._route_of[shared], token)
 
     def _received(self, action: Action, first: int) -> Transfer | None:
-        if action.kind == "weights":
-            return None
-        if action.kind == "forward":
-            return self._transfer(action.stage - 1, action, first, "forward")
-        return self._transfer(action.stage, action, first, "backward")
+        boundary = action.stage - (action.kind == "forward")
+        return self._transfer(boundary, action, first)
 
     def _sent(self, action: Action, first: int) -> Transfer | None:
-        if action.kind == "weights":
-            return None
-        if action.kind == "forward":
-            return self._transfer(action.stage, action, first, "forward")
-        return self._transfer(action.stage - 1, action, first, "backward")
+        boundary = action.stage - (action.kind == "backward")
+        return self._transfer(boundary, action, first)
 
-    def _transfer(
-        self, boundary: int, action: Action, first: int, direction: str
-    ) -> Transfer | None:
+    def _transfer(self, boundary: int, action: Action, first: int) -> Transfer | None:
         """The message over `boundary`; None at the ends and between stages of one rank."""
-        if not 0 <= boundary < self.num_stages - 1:
+        kind = action.kind
+        if kind == "weights" or not 0 <= boundary < self.num_stages - 1:
             return None
-        if boundary in self._without[direction]:
+        if boundary in self._without[kind]:
             return None
         before = self.owner(boundary, action.micro_batch)
         behind = self.owner(boundary + 1, action.micro_batch)
         if before == behind:
             return None
-        both = (before, behind) if direction == "forward" else (behind, before)
-        return Transfer(direction, boundary, first + action.micro_batch, *both)
+        both = (before, behind) if kind == "forward" else (behind, before)
+        return Transfer(kind, boundary, first + action.micro_batch, *both)

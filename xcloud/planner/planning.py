@@ -15,7 +15,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.compression import Compression, Phased
 from xcloud.job import config as configs
-from xcloud.job.experiment import Experiment
+from xcloud.job.job import PipelineJob
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import lines_of
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
@@ -55,10 +55,8 @@ def planned(config: Any, run_dir: Path) -> Any:
     plan=show. Leaves plan.json and plan.png in run_dir. Raises ConfigError."""
     if not configs.is_planned(config):
         return config  # and no job is built, which the run does
-    job = configs.job_from_config(config)
+    job = configs.job_from_config(config).pipeline
     assert job.plan is not None
-    if not isinstance(job, Experiment):
-        raise ConfigError("plan= knows jobs whose model is cut into stages, and this is another")
     job.check()
     print(job.headline, flush=True)
     planner = Planner(job, job.plan, configs.built(config, "cluster"))
@@ -88,7 +86,7 @@ def planned(config: Any, run_dir: Path) -> Any:
 class Planner:
     """cluster: as the settings have it, before a strategy arranged it."""
 
-    job: Experiment
+    job: PipelineJob
     plan: Planning
     cluster: ClusterLayout
 
@@ -269,7 +267,7 @@ class Planner:
             found[name] = Arranged(strategy, layout)
         return found or {own.name: Arranged(own, self.job.cluster)}
 
-    def _takes_texts_elsewhere(self, other: Experiment) -> bool:
+    def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:
         """Whether two clouds hold texts of their own, not labels, and one would read more."""
         own = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
         texts = [fields - {LABEL} for fields in own.values()]

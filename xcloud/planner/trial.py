@@ -31,7 +31,7 @@ from xcloud.cluster.transport import num_cores
 from xcloud.comm.compression import Compression, Phased
 from xcloud.contracts.model import FreelyCut, SplitModel
 from xcloud.job import config as configs
-from xcloud.job.experiment import Experiment
+from xcloud.job.job import PipelineJob
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
 from xcloud.parallel.schedule import OneForwardOneBackward, Schedule, ZeroBubble, put_off
@@ -63,7 +63,7 @@ class TrialRun:
     counts: of micro-batches that plans may have. num_steps: about so many updates."""
 
     config: Any
-    job: Experiment
+    job: PipelineJob
     cluster: ClusterLayout
     own: str
     candidates: Mapping[str, Compression | Phased]
@@ -123,31 +123,40 @@ class TrialRun:
     # The job as it is tried.
 
     @cached_property
-    def blocks(self) -> list[int]:
-        """Of each stage of the trial: a cloud's own, but the model's first and last block are
-        stages of their own, so that the work before and after the blocks shows. Empty for a model
-        that is cut in one way, or a rank that holds one stage only."""
+    def parts(self) -> list[list[int]]:
+        """By the clouds' own stages: the blocks of each stage of the trial. The model's first and
+        last block are stages of their own, so that the work before and after the blocks shows;
+        others are of unequal numbers of blocks, so that what a call takes does. Empty for a model
+        that is cut in one way; as it is where a rank holds one stage only."""
         model, length = self.job.model, self.job.task.max_length
         clouds = self.cluster.clouds.values()
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
         counts = model.block_counts(self.cluster.num_stages, length)
+        found = [[count] for count in counts]
         if not all(counts) or any(c.one_stage_per_rank or c.shard for c in clouds):
-            return counts
-        first = [1, counts[0] - 1] if counts[0] > 1 else counts[:1]
-        found = [*first, *counts[1:]]
-        return [*found[:-1], found[-1] - 1, 1] if found[-1] > 1 else found
+            return found
+        if counts[0] > 1:
+            found[0] = [1, counts[0] - 1]
+        if found[-1][-1] > 1:
+            found[-1] = [*found[-1][:-1], found[-1][-1] - 1, 1]
+        between = [count for part in found for count in part][1:-1]
+        if len(set(between)) == 1 and between[0] > 1:
+            which = 0 if len(found[0]) > 1 else 1
+            at = 1 if which == 0 else 0
+            found[which][at : at + 1] = [1, between[0] - 1]
+        return found
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """Of each stage of the trial."""
+        return [count for part in self.parts for count in part]
 
     @cached_property
     def layout(self) -> ClusterLayout:
         """One pipeline; a cloud holds its stage's parts."""
-        clouds, num_extra = {}, len(self.blocks) - self.cluster.num_stages if self.blocks else 0
-        last = self.cluster.num_stages - 1
-        counts = [1] * (last + 1)
-        if num_extra:
-            own = self.job.model.block_counts(last + 1, self.job.task.max_length)  # type: ignore[attr-defined]
-            counts[0] += own[0] > 1
-            counts[last] += num_extra - (own[0] > 1)
+        clouds = {}
+        counts = list(map(len, self.parts)) or [1] * self.cluster.num_stages
         ends = list(accumulate(counts))
         for name, cloud in self.cluster.clouds.items():
             if cloud.replica == 0:
@@ -296,8 +305,9 @@ class TrialRun:
             )
             for name, found in self.candidates.items()
         }
+        pieces, stage_forward_s, stage_backward_s = trial.pieces(places)
         return Profile(
-            trial.pieces(places),
+            pieces,
             compressors,
             self.of,
             time.time(),
@@ -307,6 +317,8 @@ class TrialRun:
             around_gradients_s=around_s[0],
             around_changes_s=around_s[1],
             train_samples=ranks[0]["num_samples"],
+            stage_forward_s=stage_forward_s,
+            stage_backward_s=stage_backward_s,
         )
 
     def _read_legs(self, ranks: Sequence[Mapping[str, Any]]) -> list[Leg]:

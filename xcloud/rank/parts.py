@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from xcloud.cluster.transport import PairTransport
 from xcloud.comm.state import Stateful, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
@@ -46,10 +45,9 @@ class Features:
         self.context, self.job, self.rank = context, context.job, context.rank
         self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
         self.placement = self.job.cluster.placement(self.rank)
-        transport = context.transport
         self.control: Control | StoreFacts | None = wiring.control
-        if isinstance(transport, PairTransport):
-            self.control = StoreFacts(transport)
+        if self.job.is_elastic:
+            self.control = StoreFacts(context.transport.meeting)
         """By which this rank compares with others what it has loaded."""
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
@@ -150,7 +148,9 @@ class Features:
             CacheReport(self.wiring.boundaries.channels.values(), reporter),
             MemoryReport(trainer, reporter, states),
             # It asks all ranks at once.
-            None if job.is_elastic else TypicalStep(self.clock, job.cluster.num_ranks, reporter),
+            None
+            if job.is_elastic
+            else TypicalStep(self.clock, context.transport.meeting, reporter),
         ]
         return Parts([*made, *(part for part in after if part is not None)])
 
@@ -174,12 +174,12 @@ class Features:
     def enter(self, trainer: Trainer) -> None:
         """Of a run in which ranks may begin at any time: tell the launcher that this rank is
         there, and take over the values of the first cloud in a run that goes on, or give them."""
-        transport, verdict = self.context.transport, self.context.verdict
-        if not isinstance(transport, PairTransport):
+        if not self.job.is_elastic:
             return
         if self.rank not in self.job.essential_ranks:
             ready_file(self.context.run_dir, self.rank).touch()
-        if transport.is_newcomer or verdict.from_step:
+        comes_again = self.context.transport.meeting.beginning > 1
+        if comes_again or self.context.verdict.from_step:
             trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
     def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:

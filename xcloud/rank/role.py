@@ -34,7 +34,7 @@ class RankContext(Generic[JobT]):
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
-    others; None where all are in one process group.
+    others.
     """
 
     job: JobT
@@ -44,8 +44,8 @@ class RankContext(Generic[JobT]):
     verdict: Verdict
     holder: RankCheckpoints
     asked: StopSignal
+    transport: Transport
     is_resumed: bool = False
-    transport: Transport | None = None
 
     @property
     def rank(self) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
@@ -48,8 +47,7 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
             device=context.device,
         )
-        transport = context.transport or GlooTransport(self.rank, context.device)
-        ends = Ends(transport, layout, context.run_dir, self.clock.messages)
+        ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
         self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
         self.features = Features(context, self.wiring, self.clock)
         self.records, self.lives = ends.records, ends.lives

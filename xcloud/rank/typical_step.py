@@ -4,18 +4,18 @@ Worker side; timeline.py merges the reports.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import numpy as np
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import MessageLog
-from xcloud.cluster.transport import machine_id
+from xcloud.cluster.transport import Meeting, machine_id
 from xcloud.comm.step_clock import RecordedStep, StepClock
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
@@ -26,22 +26,22 @@ _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 @dataclass(frozen=True)
 class TypicalStep(Part):
     clock: StepClock
-    num_ranks: int
+    meeting: Meeting
     reporter: Reporter
 
     def finish(self) -> None:
         if self.clock.recorded:  # not if the last step was made before the run was resumed
-            report_typical_step(self.clock, self.num_ranks, self.reporter)
+            report_typical_step(self.clock, self.meeting, self.reporter)
 
 
-def report_typical_step(clock: StepClock, num_ranks: int, reporter: Reporter) -> None:
+def report_typical_step(clock: StepClock, meeting: Meeting, reporter: Reporter) -> None:
     """Send the "timeline" events of one step. Every rank calls it, after the same step."""
     steps = clock.recorded
+    offset_s = time.time() - time.monotonic()  # a machine's own, else
+    own = [[moment_s + offset_s for moment_s in step[1:3]] for step in steps]
+    texts = meeting.gather("last steps", json.dumps(own), range(meeting.num_ranks))
     # When the last rank began and ended each, so that all ranks choose the same one.
-    moments = torch.tensor([s[1:3] for s in steps], dtype=torch.float64)
-    moments += time.time() - time.monotonic()  # a machine's own, else
-    if num_ranks > 1:
-        dist.all_reduce(moments, dist.ReduceOp.MAX)
+    moments = np.array([json.loads(text) for text in texts]).max(0)
     step_s = (moments[:, 1] - moments[:, 0]).tolist()
     chosen = steps[most_typical([step.step for step in steps], step_s)]
     assert clock.messages is not None

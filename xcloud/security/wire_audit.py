@@ -41,10 +41,11 @@ _DIRECTION = {
 # What torch.distributed sends itself, before the first step and after the last one.
 UNFRAMED = [
     "rendezvous: addresses and ports of the ranks, names of their process groups",
-    "start: int64 [1] from rank 0, a number for this run's emulated links (where there are any)",
-    "start: int64 [1] from each rank, a number for its machine (emulated links only)",
+    "start: settings of the experiment, digests of the code, checkpoints: lines of text from each "
+    "rank, and whether it may go on, in the store where the ranks meet",
+    "start: a number for this run and one for each machine (emulated links only), in that store",
     "start: a barrier before the first step",
-    "end: float64 [16] or fewer from each rank, when its last steps began and ended",
+    "end: when the last steps of each rank began and ended, 8 or fewer, in that store",
 ]
 UNFRAMED_ELASTIC = [
     "rendezvous: addresses and ports of the ranks, names of their process groups, how often each "

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.job.experiment import Experiment
-from xcloud.job.job import Job
-from xcloud.parallel.strategy import Strategy
+from xcloud.job.places import Places
 
 _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"
@@ -61,7 +58,7 @@ NOTHING, CUT = "link, liveness, slowdown, evaluation, checkpoints", "number of s
 LANES, SHARD = "cluster: which ranks hold a stage", "cluster: parts of a sharded stage"
 TABLE: Mapping[str, Row] = {
     NOTHING: Row(
-        r"cluster\.(wan|links|liveness|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
+        r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
         r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.(slow_after_s|min_producers)",
         EQUAL, {"elastic": _elastic()},
     ),
@@ -107,80 +104,13 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-class Place(NamedTuple):
-    """Of one rank. cloud: its number. is_sharded: it holds a part of its stages."""
-
-    cloud: int
-    replica: int
-    stages: Sequence[int]
-    is_sharded: bool = False
-
-
-@dataclass(frozen=True)
-class Places:
-    """Who holds what, as far as going on depends on it. column: of TABLE. merges_every: steps
-    after which all replicas are equal, 0 = only at last_step. labels: of groups of settings."""
-
-    column: str = "one-way"
-    ranks: Sequence[Place] = ()
-    merges_every: int = 0
-    last_step: int = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, job: Job) -> Places:
-        if not isinstance(job, Experiment):
-            return cls()
-        labels = {"compression": job.compression.label, "schedule": job.schedule_label,
-                  "cluster": job.cluster.describe()}  # fmt: skip
-        return replace(cls.held(job.cluster, job.strategy, job.max_steps), labels=labels)
-
-    @classmethod
-    def held(cls, layout: ClusterLayout, strategy: Strategy, last_step: int) -> Places:
-        column, every, averaging = "pipeline", 1, strategy.averaging
-        if layout.num_replicas > 1 and averaging is not None:
-            column, every = averaging.traits.column, averaging.traits.equal_every
-        clouds, places = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
-        ranks = [
-            Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)
-            for p in places
-        ]
-        return cls(column, ranks, every, last_step)
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Places:
-        """From JSON."""
-        ranks = [Place(cloud, replica, tuple(stages), dealt)
-                 for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
-        return cls(**{**saved, "ranks": ranks})
-
-    def holders(self, stage: int, replica: int) -> list[int]:
-        """Ranks, in the order of their group ranks."""
-        places = enumerate(self.ranks)
-        return [r for r, p in places if stage in p.stages and p.replica == replica]
-
-    def is_merged(self, step: int) -> bool:
-        return step == self.last_step or (self.merges_every > 0 and step % self.merges_every == 0)
-
-    @property
-    def _num_stages(self) -> int:
-        return len({stage for place in self.ranks for stage in place.stages})
-
-    @property
-    def _parts(self) -> set[tuple[int, int]]:
-        """(stage, number of parts) of sharded stages."""
-        return {
-            (stage, len(self.holders(stage, place.replica)))
-            for place in self.ranks if place.is_sharded for stage in place.stages
-        }  # fmt: skip
-
-    def row(self, now: Places) -> str | None:
-        """Of TABLE, that says what it means to go on with `now`; None if nobody moves."""
-        if list(self.ranks) == list(now.ranks):
-            return None
-        if self._num_stages != now._num_stages:
-            return CUT
-        return LANES if self._parts == now._parts else SHARD
+def _moved(before: Places, now: Places) -> str | None:
+    """The row of TABLE that says what it means to go on with other ranks; None if nobody moves."""
+    if list(before.ranks) == list(now.ranks):
+        return None
+    if before.num_stages != now.num_stages:
+        return CUT
+    return LANES if before.sharded_parts == now.sharded_parts else SHARD
 
 
 @dataclass
@@ -217,7 +147,7 @@ def changes(
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved, now, before.labels, after.labels)
-    moved = before.row(after)
+    moved = _moved(before, after)
     found.moves = moved is not None
     for key in keys:
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)

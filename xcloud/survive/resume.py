@@ -23,8 +23,9 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import commit
 from xcloud.comm.state import MEMORY, OUTER, State, is_marked
 from xcloud.job.job import Job
+from xcloud.job.places import Places
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.changes import Changes, Places, changes
+from xcloud.survive.changes import Changes, changes
 from xcloud.survive.compared import compared_settings
 
 HELD = "held "
@@ -53,7 +54,7 @@ class RankCheckpoints:
         cls, job: Job, rank: int, run_dir: Path, settings: Mapping[str, Any]
     ) -> RankCheckpoints:
         """settings: the resolved experiment file as plain containers."""
-        return cls(CheckpointFolder(run_dir), rank, Places.of(job), compared_settings(settings))
+        return cls(CheckpointFolder(run_dir), rank, job.places, compared_settings(settings))
 
     @property
     def run_dir(self) -> Path:

@@ -12,6 +12,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from xcloud.base.errors import ConfigError, FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
@@ -27,7 +29,7 @@ from xcloud.cluster.link import (
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.transport import Transport
+from xcloud.cluster.transport import CPU, Transport
 from xcloud.parallel.rank_group import RankGroup
 
 FRAME_SLACK_BYTES = 4096
@@ -101,9 +103,9 @@ class Ends:
         """See Transport."""
         self._transport.line(name, ranks)
 
-    def group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """The group of these ranks, in this order; None outside it."""
-        joined = self._transport.group(ranks)
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> RankGroup | None:
+        """The group of these ranks, in this order; None outside it. device: see Transport."""
+        joined = self._transport.group(ranks, device)
         if self.rank not in ranks:
             return None
         return RankGroup(self.rank, tuple(ranks), joined, self.lives)
@@ -285,7 +287,7 @@ class LinkClocks:
         if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
             # A name that no earlier run in this folder used: link time starts at 0 in every run.
             self._run_number = transport.run_number()
-            if len(set(transport.machines())) > 1:
+            if len(transport.machines()) > 1:
                 # Delivery times are by the machine's clock, which another does not share.
                 raise ConfigError(
                     "an emulated link (cluster.wan) works between ranks on one machine only; this "

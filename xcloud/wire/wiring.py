@@ -86,7 +86,7 @@ def wire(
     groups = {}
     for stage in range(layout.num_stages):
         for ranks in layout.replicas_of(stage):
-            group = ends.group(ranks)
+            group = ends.group(ranks, device)
             if group is not None:
                 groups[stage] = group
     control = join_control(ends, on_report) if layout.num_ranks > 1 else None

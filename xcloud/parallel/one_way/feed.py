@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -88,17 +88,15 @@ class Shares(StatefulParts):
         self.used_before = [0] * len(self.shares)  # by producer, then
         self.promised: dict[tuple[int, int], int] = {}  # num_planned, by producer and number
 
-    def next(self, active: Sequence[int]) -> int:
-        """The active producer that is owed most."""
+    def owed(self, active: Sequence[int]) -> dict[int, float]:
+        """To each active producer, when the next slot is given."""
         whole = sum(self.shares[p] for p in active)
-        return max(active, key=lambda p: (self.turns[p] + self.shares[p] / whole, -p))
+        return {p: self.turns[p] + self.shares[p] / whole for p in active}
 
-    def give(self, chosen: int, active: Sequence[int]) -> None:
-        """A slot to this one."""
-        whole = sum(self.shares[p] for p in active)
-        for p in active:
-            self.turns[p] += self.shares[p] / whole
-        self.turns[chosen] -= 1.0
+    def give(self, chosen: int, owed: Mapping[int, float]) -> None:
+        """The slot to this one."""
+        for p, turns in owed.items():
+            self.turns[p] = turns - (p == chosen)
 
     def promise(self, p: int, number: int, active: Sequence[int]) -> int:
         """Batches that each rank of an active producer will have made at the end: what it gave,

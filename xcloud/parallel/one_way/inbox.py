@@ -52,9 +52,9 @@ class _Box:
 
 
 class Inbox(StatefulParts):
-    """Batches by source, and what is known of producers. All methods may be called from any
-    thread, those that take only from one. lives: of ranks, note there what `wait` waits for.
-    most_waiting: batches of a source, which sends none that was not ordered.
+    """Batches by source, and what is known of producers. Links fill it from their threads; one
+    thread takes from it. lives: of ranks, note there what `wait` waits for. most_waiting: batches
+    of a source, which sends none that was not ordered.
 
     Its state has the batches that are here, once all that were ordered have come. Who is ready or
     gone is no part of it: a resumed run is connected anew.

@@ -141,14 +141,15 @@ class ConsumptionPlan(StatefulParts):
         orders: list[Order] = []
         planned = Counter(source for slots in self.slots for source in slots)
         while active := self.active:
-            chosen, consumer = self._shares.next(active), self._num_slots % self.num_consumers
+            owed, consumer = self._shares.owed(active), self._num_slots % self.num_consumers
+            chosen = max(owed, key=lambda p: (owed[p], -p))
             sources = self._sources[chosen]
             late = [source for source in sources if self.surplus[source, consumer] > 0]
             source = late[0] if late else sources[self.numbers[sources].sum() % len(sources)]
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.most_ahead:
                 break
-            self._shares.give(chosen, active)
+            self._shares.give(chosen, owed)
             self.slots[consumer].append(source)
             self._num_slots += 1
             planned[source] += 1

@@ -18,7 +18,6 @@ from xcloud.base.errors import LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import SendingEnd
 from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way_parts import OneWayContext
@@ -55,11 +54,13 @@ class OneWayRank(Role[OneWayExperiment]):
         self.place = layout.placement(self.rank)
         # The consumer notes what it gets: a producer that is lost leaves no record of its own.
         self.ends = Ends(
-            context.transport or GlooTransport(self.rank, context.device), layout, context.run_dir,
+            context.transport, layout, context.run_dir,
             received=CARRIES if self.place.producer is None else None,
         )  # fmt: skip
         self.computing = self.ends.computing
-        groups = [self.ends.group(layout.ranks_in(cloud)) for cloud in layout.clouds]
+        groups = [
+            self.ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds
+        ]
         (self.group,) = (group for group in groups if group is not None)
         self.most_waiting = 4 * most_ahead + 64
         self._capacity = {

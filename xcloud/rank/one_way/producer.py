@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.state import State, Stateful, StatefulParts, rows_of, whole_number, whole_numbers
 from xcloud.comm.step_clock import StepClock
@@ -112,11 +111,7 @@ class ProducerRun(StatefulParts):
             self._buffer.zero()
         with self._rank.computing_in(self._clock, "forward"), self._rank.memory.first_step():
             fed = self.part.produce(number)
-        if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
-            raise FrameError(
-                f"batch {number} of producer {self.name!r} must be one vector of bytes, got "
-                f"{fed.payload.dtype} of shape {tuple(fed.payload.shape)}"
-            )
+        assert fed.payload.dtype == torch.uint8 and fed.payload.dim() == 1, "not a vector of bytes"
         return fed
 
     def _learn(self, number: int, fed: Fed) -> None:
