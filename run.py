@@ -46,6 +46,7 @@ def exit_codes() -> Iterator[None]:
 def main(config: DictConfig) -> None:
     global composed
     composed = True
+    from xcloud.job.config import is_planned
     from xcloud.job.overrides import compose_follow_up
     from xcloud.launch.local import run
     from xcloud.planner.planning import planned
@@ -57,7 +58,7 @@ def main(config: DictConfig) -> None:
         run(config, run_dir, resumes=True, more_follows=True)
         return
     with exit_codes():
-        chosen = planned(config, run_dir)
+        chosen = planned(config, run_dir) if is_planned(config) else config
         if chosen is None:  # it was only to be shown
             return
         following = compose_follow_up(chosen, CONF, run_dir)

@@ -73,6 +73,10 @@ def settings(
     return make
 
 
+def nothing() -> None:
+    """For configs: what may be left out is (plan=none, security/meter=none)."""
+
+
 def between(least: int, most: int) -> Any:
     """A whole number, for `check`."""
     return Annotated[int, Field(ge=least, le=most)]

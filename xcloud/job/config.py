@@ -119,7 +119,7 @@ def check_keys(node: Any, path: str) -> None:
 def is_planned(config: DictConfig) -> bool:
     """Whether its `plan` is another than plan=none. Builds nothing."""
     target = OmegaConf.select(config, "plan._target_")
-    return target is not None and not str(target).endswith(".no_plan")
+    return target is not None and not str(target).endswith(".nothing")
 
 
 def built(config: DictConfig, key: str) -> Any:

@@ -60,10 +60,6 @@ class Planning:
         return sorted({*given, own})
 
 
-def no_plan() -> None:
-    """For conf/plan/none.yaml."""
-
-
 @settings("autopilot")
 class Autopilot:
     """choices: by name, besides the run's own compression. micro_batches, in_flight: numbers
@@ -139,10 +135,6 @@ class Autopilot:
             for schedule in fitting:
                 found.setdefault(tuple(schedule.actions(0, num_stages)), schedule)
         return list(found.values())
-
-
-def no_autopilot() -> None:
-    """For conf/autopilot/off.yaml."""
 
 
 @settings("tour")

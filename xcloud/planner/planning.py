@@ -51,10 +51,8 @@ PICTURE = "plan.png"
 
 
 def planned(config: Any, run_dir: Path) -> Any:
-    """The config to run: as it is without a plan, that of the best plan with plan=apply, None with
+    """The config to run, of one with a plan: that of the best plan with plan=apply, None with
     plan=show. Leaves plan.json and plan.png in run_dir. Raises ConfigError."""
-    if not configs.is_planned(config):
-        return config  # and no job is built, which the run does
     job = configs.job_from_config(config).pipeline
     assert job.plan is not None
     job.check()

@@ -116,11 +116,10 @@ def observed(
 def leak_observers(
     job: Experiment, rank: int, data: TaskData, stages: Mapping[int, Stage], reporter: Reporter,
     run_dir: Path,
-) -> LeakObservers | None:  # fmt: skip
-    """None if the leak meter is off or there is only one cloud."""
+) -> LeakObservers:  # fmt: skip
+    """Of a job whose leak meter is on."""
     meter, layout = job.leak_meter, job.cluster
-    if meter is None:
-        return None
+    assert meter is not None
     cloud = layout.placement(rank).cloud
     vocabularies = {name: data.vocabulary(name) for name in data.text_fields}
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}

@@ -20,7 +20,7 @@ from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
+from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.interleaved import join_turns
@@ -77,6 +77,8 @@ class Features:
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
         """What the leak meter sees; None without it."""
+        if self.job.leak_meter is None:
+            return None
         return leak_observers(
             self.job, self.rank, data, stages, self.reporter, self.context.run_dir
         )
@@ -120,16 +122,20 @@ class Features:
         job, context, reporter = self.job, self.context, self.reporter
         privacy = job.security.privacy
         buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
-        tied = join_tied(
-            self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
-        )
+        tied = None
+        if job.ties_ends:
+            tied = join_tied(
+                self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
+            )
         parts: list[Part | None] = [
             join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
             tied,
-            pilot_of(job, trainer, self.wiring, reporter, context.run_dir),
+            pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
+            if job.autopilot is not None
+            else None,
             meter,
         ]
         made = [part for part in parts if part is not None]
@@ -184,9 +190,7 @@ class Features:
 
     def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:
         """Sums inside a cloud that begin in the backward."""
-        stages = trainer.pipeline.stages.items()
-        whole = {n for n, module in stages if not is_sharded(module)}
-        buffers = {n: stage.buffer for n, stage in trainer.stages.items() if n in whole}
+        buffers = {n: s.buffer for n, s in trainer.stages.items() if n not in self._sharders}
         groups = {n: trainer.stages[n].group for n in buffers}
         if all(group.group_size == 1 for group in groups.values()):
             return None

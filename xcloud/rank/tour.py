@@ -16,7 +16,7 @@ from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.split_backward import can_wait
-from xcloud.plan.settings import Tour
+from xcloud.plan.settings import Autopilot, Tour
 from xcloud.rank.autopilot import RunPilot, Switching
 from xcloud.rank.typical_step import timeline_events
 from xcloud.record.reporter import Reporter
@@ -96,23 +96,22 @@ class TourPilot(Switching):
 
 
 def pilot_of(
+    autopilot: Autopilot,
     job: Experiment,
     trainer: Trainer,
     wiring: Wiring,
     reporter: Reporter,
     run_dir: Path,
-) -> Switching | None:
-    """What changes the rank's compression and schedule while it trains; None if nothing does."""
-    if job.autopilot is None:
-        return None
+) -> Switching:
+    """What changes the rank's compression and schedule while it trains."""
     assert isinstance(job.compression, Selectable)
-    if isinstance(job.autopilot, Tour):
+    if isinstance(autopilot, Tour):
         file = run_dir / FACTS_FILE.format(trainer.pipeline.rank)
         return TourPilot(
-            job.autopilot, trainer, file, job.compression, job.schedules, wiring
+            autopilot, trainer, file, job.compression, job.schedules, wiring
         )  # fmt: skip
     pilot = RunPilot(
-        job.autopilot, job.compression, job.schedules, job.cluster, wiring,
+        autopilot, job.compression, job.schedules, job.cluster, wiring,
         trainer.pipeline.clock, reporter, trainer.use_schedule,
     )  # fmt: skip
     if trainer.pipeline.rank == 0:

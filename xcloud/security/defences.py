@@ -305,10 +305,6 @@ class Defences:
             )
 
 
-def no_defence() -> None:
-    """No defence, for configs (security/defences/forward=none)."""
-
-
 def normal(like: Tensor, chance: np.random.Generator) -> Tensor:
     return torch.from_numpy(chance.standard_normal(like.shape, dtype=np.float32)).to(like)
 

@@ -47,10 +47,6 @@ class LeakMeter:
     keep: bool = False
 
 
-def no_meter() -> None:
-    """No leak meter, for configs (security/meter=none)."""
-
-
 class Stream(NamedTuple):
     """One kind of message as one rank saw it.
 

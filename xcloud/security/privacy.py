@@ -72,10 +72,6 @@ class CloudPrivacy(_Noised):
 Privacy = SamplePrivacy | CloudPrivacy
 
 
-def no_privacy() -> None:
-    """No clipping with noise, for configs (security/privacy=none)."""
-
-
 def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
     """What to multiply the tensors by so that their common norm is at most `limit`; 1 if it is.
     nan where they are not finite, so that the update is seen to be."""
