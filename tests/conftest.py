@@ -103,11 +103,17 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["dist"] = node.config.option.dist
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        group = item.get_closest_marker("xdist_group")
+        # xdist 3.8 writes "@group" to an attribute that pytest has no more since 9.2.
+        if group and hasattr(config, "workerinput") and config.option.loadgroup:
+            if hasattr(item, "_id"):
+                item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
 
 
 def pytest_collection_finish() -> None:
@@ -119,6 +125,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Without xdist's "@group", so that --last-failed and a copied name find the test."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # what is read is the report of the process that starts the others
     name, at, group = report.nodeid.rpartition("@")
     if at and group.isidentifier():
         report.nodeid = name

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from tests.translation_models import IDS
-from tests.understanding_models import RandomText, backbone, where
+from tests.understanding_models import HIDDEN, RandomText, backbone, model, where
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import PublicBackbone, Weights
-from xcloud.models.calibration import EncoderBlock, measured_basis
+from xcloud.models.calibration import measured_basis
 from xcloud.models.encoder import Encoder
-from xcloud.models.low_rank_cut import Basis
-from xcloud.models.split_point import Split
+from xcloud.models.split_point import Basis, Split
 
 TEXT = RandomText(9)
+SIZES = (IDS.size, HIDDEN)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 def measured(weights: Weights, cache: Path, seed: int = 0, **settings: Any) -> Basis:
     split = Split(**({"layer": 1, "rank": 5, "calibration_texts": 30} | settings))
-    return measured_basis(split, EncoderBlock(weights, 1), TEXT, where(cache, seed=seed))
+    return measured_basis(split, model().lower(weights), SIZES, TEXT, where(cache, seed=seed))
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def test_the_owners_basis_is_measured_on_the_samples_themselves(
 ) -> None:
     split = Split(1, 5, "pca", anchor="mean")
     basis = measured_basis(
-        split, EncoderBlock(weights, 1), None, where(tmp_path, samples=own_pairs)
+        split, model().lower(weights), SIZES, None, where(tmp_path, samples=own_pairs)
     )
 
     encoder = Encoder(replace(weights.config, dropout=0.0), range(2), head=False)
@@ -111,7 +111,7 @@ def test_a_kept_basis_has_an_anchor_for_every_place(tmp_path: Path, weights: Wei
         assert (
             len(
                 measured_basis(
-                    Split(1, 5, "orthogonal"), EncoderBlock(weights, 1), None, place
+                    Split(1, 5, "orthogonal"), model().lower(weights), SIZES, None, place
                 ).anchor
             )
             == max_length
@@ -136,7 +136,7 @@ def test_it_is_measured_once(tmp_path: Path, weights: Weights) -> None:
 def test_public_text_of_another_tokenizer_is_refused(tmp_path: Path, weights: Weights) -> None:
     foreign = RandomText(9, TokenIds(1000, 0, 1, 2, 3))
     with pytest.raises(ConfigError, match="1000 token ids, but the model has 24"):
-        measured_basis(Split(1, 5, "pca"), EncoderBlock(weights, 1), foreign, where(tmp_path))
+        measured_basis(Split(1, 5, "pca"), model().lower(weights), SIZES, foreign, where(tmp_path))
     network = backbone().network
     with pytest.raises(ConfigError, match="give both the same tokenizer"):
         PublicBackbone(foreign, 40, network).weights("text", where(tmp_path))

@@ -190,6 +190,8 @@ def test_one_stage_trains_tied_words_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
 def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
     saved(kind, tmp_path, tie_word_embeddings=True)
     [stage], [other] = (
         build(trained(tmp_path, lora=None), 1, where(tmp_path / name)) for name in ("a", "b")
@@ -203,6 +205,14 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
 
     assert all(map(torch.equal, stage.state_dict().values(), other.state_dict().values()))
     assert other.network.get_input_embeddings().weight is other.network.lm_head.weight
+
+    architecture = stage.architecture
+    trained(tmp_path, lora=None).join(
+        load_file(path), architecture, where(tmp_path), tmp_path / "j"
+    )
+    joined = AutoModelForCausalLM.from_pretrained(tmp_path / "j").eval()
+    expected = joined(torch.tensor(UNEVEN[0])).logits[:, -1].detach()
+    torch.testing.assert_close(next_words([stage], batch_of(UNEVEN[0])), expected)
 
 
 def test_the_mask_of_a_long_text_is_none_or_its_float32_and_little_more(tmp_path: Path) -> None:

@@ -27,8 +27,7 @@ from xcloud.contracts.model import NO_TOKEN, BuildContext, Stage, TokenIds
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.lora import Lora
-from xcloud.models.low_rank_cut import ProjectionTop
-from xcloud.models.split_point import Split
+from xcloud.models.split_point import ProjectionTop, Split
 
 LINES = [[words(9, 1), words(4, 2)], [words(5, 4)], [words(2, 6), words(1, 7), words(3, 8)]]
 IDS = TokenIds(24, NO_TOKEN, 1, 2, NO_TOKEN)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xcloud.models.chunked_loss import chunked_cross_entropy
+from xcloud.models.causal_stage import chunked_cross_entropy
 
 ROWS, WIDTH, WORDS = 7, 16, 50
 

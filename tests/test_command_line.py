@@ -35,7 +35,7 @@ def test_every_command_explains_itself_under_the_name_it_is_called_by(
 def test_an_example_begins_with_the_command_it_is_of() -> None:
     for name, command in COMMANDS.items():
         assert command.example.split()[0] == name
-        assert callable(importlib.import_module(command.module).main)
+        assert callable(getattr(importlib.import_module(command.module), command.function))
 
 
 @pytest.mark.parametrize(

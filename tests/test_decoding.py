@@ -167,13 +167,13 @@ def test_longer_texts_win_as_the_length_penalty_grows() -> None:
 def test_limits_follow_the_source_and_the_task() -> None:
     counts = torch.tensor([2, 10, 40])
     assert Greedy().limits(counts, 50).tolist() == [14, 30, 50]
-    assert Beam(max_length=20).limits(counts, 50).tolist() == [14, 20, 20]
+    assert Beam(length_ratio=1.0).limits(counts, 45).tolist() == [12, 20, 45]
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Greedy(max_length="long"), "Greedy.max_length must be a whole number"),
+        (lambda: Greedy(length_extra="long"), "Greedy.length_extra must be a whole number"),
         (lambda: Beam(size=0), "Beam.size must be"),
         (lambda: Beam(length_penalty=-1), "Beam.length_penalty must be"),
         (lambda: Beam(length_extra=0), "Beam.length_extra must be"),

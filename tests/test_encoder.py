@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.translation_models import IDS, padded, texts
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models.attention import GrowingCache, Packing
+from xcloud.models.attention import Cache, Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.stages import seed_of, seeded
 
@@ -84,12 +84,13 @@ def test_step_by_step_equals_the_whole_causal_text() -> None:
     ids = torch.randint(4, IDS.size, (3, 7))
     packing = Packing(torch.full((3,), 7))
     whole = packing.unpack(network(packing.pack(ids), packing, causal=True))
-    caches = [GrowingCache() for _ in range(CONFIG.num_layers)]
+    caches = [Cache() for _ in range(CONFIG.num_layers)]
     assert network.embeddings is not None
     for position in range(7):
-        rows = network.embeddings.step(ids[:, position], position)
+        new = Packing(torch.ones(3, dtype=torch.int64), torch.full((3,), position))
+        rows = network.embeddings(ids[:, position], new)
         for index, cache in enumerate(caches):
-            rows = network.layer(index).step(rows, cache)
+            rows = network.layer(index)(rows, new, True, cache)
         torch.testing.assert_close(rows, whole[:, position])
 
 

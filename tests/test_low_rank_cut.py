@@ -10,13 +10,7 @@ import torch
 from xcloud.base.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import EncoderConfig, EncoderLayer
-from xcloud.models.low_rank_cut import (
-    Basis,
-    factors,
-    make_bottom,
-    make_top,
-)
-from xcloud.models.split_point import Split
+from xcloud.models.split_point import Basis, Split, factors, make_cut
 
 H = 12
 PACKING = Packing(torch.tensor([5, 3, 1]))
@@ -31,8 +25,8 @@ def block() -> EncoderLayer:
 
 
 def halves(split: Split, basis: Basis | None = None) -> tuple[Any, Any]:
-    lower, upper = block(), block()
-    return make_bottom(split, lower, 8, basis), make_top(split, upper, 8, basis)
+    bottom, top = (make_cut(split, stage, H, 8, basis, block()) for stage in range(2))
+    return bottom, top
 
 
 def rows() -> torch.Tensor:
@@ -68,9 +62,9 @@ def test_a_projection_of_full_rank_is_the_whole_block(method: Any) -> None:
     basis = Basis(rotation, rotation.T.contiguous(), anchor, anchor @ rotation.T)
     bottom, top = halves(Split(0, H, method, anchor="position"), basis)
 
-    torch.testing.assert_close(
-        top(bottom(rows(), PACKING), PACKING), block()(rows(), PACKING), atol=1e-4, rtol=1e-4
-    )
+    whole = block()(rows(), PACKING)
+    found = top(bottom(whole, PACKING), PACKING)
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
 
 
 def test_factors_are_the_best_approximation_of_their_rank() -> None:

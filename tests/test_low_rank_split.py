@@ -91,11 +91,11 @@ def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_n
 
     assert public.boundary(0, 2, 16).start == ()
     assert tuple(TensorSpec.of(tensor) for tensor in bottom.hand_over()) == promised
-    assert not top.state_dict()["top.cut.decode.weight"].any(), "it sees no text to measure"
+    assert not top.state_dict()["layers.cut.decode.weight"].any(), "it sees no text to measure"
     top.take_over(bottom.hand_over())
-    weight = top.state_dict()["top.cut.decode.weight"]
+    weight = top.state_dict()["layers.cut.decode.weight"]
     assert torch.equal(weight, bottom.hand_over()[0])
-    assert weight.shape == alone.state_dict()["top.cut.decode.weight"].shape
+    assert weight.shape == alone.state_dict()["layers.cut.decode.weight"].shape
 
 
 def test_only_rank_features_of_a_row_cross() -> None:
@@ -239,7 +239,7 @@ def test_unsplit_rows_are_those_of_transformers(tmp_path: Path, model_type: str)
             input_ids=ids, attention_mask=(ids != pad).long(), token_type_ids=batch["types"]
         ).last_hidden_state
         sent = stages[0](None, batch).send
-        rows = stages[1].top.blocks["1"](sent["hidden"], Packing(sent["counts"]))
+        rows = stages[1].layers["1"](sent["hidden"], Packing(sent["counts"]))
 
     torch.testing.assert_close(rows, Packing.of(ids, pad).pack(theirs), atol=1e-5, rtol=1e-5)
 
@@ -255,7 +255,7 @@ def test_the_unsplit_classifier_is_that_of_transformers(tmp_path: Path) -> None:
     theirs.eval().bert.save_pretrained(tmp_path / "in")
     made = LowRankSplit(PretrainedBackbone(str(tmp_path / "in")), Split(None), dropout=0.0)
     stages = build(made, 3, context(tmp_path, fields=["text"]), Head("classes", 3))
-    answer = stages[2].head.answer
+    answer = stages[2].answer
     answer.classifier.load_state_dict(theirs.classifier.state_dict())
     ids = padded_ids(0)
     batch = {

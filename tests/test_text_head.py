@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
-from xcloud.models.low_rank_stages import (
+from xcloud.models.text_heads import (
     SampleHead,
     SpanHead,
-    make_head,
     pool,
     way_to_head,
 )
@@ -39,16 +38,16 @@ def test_the_way_to_the_head_is_an_identity_path_of_its_rank() -> None:
 
     torch.testing.assert_close(up(down(kept)), kept)  # a projection
     assert torch.linalg.matrix_rank(kept) == 4
-    assert not torch.equal(way_to_head(10, 4, 8)[0].down.weight, down.down.weight)
+    assert not torch.equal(way_to_head(10, 4, 8)[0].weight, down.weight)
 
 
 def test_losses_are_sums_over_samples() -> None:
     rows = torch.randn(3, 6)
-    classes = make_head(6, Head("classes", 4), 0.0, 30, 1, None)
+    classes = SampleHead(6, Head("classes", 4), 0.0, 1, None)
     label = torch.tensor([0, 3, 1])
     expected = sum(F.cross_entropy(classes(rows)[i], label[i]) for i in range(3))
     torch.testing.assert_close(classes.loss(classes(rows), label, None), expected)
-    value = make_head(6, Head("value", 1), 0.0, 30, 1, None)
+    value = SampleHead(6, Head("value", 1), 0.0, 1, None)
     wanted = torch.tensor([0.5, 2.0, -1.0])
     torch.testing.assert_close(
         value.loss(value(rows), wanted, None), (value(rows)[:, 0] - wanted).square().sum()
@@ -56,19 +55,18 @@ def test_losses_are_sums_over_samples() -> None:
 
 
 def test_predictions_are_whole_numbers() -> None:
-    head = make_head(6, Head("value", 1), 0.0, 30, 1, None)
+    head = SampleHead(6, Head("value", 1), 0.0, 1, None)
     assert head.predict(torch.tensor([[0.1234567], [-2.0]]), COUNTS, None) == [
         [123457],
         [-2000000],
     ]
-    head = make_head(6, Head("classes", 3), 0.0, 30, 1, None)
+    head = SampleHead(6, Head("classes", 3), 0.0, 1, None)
     assert head.predict(torch.tensor([[0.0, 2.0, 1.0]]), COUNTS, None) == [[1]]
 
 
 def test_a_checkpoint_gives_the_pooler() -> None:
     given = {"weight": torch.randn(6, 6), "bias": torch.randn(6)}
-    head = make_head(6, Head("classes", 2), 0.0, 30, 1, given)
-    assert isinstance(head, SampleHead)
+    head = SampleHead(6, Head("classes", 2), 0.0, 1, given)
     assert torch.equal(head.dense.weight, given["weight"])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xcloud.contracts.model import Batch, BuildContext, Message, SplitModel, Stage, TokenIds
 from xcloud.models.attention import Packing
-from xcloud.models.encoder_decoder import SourceRows, TargetStage
+from xcloud.models.transformer import TargetStage
 
 IDS = TokenIds(size=24, pad=0, bos=1, eos=2, mask=3)
 FIRST_WORD = 4
@@ -64,8 +64,6 @@ def context(
         "vocabularies": {name: IDS for name in fields} if vocabularies is None else vocabularies,
         "sentences": sentences or (lambda name: texts(40, seed=len(name))),
         "max_length": max_length,
-        "group_rank": 0,
-        "barrier": lambda: None,
         "report": lambda line: None,
     }
     return BuildContext(**(whole | changes))
@@ -139,5 +137,5 @@ def target_scores(stages: Sequence[Stage], batch: Batch, inputs: Tensor) -> Tens
     with torch.no_grad():
         received = stages[0](None, batch).send
         packing = Packing(torch.full((len(inputs),), inputs.shape[1]))
-        scores = last.scores(packing.pack(inputs), packing, SourceRows.of(received))
+        scores = last.scores(packing.pack(inputs), packing, last.open(received))
     return packing.unpack(scores)

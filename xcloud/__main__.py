@@ -12,13 +12,16 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from xcloud.base.errors import XcloudError
+
 
 class Command(NamedTuple):
-    """module: has main(arguments), which returns an exit code or None."""
+    """function: of (arguments) in the module, which returns an exit code or None."""
 
     module: str
     summary: str
     example: str
+    function: str = "main"
 
 
 COMMANDS = {
@@ -48,9 +51,10 @@ COMMANDS = {
         "site --out site",
     ),
     "translate": Command(
-        "xcloud.use.translate",
+        "xcloud.use.trained",
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
+        "translate",
     ),
     "plan": Command(
         "xcloud.planner.what_if",
@@ -83,9 +87,10 @@ COMMANDS = {
         'generate outputs/DATE/TIME "The doctor"',
     ),
     "export": Command(
-        "xcloud.use.export",
+        "xcloud.use.trained",
         "join the clouds' parts of a trained causal language model",
         "export outputs/DATE/TIME",
+        "export",
     ),
     "train-tokenizer": Command(
         "xcloud.tasks.train_tokenizer",
@@ -119,8 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
         return 2
-    command = importlib.import_module(COMMANDS[name].module)
-    return int(command.main(rest) or 0)
+    command = COMMANDS[name]
+    run = getattr(importlib.import_module(command.module), command.function)
+    try:
+        return int(run(rest) or 0)
+    except XcloudError as error:
+        print(f"xcloud: {error}", file=sys.stderr)
+        return 1
 
 
 def overview() -> str:

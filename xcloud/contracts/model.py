@@ -19,6 +19,7 @@ from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
 __all__ = [
     "NO_LABEL",
     "NO_TOKEN",
+    "Architecture",
     "Batch",
     "Boundary",
     "BoundaryField",
@@ -31,6 +32,10 @@ __all__ = [
 
 Batch = Samples
 """Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
+
+
+Architecture = Mapping[str, Any]
+"""JSON values from which a stage can be built again without its weights."""
 
 
 class StageOutput(NamedTuple):
@@ -47,15 +52,25 @@ class StageOutput(NamedTuple):
 class Stage(nn.Module):
     """One part of a split model.
 
-    architecture: JSON values from which it can be built again without its weights; None: the
-    model's settings say all.
+    architecture: empty where the model's settings say all. handed_over: what the next stage must
+    have before the first step, as its boundary's `start` says. frozen: it has no dropout.
     """
 
-    architecture: Mapping[str, Any] | None = None
+    def __init__(
+        self,
+        architecture: Architecture | None = None,
+        handed_over: tuple[Tensor, ...] = (),
+        frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        self.architecture: Architecture = dict(architecture or {})
+        self._handed_over, self._frozen = handed_over, frozen
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(mode and not self._frozen)
 
     def hand_over(self) -> tuple[Tensor, ...]:
-        """What the next stage must have before the first step, as its boundary's `start` says."""
-        return ()
+        return self._handed_over
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         """What the stage before handed over. Called only where its boundary has a `start`."""
@@ -114,14 +129,28 @@ class Head:
     num_outputs: int
 
 
-@dataclass(frozen=True)
-class BuildContext:
+@dataclass(frozen=True, kw_only=True)
+class BuildPlace:
+    """Where a rank builds what it holds.
+
+    group_rank: index among the ranks that hold the same; the first fills the cache. barrier: waits
+    for the other ones. report: one line of progress for the user.
+    """
+
+    seed: int
+    device: torch.device
+    cache_dir: Path
+    report: Callable[[str], None]
+    group_rank: int = 0
+    barrier: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext(BuildPlace):
     """What a rank passes to a model that builds one of its stages; only what the rank may see.
 
     vocabularies: field name -> special ids, visible fields only.
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
-    group_rank: index among the ranks that hold the same stage; the first fills the cache.
-    barrier: waits for the other ranks. report: one line of progress for the user.
     setting: dotted name of what is being built, to name its settings in messages.
     head: what the last stage predicts; None if labels are not visible, and in translation.
     samples: n -> a batch of n evenly spaced training samples, visible fields only.
@@ -130,15 +159,9 @@ class BuildContext:
         to the device.
     """
 
-    seed: int
-    device: torch.device
-    cache_dir: Path
     vocabularies: Mapping[str, TokenIds]
     sentences: Callable[[str], Sequence[Sequence[int]]]
     max_length: int
-    group_rank: int
-    barrier: Callable[[], None]
-    report: Callable[[str], None]
     setting: str = "model.backbone"
     head: Head | None = None
     samples: Callable[[int], Batch] = field(default=lambda count: {})
@@ -165,7 +188,7 @@ class SplitModel(Protocol):
         """The stage with its initial weights, which depend on the seed but not on the cluster."""
 
     def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
     ) -> Stage:
         """The stage with arbitrary weights, to be filled from an exported file.
 

@@ -5,37 +5,24 @@ Source: Guo et al., arXiv:2010.06138; split over clouds as in Pan et al., ZTE Te
 2023(4), section 2.2.1. This is the autoregressive variant: the target BERT under a causal mask.
 
 Shapes: R rows of the source, T rows of the target (tokens that are not padding), H features,
-A adapter features, N rows of a decoding step.
+A adapter features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field, replace
-from typing import Annotated, Any
+from dataclasses import asdict, replace
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.model import BuildContext, Stage
-from xcloud.models.attention import CrossAttention, FixedCache, GrowingCache, Packing
+from xcloud.contracts.model import Architecture, BuildContext, Stage
+from xcloud.models.attention import CrossAttention, LayerCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
-from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
-from xcloud.models.encoder_decoder import (
-    SOURCE,
-    TARGET,
-    EncoderDecoder,
-    SourceRows,
-    SourceStage,
-    TargetLayer,
-    TargetSettings,
-    TargetStage,
-)
-from xcloud.models.stages import seeded
+from xcloud.models.stages import RowsStage, seeded
+from xcloud.models.transformer import SOURCE, TARGET, EncoderDecoder, TargetStage
 
 
 class EncoderAdapter(nn.Module):
@@ -49,22 +36,9 @@ class EncoderAdapter(nn.Module):
         self.dropout = nn.Dropout(dropout)
         _start_small(self.up)
 
-    def forward(self, rows_RH: Tensor) -> Tensor:
+    def forward(self, rows_RH: Tensor, packing: Packing, cache: None) -> Tensor:
         added = self.up(F.relu(self.down(self.norm(rows_RH))))
         rows: Tensor = rows_RH + self.dropout(added)
-        return rows
-
-
-class AdaptedLayer(nn.Module):
-    """A frozen encoder layer followed by its adapter."""
-
-    def __init__(self, layer: EncoderLayer, adapter: EncoderAdapter) -> None:
-        super().__init__()
-        self.frozen = layer
-        self.adapter = adapter
-
-    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        rows: Tensor = self.adapter(self.frozen(rows_RH, packing))
         return rows
 
 
@@ -83,36 +57,29 @@ class DecoderAdapter(nn.Module):
         self.dropout = nn.Dropout(dropout)
         _start_small(self.up)
 
-    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
-        return self._add(rows_TH, self.cross(rows_TH, packing, source))
-
-    def step(self, rows_NH: Tensor, source: FixedCache) -> Tensor:
-        return self._add(rows_NH, self.cross.step(rows_NH, source))
-
-    def _add(self, rows: Tensor, attended: Tensor) -> Tensor:
-        rows = self.cross_norm(rows + self.dropout(attended))
+    def forward(self, rows_TH: Tensor, packing: Packing, cache: LayerCache) -> Tensor:
+        attended = self.cross(rows_TH, packing, cache.source)
+        rows: Tensor = self.cross_norm(rows_TH + self.dropout(attended))
         added = self.up(F.relu(self.down(rows)))
         rows = self.norm(rows + self.dropout(added))
         return rows
 
 
-class AdaptedTargetLayer(TargetLayer):
-    """A frozen layer under a causal mask, followed by an adapter with cross-attention."""
+class AdaptedLayer(nn.Module):
+    """A frozen encoder layer followed by its adapter; in the decoder under a causal mask."""
 
-    def __init__(self, layer: EncoderLayer, adapter: DecoderAdapter) -> None:
+    def __init__(self, layer: EncoderLayer, adapter: EncoderAdapter | DecoderAdapter) -> None:
         super().__init__()
         self.frozen = layer
         self.adapter = adapter
 
-    def open(self, source: SourceRows) -> FixedCache:
-        return self.adapter.cross.open(source.rows, source.packing)
-
-    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
-        rows: Tensor = self.adapter(self.frozen(rows_TH, packing, True), packing, source)
-        return rows
-
-    def step(self, rows_NH: Tensor, past: GrowingCache, source: FixedCache) -> Tensor:
-        return self.adapter.step(self.frozen.step(rows_NH, past), source)
+    def forward(
+        self, rows_RH: Tensor, packing: Packing, cache: LayerCache | None = None
+    ) -> Tensor:
+        past = cache.past if cache else None
+        rows = self.frozen(rows_RH, packing, cache is not None, past)
+        adapted: Tensor = self.adapter(rows, packing, cache)
+        return adapted
 
 
 class AdaptedHead(nn.Module):
@@ -148,20 +115,15 @@ class AbNet(EncoderDecoder):
     Why these defaults: es-en captions, 3 + 3 layers x 128, 600 updates, one seed: BLEU 16.4;
     with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1. Signal adapters: the
     demo, 400 updates, one seed: 69.9, of predicted words only 61.0, without 31.2.
-    encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """
 
     encoder: OwnBackbone | PretrainedBackbone
     decoder: OwnBackbone | PretrainedBackbone
     adapter_size: Positive = 512
     cross_attention_heads: Positive = 8
-    dropout: Fraction = 0.1
     backbone_dropout: Fraction = 0.0
-    label_smoothing: Annotated[float, Field(ge=0.0, le=0.99)] = 0.1
     train_head: bool = True
     word_adapters: bool = False
-    encoder_layers_per_stage: Sequence[Positive] | None = None
-    decoding: Search = field(default_factory=Greedy)
 
     def __post_init__(self) -> None:
         if self.decoder.hidden is not None:  # else it is checked when loaded
@@ -188,11 +150,7 @@ class AbNet(EncoderDecoder):
         return self.encoder.width()
 
     def _stage(
-        self,
-        stage: int,
-        num_stages: int,
-        context: BuildContext,
-        architecture: Mapping[str, Any] | None,
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture | None
     ) -> Stage:
         is_last = stage == num_stages - 1
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
@@ -212,7 +170,7 @@ class AbNet(EncoderDecoder):
 
     def _source_stage(
         self, weights: Weights, config: EncoderConfig, parts: range, context: BuildContext
-    ) -> SourceStage:
+    ) -> Stage:
         with seeded(context.seed, "encoder"):
             encoder = Encoder(config, parts, embeddings=0 in parts, head=False)
         if weights.tensors is not None:
@@ -228,11 +186,11 @@ class AbNet(EncoderDecoder):
             layers[str(i)] = AdaptedLayer(encoder.layer(i), adapter)
         about = {"backbone": asdict(weights.config)}
         ids = context.vocabularies.get(SOURCE)
-        return SourceStage(encoder.embeddings, layers, None, ids, about)
+        return RowsStage(about, encoder.embeddings, layers, SOURCE, ids.pad if ids else 0)
 
     def _target_stage(
         self, weights: Weights, config: EncoderConfig, source_hidden: int, context: BuildContext
-    ) -> TargetStage:
+    ) -> Stage:
         self._check_heads(config.hidden)
         with seeded(context.seed, "decoder"):
             decoder = Encoder(config)
@@ -245,18 +203,11 @@ class AbNet(EncoderDecoder):
         head: nn.Module = decoder.head
         if self.word_adapters:
             head = AdaptedHead(head, decoder.embeddings.words.weight)
+        sizes = (config.hidden, source_hidden, self.adapter_size, self.cross_attention_heads)
         layers = {}
         for i in range(config.num_layers):
             with seeded(context.seed, "decoder adapter", i):
-                adapter = DecoderAdapter(
-                    config.hidden,
-                    source_hidden,
-                    self.adapter_size,
-                    self.cross_attention_heads,
-                    self.dropout,
-                )
-            layers[str(i)] = AdaptedTargetLayer(decoder.layer(i), adapter)
-        ids = context.vocabularies[TARGET]
-        settings = TargetSettings(ids, context.max_length, self.label_smoothing, self.decoding)
+                adapter = DecoderAdapter(*sizes, self.dropout)
+            layers[str(i)] = AdaptedLayer(decoder.layer(i), adapter)
         about = {"backbone": asdict(weights.config), "source_hidden": source_hidden}
-        return TargetStage(decoder.embeddings, layers, head, settings, about)
+        return TargetStage(decoder.embeddings, layers, head, self, context, about)

@@ -21,10 +21,11 @@ class Packing:
 
     counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right.
     mask: padding mask, bool [B, 1, 1, S], True at tokens; None if nothing is padded.
-    positions: int64 [R], position of each row in its sample.
+    positions: int64 [R], position of each row in its sample, or what is given instead: in its
+        document, in the text that is being decoded.
     """
 
-    def __init__(self, counts: Tensor) -> None:
+    def __init__(self, counts: Tensor, positions: Tensor | None = None) -> None:
         shortest, longest = torch.stack(counts.aminmax()).tolist()
         if shortest < 1:
             raise ValueError("a sample has no token; every text needs at least its end id")
@@ -34,7 +35,7 @@ class Packing:
         self.mask: Tensor | None = None
         places = torch.arange(longest, device=counts.device)
         if shortest == longest:
-            self.positions = places.repeat(self.num_samples)
+            own = places.repeat(self.num_samples)
         else:
             is_token_BS = places < self.counts[:, None]
             self.mask = is_token_BS[:, None, None, :]
@@ -43,12 +44,21 @@ class Packing:
             # A padded cell repeats the previous row: finite, and without gradient, because keys
             # are masked and results of padded queries are dropped.
             self._rows = flat.cumsum(0) - 1
-            self.positions = self._cells_R % longest
+            own = self._cells_R % longest
+        self.positions = own if positions is None else positions
 
     @classmethod
     def of(cls, ids_BS: Tensor, pad: int) -> Packing:
         """From ids padded on the right."""
         return cls((ids_BS != pad).sum(1))
+
+    def check(self, num_positions: int) -> None:
+        """Raise ValueError for a text longer than a network can take."""
+        if self.longest > num_positions:
+            raise ValueError(
+                f"got a text of {self.longest} tokens; this network supports at most "
+                f"{num_positions}. Lower the task's max_length."
+            )
 
     def pack(self, grid: Tensor) -> Tensor:
         """[B, at least S, ...] -> [R, ...]."""
@@ -62,42 +72,32 @@ class Packing:
 
 
 @dataclass
-class GrowingCache:
-    """Keys and values [N, h, t, d] of the t tokens decoded so far, for one layer."""
+class Cache:
+    """What attention of one layer has to look at: keys and values [2, N, h, t, d] of the t tokens
+    decoded so far; or [2, B, h, S, d] of the source, computed once and shared by the hypotheses of
+    a sentence. mask: of the source's padding.
+    """
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    pair: Tensor | None = None
+    mask: Tensor | None = None
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one position [N, h, 1, d]; return all so far."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat((self.keys, keys), 2)
-            values = torch.cat((self.values, values), 2)
-        self.keys, self.values = keys, values
-        return keys, values
+    def extend(self, pair: Tensor) -> Tensor:
+        """Append one position [2, N, h, 1, d]; return all so far."""
+        self.pair = pair if self.pair is None else torch.cat((self.pair, pair), 3)
+        return self.pair
 
     def keep(self, rows: Tensor) -> None:
         """Row i continues the former row rows[i]."""
-        if self.keys is not None and self.values is not None:
-            self.keys = self.keys.index_select(0, rows)
-            self.values = self.values.index_select(0, rows)
+        self.pair = None if self.pair is None else self.pair.index_select(1, rows)
+        self.mask = None if self.mask is None else self.mask.index_select(0, rows)
 
 
 @dataclass
-class FixedCache:
-    """Keys and values [B, h, S, d] of the source sentences, for one layer; computed once.
+class LayerCache:
+    """Of a decoder layer: what it sees of the source and, in a decoding step, of the past."""
 
-    Shared by all hypotheses of a sentence, so beams copy nothing here.
-    """
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor | None
-
-    def keep(self, sentences: Tensor) -> None:
-        self.keys = self.keys.index_select(0, sentences)
-        self.values = self.values.index_select(0, sentences)
-        self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
+    source: Cache
+    past: Cache | None = None
 
 
 class SelfAttention(nn.Module):
@@ -114,29 +114,23 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
         _start_weights(self, hidden)
 
-    def forward(self, rows_RH: Tensor, packing: Packing, causal: bool = False) -> Tensor:
+    def forward(
+        self, rows_RH: Tensor, packing: Packing, causal: bool = False, past: Cache | None = None
+    ) -> Tensor:
+        """past: rows are one new token of each hypothesis, which sees those before it too."""
         grid = packing.unpack(self.query_key_value(rows_RH))
-        heads = torch.unflatten(grid, 2, (3, self.num_heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        heads = torch.unflatten(grid, 2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        keys, values = heads[1:] if past is None else past.extend(heads[1:])
         mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+            heads[0],
+            keys,
+            values,
             # Padding is on the right, so the causal mask already hides it.
             attn_mask=None if causal else packing.mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal,
+            is_causal=causal and past is None,
         )
         output: Tensor = self.output(packing.pack(mixed.transpose(1, 2).flatten(2)))
-        return output
-
-    def step(self, rows_NH: Tensor, cache: GrowingCache) -> Tensor:
-        """Causal attention of one new token for each hypothesis; extends the cache."""
-        heads = torch.unflatten(self.query_key_value(rows_NH), 1, (3, self.num_heads, 1, -1))
-        query, key, value = heads.unbind(1)
-        key, value = cache.extend(key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        output: Tensor = self.output(mixed.flatten(1))
         return output
 
 
@@ -151,33 +145,22 @@ class CrossAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
         _start_weights(self, hidden)
 
-    def open(self, source_RH: Tensor, packing: Packing) -> FixedCache:
+    def open(self, source_RH: Tensor, packing: Packing) -> Cache:
         """Keys and values of the source sentences."""
         grid = packing.unpack(self.key_value(source_RH))
         heads = torch.unflatten(grid, 2, (2, self.num_heads, -1))
-        keys, values = heads.permute(2, 0, 3, 1, 4)
-        return FixedCache(keys, values, packing.mask)
+        return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask)
 
-    def forward(self, rows_RH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
-        """packing: of the target rows."""
-        grid_BTH = packing.unpack(self.query(rows_RH))
-        output: Tensor = self.output(packing.pack(self._mix(grid_BTH, source)))
+    def forward(self, rows_RH: Tensor, packing: Packing, source: Cache) -> Tensor:
+        """packing: of the target rows. In a decoding step, of N = B * hypotheses per sentence, the
+        hypotheses take the place of the positions."""
+        assert source.pair is not None
+        keys, values = source.pair
+        grid = packing.unpack(self.query(rows_RH))
+        query = grid.reshape(len(keys), -1, self.num_heads, keys.shape[3]).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=source.mask)
+        output: Tensor = self.output(packing.pack(mixed.transpose(1, 2).reshape(grid.shape)))
         return output
-
-    def step(self, rows_NH: Tensor, source: FixedCache) -> Tensor:
-        """N = B * hypotheses per sentence; the hypotheses take the place of T."""
-        grid_BTH = torch.unflatten(self.query(rows_NH), 0, (source.keys.shape[0], -1))
-        output: Tensor = self.output(self._mix(grid_BTH, source).flatten(0, 1))
-        return output
-
-    def _mix(self, query_BTH: Tensor, source: FixedCache) -> Tensor:
-        mixed = F.scaled_dot_product_attention(
-            torch.unflatten(query_BTH, 2, (self.num_heads, -1)).transpose(1, 2),
-            source.keys,
-            source.values,
-            attn_mask=source.mask,
-        )
-        return mixed.transpose(1, 2).flatten(2)
 
 
 def _start_weights(attention: nn.Module, hidden: int) -> None:

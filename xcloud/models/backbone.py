@@ -5,7 +5,7 @@ from the run's seed; or a checkpoint. The network is in encoder.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -67,11 +67,11 @@ class Source:
 class OwnSizes(Source):
     """An encoder of our own, sized by settings."""
 
-    hidden: Positive
-    num_layers: Positive
-    num_heads: Positive
-    feed_forward: Positive
-    dropout: Fraction
+    hidden: Positive = 192
+    num_layers: Positive = 3
+    num_heads: Positive = 3
+    feed_forward: Positive = 768
+    dropout: Fraction = 0.1
 
     def __post_init__(self) -> None:
         check_heads(f"{type(self).__name__}.num_heads", self.num_heads, self.hidden)
@@ -83,16 +83,8 @@ class OwnSizes(Source):
         return self.num_layers
 
     def config(self, ids: TokenIds, max_length: int, types: int = 1) -> EncoderConfig:
-        return EncoderConfig(
-            vocab_size=ids.size,
-            hidden=self.hidden,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            feed_forward=self.feed_forward,
-            max_positions=max_length,
-            dropout=self.dropout,
-            type_vocab_size=types,
-        )
+        sizes = {size.name: getattr(self, size.name) for size in fields(OwnSizes)}
+        return EncoderConfig(ids.size, max_positions=max_length, type_vocab_size=types, **sizes)
 
 
 @settings("OwnBackbone")
@@ -105,11 +97,6 @@ class OwnBackbone(OwnSizes):
     type_vocab_size: 2 for tasks with text pairs; pretraining uses only type 0.
     """
 
-    hidden: Positive = 192
-    num_layers: Positive = 3
-    num_heads: Positive = 3
-    feed_forward: Positive = 768
-    dropout: Fraction = 0.1
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
     type_vocab_size: Positive = 1
 
@@ -175,10 +162,8 @@ class SeededBackbone(OwnSizes):
     """An encoder of our own, initialised from the run's seed and trained in the run."""
 
     hidden: Positive = 128
-    num_layers: Positive = 3
     num_heads: Positive = 4
     feed_forward: Positive = 512
-    dropout: Fraction = 0.1
 
     def describe(self) -> str:
         return f"{self.num_layers} x {self.hidden}"

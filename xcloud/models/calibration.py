@@ -7,93 +7,48 @@ Shapes: R rows (tokens that are not padding), H features, K = rank features, P a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.model import Batch, BuildContext, TokenIds
-from xcloud.hub import bytes_of, key_of, make_once
+from xcloud.contracts.model import NO_TOKEN, Batch, BuildContext, Stage, TokenIds
+from xcloud.hub import key_of, make_once
 from xcloud.models.attention import Packing
-from xcloud.models.backbone import Weights
-from xcloud.models.encoder import Encoder
-from xcloud.models.low_rank_cut import Basis, largest_entry_sign
-from xcloud.models.low_rank_stages import orthonormal_rows
 from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Split
-from xcloud.models.stages import seeded
+from xcloud.models.split_point import Basis, Split, largest_entry_sign
+from xcloud.models.stages import TEXT, TYPES
+from xcloud.models.text_heads import orthonormal_rows
 
 CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32
 RARE_ROWS = 10.0  # shrinkage: a position seen this often weighs its own mean by one half
 
 
-class CutBlock(Protocol):
-    """The block whose output is reduced, with all that comes before it.
-
-    described, tensors: settings and weights that its output follows from, for the cache.
-    """
-
-    num_words: int
-    hidden: int
-    described: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-
-    def prepare(self, device: torch.device) -> None:
-        """Before the first `rows`, which need not come: the basis may be in the cache."""
-
-    def rows(self, ids_R: Tensor, types_R: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Its output [R, H] without dropout, and the place [R] that the anchor of each row has."""
-
-
-class EncoderBlock(CutBlock):
-    """Block number `block` of an encoder."""
-
-    def __init__(self, weights: Weights, block: int) -> None:
-        assert weights.tensors is not None
-        self._config, self._block = weights.config, block
-        self.num_words, self.hidden = weights.config.vocab_size, weights.config.hidden
-        self.described, self.tensors = asdict(weights.config), weights.tensors
-
-    def prepare(self, device: torch.device) -> None:
-        config = replace(self._config, dropout=0.0, attention_dropout=0.0)
-        with seeded(0):
-            self._encoder = Encoder(config, range(self._block + 1), head=False)
-        self._encoder.load_part(self.tensors)
-        self._encoder.to(device).eval().requires_grad_(False)
-
-    def rows(self, ids_R: Tensor, types_R: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        encoder = self._encoder
-        assert encoder.embeddings is not None
-        known = types_R if self._config.type_vocab_size > 1 else None
-        rows: Tensor = encoder.embeddings(ids_R, packing, known)
-        for i in range(self._block + 1):
-            rows = encoder.layer(i)(rows, packing)
-        return rows, packing.positions
-
-
 def basis_of(
     split: Split,
     stage: int,
-    hidden: int,
-    block: Callable[[], CutBlock],
+    sizes: tuple[int, int],
+    lower: Callable[[], Stage],
     public: PublicTexts | None,
     context: BuildContext,
 ) -> Basis | None:
     """What the projections on both sides of the cut after stage 0 start from, equal in both
     clouds; None in other stages, and where no features are reduced.
 
-    block: the cut block, built only where it is measured. public: where a basis is estimated on
-    public text. In stage 1 a basis of the owner's text is zero: it comes before the first step.
+    sizes: the network's words and features. lower: see measured_basis; built only where a basis is
+    measured. public: where it is estimated on public text. In stage 1 a basis of the owner's text
+    is zero: it comes before the first step.
     Raises ConfigError or DataError if the text does not fit the network.
     """
-    if stage > 1 or not split.is_low_rank:
+    if stage > 1 or not split.is_low_rank or split.is_inside:
         return None
+    _, hidden = sizes
     if not split.is_measured:
         # E of random orthonormal rows, D = E', no anchor: split.method=identity.
         return _around(_random_rows(split, hidden, context.seed), torch.zeros(0, hidden))
@@ -101,39 +56,59 @@ def basis_of(
         assert split.rank is not None
         anchor = torch.zeros(split.num_places(context.max_length), hidden)
         return _around(torch.zeros(split.rank, hidden), anchor)
-    return measured_basis(split, block(), public if split.needs_public_text else None, context)
+    text = public if split.needs_public_text else None
+    return measured_basis(split, lower(), sizes, text, context)
 
 
 def measured_basis(
-    split: Split, cut: CutBlock, public: PublicTexts | None, context: BuildContext
+    split: Split,
+    lower: Stage,
+    sizes: tuple[int, int],
+    public: PublicTexts | None,
+    context: BuildContext,
 ) -> Basis:
     """Basis and anchor, estimated on public text or (public None) on this cloud's training text.
 
+    lower: all up to the cut block and with it, as a first stage for texts that end with NO_TOKEN.
     Cached as cache_dir/cuts/<hash>.safetensors. The hash covers settings, weights and text, and
     the run's seed if the basis starts at random.
     """
-    cache_dir, max_length = context.cache_dir, context.max_length
-    ids = public.token_ids(cache_dir) if public is not None else context.vocabularies["text"]
-    if ids.size > cut.num_words:
+    cache_dir, (num_words, hidden) = context.cache_dir, sizes
+    ids = public.token_ids(cache_dir) if public is not None else context.vocabularies[TEXT]
+    if ids.size > num_words:
         raise ConfigError(
             f"the public text's tokenizer has {ids.size} token ids, but the model has "
-            f"{cut.num_words}: give model.public_text the model's own tokenizer"
+            f"{num_words}: give model.public_text the model's own tokenizer"
         )
     if public is not None:
-        wanted = split.calibration_texts * (1 + split.calibration_pairs)
-        sentences = public.sentences(wanted, cache_dir)
-        whose, texts = public.describe(), _Texts.of(split, sentences, ids, max_length)
+        whose, batch = public.describe(), _public_batch(split, public, ids, context)
     else:
-        batch = context.samples(split.calibration_texts)
-        whose, texts = "the owner's", _Texts.of_batch(batch, ids.pad)
-    drawn = context.seed if split.method == "identity" else None
-    path = cache_dir / "cuts" / f"{_key(split, cut, texts, max_length, drawn)}.safetensors"
+        whose, batch = "the owner's", dict(context.samples(split.calibration_texts))
+        batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
+    settings = {
+        name: value
+        for name, value in asdict(split).items()
+        if name not in ("linear", "freeze_bottom", "head_rank", "anchor")
+    }
+    described = {
+        "code": CODE_VERSION,
+        "settings": settings | {"anchor": split.anchor_kind},
+        "places": split.num_places(context.max_length),
+        "config": lower.architecture,
+        "seed": context.seed if split.method == "identity" else None,
+    }
+    tensors = lower.state_dict() | {name: batch[name] for name in (TEXT, TYPES)}
+    data = (
+        f"{name} {list(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes()
+        for name, tensor in sorted(tensors.items())
+    )
+    path = cache_dir / "cuts" / f"{key_of(described, data)}.safetensors"
 
     def make(part: Path) -> None:
         context.report(
-            f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({whose})"
+            f"cut in block {split.block}: measuring a basis on {len(batch[TEXT])} texts ({whose})"
         )
-        save_file(asdict(_measure(split, cut, texts, context)), part)
+        save_file(asdict(_measure(split, lower, hidden, batch, context)), part)
 
     make_once(path, make)
     return Basis(**load_file(path))
@@ -149,76 +124,32 @@ def _around(encode: Tensor, anchor: Tensor) -> Basis:
     return Basis(encode, encode.T.contiguous(), anchor, anchor @ encode.T)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Texts with special ids, and the type of each token."""
-
-    ids: Sequence[Sequence[int]]
-    types: Sequence[Sequence[int]]
-
-    @classmethod
-    def of(
-        cls, split: Split, sentences: Sequence[Sequence[int]], ids: TokenIds, max_length: int
-    ) -> _Texts:
-        """`bos a eos`, or `bos a eos b eos` for pairs, at most max_length tokens."""
-        given = [list(s) for s in sentences]
-        if not split.calibration_pairs:
-            room = max_length - 2
-            whole = [[ids.bos, *s[:room], ids.eos] for s in given]
-            return cls(whole, [[0] * len(t) for t in whole])
-        room = (max_length - 3) // 2
-        firsts = [[ids.bos, *s[:room], ids.eos] for s in given[0::2]]
-        pairs = [[*a, *b[:room], ids.eos] for a, b in zip(firsts, given[1::2], strict=False)]
-        return cls(
-            pairs,
-            [[0] * len(a) + [1] * (len(t) - len(a)) for a, t in zip(firsts, pairs, strict=False)],
-        )
-
-    @classmethod
-    def of_batch(cls, batch: Batch, pad: int) -> _Texts:
-        """From a batch's "text" and "types", without padding."""
-        text = batch["text"]
-        ids, types = (
-            [row[kept].tolist() for row, kept in zip(field, text != pad, strict=True)]
-            for field in (text, batch["types"])
-        )
-        return cls(ids, types)
-
-    def batches(self, order: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Packing]]:
-        """ids [R], types [R] and packing."""
-        for start in range(0, len(order), BATCH_TEXTS):
-            chosen = order[start : start + BATCH_TEXTS]
-            rows = [torch.tensor(self.ids[i]) for i in chosen]
-            types = [torch.tensor(self.types[i]) for i in chosen]
-            packing = Packing(torch.tensor([len(row) for row in rows]))
-            yield torch.cat(rows), torch.cat(types), packing
-
-
-def _key(split: Split, cut: CutBlock, texts: _Texts, max_length: int, seed: int | None) -> str:
-    settings = {
-        name: value
-        for name, value in asdict(split).items()
-        if name not in ("linear", "freeze_bottom", "head_rank", "anchor")
+def _public_batch(
+    split: Split, public: PublicTexts, ids: TokenIds, context: BuildContext
+) -> Batch:
+    """`bos a eos`, or `bos a eos b eos` for pairs, at most max_length tokens."""
+    num_parts = 1 + split.calibration_pairs
+    room = (context.max_length - 1 - num_parts) // num_parts
+    sentences = public.sentences(split.calibration_texts * num_parts, context.cache_dir)
+    parts = [torch.tensor([*sentence[:room], ids.eos]) for sentence in sentences]
+    bos, texts, types = torch.tensor([ids.bos]), [], []
+    for several in zip(*(parts[n::num_parts] for n in range(num_parts)), strict=False):
+        texts.append(torch.cat([bos, *several]))
+        numbers = [torch.full_like(part, number) for number, part in enumerate(several)]
+        types.append(torch.cat([torch.zeros_like(bos), *numbers]))
+    return {
+        TEXT: pad_sequence(texts, batch_first=True, padding_value=NO_TOKEN),
+        TYPES: pad_sequence(types, batch_first=True),
     }
-    described = {
-        "code": CODE_VERSION,
-        "settings": settings | {"anchor": split.anchor_kind},
-        "places": split.num_places(max_length),
-        "config": cut.described,
-        "seed": seed,
-    }
-    weights = (
-        name.encode() + tensor.contiguous().numpy().tobytes()
-        for name, tensor in sorted(cut.tensors.items())
-    )
-    return key_of(described, weights, bytes_of(texts.ids), bytes_of(texts.types))
 
 
-def _measure(split: Split, cut: CutBlock, texts: _Texts, context: BuildContext) -> Basis:
-    moments = _Moments(cut, texts, context.max_length, context.device)
+def _measure(
+    split: Split, lower: Stage, hidden: int, batch: Batch, context: BuildContext
+) -> Basis:
+    moments = _Moments(lower.to(context.device).eval(), hidden, batch, context)
     anchor = moments.anchor(split.num_places(context.max_length))
     if split.method == "identity":
-        return _around(_random_rows(split, cut.hidden, context.seed), anchor)
+        return _around(_random_rows(split, hidden, context.seed), anchor)
     assert split.rank is not None
     encode, decode, share = moments.components(anchor, split.rank, split.whiten)
     context.report(
@@ -232,19 +163,18 @@ class _Moments:
     """First and second moments of the block's output rows, in float64."""
 
     @torch.no_grad()
-    def __init__(
-        self, cut: CutBlock, texts: _Texts, max_length: int, device: torch.device
-    ) -> None:
-        hidden = cut.hidden
-        cut.prepare(device)
-        self.count_P = torch.zeros(max_length, dtype=torch.float64)
-        self.sum_PH = torch.zeros(max_length, hidden, dtype=torch.float64)
+    def __init__(self, lower: Stage, hidden: int, batch: Batch, context: BuildContext) -> None:
+        self.count_P = torch.zeros(context.max_length, dtype=torch.float64)
+        self.sum_PH = torch.zeros(context.max_length, hidden, dtype=torch.float64)
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
-        for ids, types, packing in texts.batches(range(len(texts.ids))):
-            moved = Packing(packing.counts.to(device))
-            rows, places = cut.rows(ids.to(device), types.to(device), moved)
-            rows, places = rows.double().cpu(), places.cpu()
-            self.count_P += torch.bincount(places, minlength=max_length)
+        for first in range(0, len(batch[TEXT]), BATCH_TEXTS):
+            some = slice(first, first + BATCH_TEXTS)
+            texts = {name: batch[name][some].to(context.device) for name in (TEXT, TYPES)}
+            sent = lower(None, texts).send
+            rows = sent["hidden"].double().cpu()
+            places = sent["places"] if "places" in sent else Packing(sent["counts"]).positions
+            places = places.long().cpu()
+            self.count_P += torch.bincount(places, minlength=context.max_length)
             self.sum_PH.index_add_(0, places, rows)
             self.product_HH += rows.T @ rows
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,14 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Stage
+from xcloud.contracts.model import Architecture, Boundary, BoundaryField, BuildContext, Stage
 from xcloud.models.calibration import basis_of
 from xcloud.models.causal_base import OwnCausal
-from xcloud.models.causal_narrow import CausalBlock, check_fits, check_settings, make_cut
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
     Part,
     config_of,
-    depth,
     laid_out,
     load_weights,
     network_of,
@@ -42,15 +40,14 @@ from xcloud.models.causal_network import (
     ties_embeddings,
     write_checkpoint,
 )
-from xcloud.models.causal_stage import CausalStage, Cut, same_attention
+from xcloud.models.causal_stage import CausalStage, same_attention
 from xcloud.models.lora import Lora
 from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Split
+from xcloud.models.split_point import Basis, Split, make_cut
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_LENGTH = 2**15 - 1  # places cross as int16
-WHOLE = Split(None)  # all features cross
 
 
 @settings("model")
@@ -65,7 +62,7 @@ class CausalLM(TextModel):
     blocks_per_stage: a count for each stage but the last, which takes the rest; 0 leaves a first
         stage only the embeddings. None spreads the blocks evenly.
     split: where the first stage ends, and to how many features rows are reduced there; see
-        split_point.py and causal_narrow.py. Without layer, or without split, all features cross.
+        split_point.py. Without a layer all features cross.
     public_text: for a basis with split.calibration=public; None: the text of `own`.
     vocabulary_chunk: tokens of which the loss has the logits at a time.
     activation_checkpointing: keep the input of each block only, and compute it again backwards.
@@ -78,7 +75,7 @@ class CausalLM(TextModel):
     lora: Lora | None = None
     embeddings: Literal["freeze", "tie", "untie"] | None = None
     blocks_per_stage: Sequence[NotNegative] | None = None
-    split: Split | None = None
+    split: Split = Split(None)
     public_text: PublicTexts | None = None
     vocabulary_chunk: Positive = 8192
     activation_checkpointing: bool = False
@@ -94,22 +91,44 @@ class CausalLM(TextModel):
                 "model.embeddings is for training without LoRA; beside model.lora they are "
                 "frozen: leave it out"
             )
-        check_settings(self._cut, self.blocks_per_stage)
-        if self._cut.needs_public_text and self._public_text is None:
+        self._check_split()
+        if self.split.needs_public_text and self._public_text is None:
             raise ConfigError(
                 "model.split.calibration=public needs model.public_text, in the tokens of "
                 "model.checkpoint; or take the owner's text (calibration=own)"
             )
 
+    def _check_split(self) -> None:
+        """Raise ConfigError for what a decoder cannot have, or would be ignored."""
+        split = self.split
+        if split.layer is None:
+            return
+        if split.is_inside:
+            raise ConfigError(
+                "model.split.method=svd replaces a sub-layer together with its skip connection. "
+                "In a decoder all that a block adds goes to the rows that skip it, so without "
+                "them nothing of the text would cross: choose pca, identity or orthogonal, whose "
+                "down projection takes the rows themselves"
+            )
+        for name, usual in (("head_rank", None), ("calibration_pairs", False)):
+            if getattr(split, name) != usual:
+                raise ConfigError(f"model.split.{name} is for encoders; a CausalLM takes {usual}")
+        if self.blocks_per_stage is not None:
+            raise ConfigError(
+                f"model.split.layer={split.layer} says where the first stage ends; leave out "
+                "model.blocks_per_stage"
+            )
+
     def describe(self) -> str:
-        name = self.checkpoint if self.own is None else self.own.describe()
-        trained = "all weights" if self.lora is None else self.lora.describe()
-        cut = "" if self._cut.layer is None else f", {self._cut.describe()}"
+        name = self.checkpoint or self._own.describe()
+        trained = "all weights" if self.lora is None else f"LoRA r={self.lora.r}"
+        cut = "" if self.split.layer is None else f", {self.split.describe()}"
         return f"{name}, {trained}{cut}"
 
     @property
-    def _cut(self) -> Split:
-        return self.split or WHOLE
+    def _own(self) -> OwnCausal:
+        assert self.own is not None
+        return self.own
 
     @property
     def _public_text(self) -> PublicTexts | None:
@@ -123,9 +142,9 @@ class CausalLM(TextModel):
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
         part = self._part(config, stage, num_stages)
-        cut, whole = self._cut, int(config.hidden_size)
+        cut, whole = self.split, int(config.hidden_size)
         trains = self._trains_up_to(config, part.blocks.stop, stage)
-        draws = not self._freezes(stage) and _has_dropout(config)
+        draws = not self._freezes(stage) and any(getattr(config, name, 0) for name in DROPOUTS)
         return rows_boundary(
             (cut.rank if cut.is_low_rank and stage == 0 else None) or whole,
             max_length,
@@ -137,31 +156,30 @@ class CausalLM(TextModel):
         )
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        return self._built(stage, num_stages, context, measures=True)
+        return self._read(stage, num_stages, context, measures=True)
 
     def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
     ) -> Stage:
         """Beside LoRA the file holds the adapters only, so the rest is read from the base."""
         context = replace(context, max_length=int(architecture["max_length"]))
         if self.lora is not None:
-            return self._built(stage, num_stages, context, measures=False)
+            return self._read(stage, num_stages, context, measures=False)
         config = config_of(architecture["config"])
         part = self._part(config, stage, num_stages)
-        cut = make_cut(self._cut, stage, config, context.max_length, None)
-        return self._stage(network_of(config, part), part, context, cut)
+        return self._stage(network_of(config, part), part, stage, context, None)
 
     def join(
         self,
         tensors: dict[str, Tensor],
-        architecture: Mapping[str, Any],
+        architecture: Architecture,
         context: BuildContext,
         out: Path,
     ) -> list[Path]:
         """Write all stages' exported tensors into `out`: adapters as peft loads them, with the
         base in out/base if it is our own; or all weights as transformers loads them. Returns the
         folders that want the tokenizer, too. architecture: of any stage."""
-        if self._cut.is_low_rank:
+        if self.split.is_low_rank:
             raise ConfigError(
                 "model.split has put projections into this model that transformers and peft do "
                 "not know; try it with python -m xcloud generate"
@@ -169,10 +187,11 @@ class CausalLM(TextModel):
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])
         if self.lora is None:
-            network = network_of(config, Part(range(depth(config)), True, True))
-            if missing := set(network.state_dict()) - set(tensors):
+            network = network_of(config, Part(range(config.num_hidden_layers), True, True))
+            # Of a tied pair one will do.
+            if missing := {name for name, _ in network.named_parameters()} - set(tensors):
                 raise DataError(f"no part of the model holds {sorted(missing)[0]}")
-            network.load_state_dict(tensors)
+            network.load_state_dict(tensors, strict=False)
             network.config.use_cache = True
             write_checkpoint(network, out)
             return [out]
@@ -185,14 +204,14 @@ class CausalLM(TextModel):
         self.lora.adapter_config(config, str(base)).save_pretrained(out)
         return folders
 
-    def _built(
+    def _read(
         self, stage: int, num_stages: int, context: BuildContext, *, measures: bool
     ) -> Stage:
-        """measures: False leaves the projections of a split at zero, to be filled from a file."""
+        """From the checkpoint. measures: False leaves the projections of a split at zero, to be
+        filled from a file."""
         # Checked before anything is made.
         self._part(self._config(context.max_length), stage, num_stages)
-        name = self.checkpoint if self.own is None else str(self.own.folder(context))
-        assert name is not None
+        name = self.checkpoint or str(self._own.folder(context))
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
         config = read_config(name)
@@ -205,13 +224,10 @@ class CausalLM(TextModel):
         part = self._part(config, stage, num_stages)
         basis = None
         if measures:
-            block = partial(CausalBlock, name, config, self._cut.block)
-            hidden = int(config.hidden_size)
-            basis = basis_of(self._cut, stage, hidden, block, self._public_text, context)
-        cut = make_cut(self._cut, stage, config, context.max_length, basis)
-        handed = basis.handed_over(self._cut, stage) if basis is not None else ()
+            sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
+            basis = basis_of(self.split, stage, sizes, lower, self._public_text, context)
         network = laid_out(config, part)
-        built = self._stage(network, part, context, cut, handed)
+        built = self._stage(network, part, stage, context, basis)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
@@ -221,25 +237,24 @@ class CausalLM(TextModel):
         load_weights(network, name, end_block)
         return built.to(context.device)
 
+    def _lower(self, name: str) -> Stage:
+        """The blocks of a checkpoint up to the cut one and with it."""
+        config = read_config(name)
+        part = Part(range(self.split.block + 1), True, False)
+        network = laid_out(config, part)
+        load_weights(network, name)
+        about = {"lora": False, "config": json.loads(config.to_json_string())}
+        return CausalStage(network, part, self.vocabulary_chunk, about)
+
     def _stage(
-        self,
-        network: Any,
-        part: Part,
-        context: BuildContext,
-        cut: Cut | None,
-        handed_over: tuple[Tensor, ...] = (),
+        self, network: Any, part: Part, stage: int, context: BuildContext, basis: Basis | None
     ) -> CausalStage:
-        config = network.config
+        config, max_length = network.config, context.max_length
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
             head = getattr(network, HEAD)
             if part.is_first and part.is_last:
                 head.weight = nn.Parameter(head.weight.detach().clone())
-        about = {
-            "max_length": context.max_length,
-            "lora": self.lora is not None,
-            "config": json.loads(config.to_json_string()),
-        }
         if self.lora is not None:
             self.lora.add_to(network)
         elif self.embeddings == "freeze":
@@ -250,18 +265,25 @@ class CausalLM(TextModel):
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
-        frozen = part.is_first and self._freezes(0)
-        tied = self.embeddings == "tie" and part.is_first != part.is_last
-        chunk = self.vocabulary_chunk
-        return CausalStage(network, part, chunk, about, cut, handed_over, frozen, tied)
+        about = {
+            "max_length": max_length,
+            "lora": self.lora is not None,
+            "config": json.loads(config.to_json_string()),
+        }
+        return CausalStage(
+            network,
+            part,
+            self.vocabulary_chunk,
+            about,
+            make_cut(self.split, stage, config.hidden_size, max_length, basis),
+            self.split.handed_over(stage, basis),
+            frozen=self._freezes(stage),
+            is_tied=self.embeddings == "tie" and part.is_first != part.is_last,
+        )
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
-        if self.own is not None:
-            config = self.own.config(max_length)
-        else:
-            assert self.checkpoint is not None
-            config = read_config(self.checkpoint)
+        config = read_config(self.checkpoint) if self.checkpoint else self._own.config(max_length)
         positions = min(MAX_LENGTH, config.max_position_embeddings)
         if max_length > positions:
             raise ConfigError(
@@ -288,9 +310,17 @@ class CausalLM(TextModel):
                 "(model.embeddings=untie), keep it as it is (model.embeddings=freeze), or train "
                 "adapters (model.lora={r: 16})"
             )
-        check_fits(self._cut, config, num_stages)
-        num_blocks = depth(config)
-        ends = self._ends(num_blocks, num_stages)
+        if (layer := self.split.layer) is not None:
+            if layer >= config.num_hidden_layers:
+                last = config.num_hidden_layers - 1
+                raise ConfigError(f"model.split.layer must be 0..{last} or null, got {layer}")
+            if num_stages == 1:
+                raise ConfigError(
+                    "model.split cuts the model into two stages or more, and this cluster has "
+                    "one; cluster=local runs all stages in one process"
+                )
+            self.split.check_rank(int(config.hidden_size))
+        ends = self._ends(config.num_hidden_layers, num_stages)
         start = ends[stage - 1] if stage else 0
         return Part(range(start, ends[stage]), stage == 0, stage == num_stages - 1)
 
@@ -298,7 +328,7 @@ class CausalLM(TextModel):
         """The block after each stage's last."""
         counts = self.blocks_per_stage
         if counts is None:
-            first = 0 if self._cut.layer is None else self._cut.layer + 1
+            first = 0 if self.split.layer is None else self.split.layer + 1
             rest, spread = num_blocks - first, num_stages - bool(first)
             ends = [first + rest * (n + 1) // spread for n in range(spread)]
             return [first, *ends] if first else ends
@@ -310,7 +340,9 @@ class CausalLM(TextModel):
         return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
 
     def num_blocks(self, max_length: int) -> int:
-        return 0 if self._cut.layer is not None else depth(self._config(max_length))
+        if self.split.layer is not None:
+            return 0
+        return int(self._config(max_length).num_hidden_layers)
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
         config = self._config(max_length)
@@ -321,19 +353,14 @@ class CausalLM(TextModel):
 
     def _freezes(self, stage: int) -> bool:
         """Whether the stage is the bottom of a cut, and frozen: without dropout too."""
-        return stage == 0 and self._cut.freezes_bottom
+        return stage == 0 and self.split.freezes_bottom
 
     def _trains_up_to(self, config: Any, end: int, stage: int) -> bool:
         """Whether anything in front of block `end`, where this stage ends, is trained."""
         if self._freezes(stage):
             return False
-        if self._cut.layer is not None and self._cut.is_low_rank:  # the projections are
+        if self.split.layer is not None and self.split.is_low_rank:  # the projections are
             return True
         if self.lora is not None:
             return any(layer < end for layer in self.lora.layers_in(config))
         return self.embeddings != "freeze" or end > 0
-
-
-def _has_dropout(config: Any) -> bool:
-    """Whether blocks or embeddings of any type in KINDS drop something in training."""
-    return any(getattr(config, name, 0) for name in DROPOUTS)

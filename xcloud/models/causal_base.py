@@ -122,16 +122,13 @@ class OwnCausal:
             if self.pretraining.steps:
                 context.report(f"{self.describe()}: loss {loss:.3f} at the end")
 
-        return made_once(f"causal/{self._key(config, ids, texts)}", context, build)[0]
-
-    def _key(self, config: Any, ids: TokenIds, texts: Sequence[Sequence[int]]) -> str:
         described = {
             "code": CODE_VERSION,
             "settings": {k: v for k, v in asdict(self).items() if k != "text"},
             "positions": config.max_position_embeddings,
             "ids": asdict(ids),
         }
-        return key_of(described, bytes_of(texts))
+        return made_once(f"causal/{key_of(described, bytes_of(texts))}", context, build)[0]
 
 
 def _pretrain(
@@ -157,14 +154,13 @@ def _pretrain(
         return loss / batch[LABEL].numel()
 
     mean = math.nan
-
-    def score() -> str:
-        return f"loss {mean:.3f}"
-
     batches = map(_windows, repeat(flat), repeat(settings), repeat(draw))
     with torch.enable_grad():
         stage.train()
-        for _, loss in settings.descend(stage, batches, loss_of, report, score, unfinished):
+        descent = settings.descend(
+            stage, batches, loss_of, report, lambda: f"loss {mean:.3f}", unfinished
+        )
+        for _, loss in descent:
             now = float(loss)
             mean = now if math.isnan(mean) else 0.95 * mean + 0.05 * now
     return mean

@@ -10,7 +10,6 @@ those of the whole model.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +95,6 @@ def config_of(described: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(**described)
 
 
-def depth(config: Any) -> int:
-    return int(config.num_hidden_layers)
-
-
 def ties_embeddings(config: Any) -> bool:
     """Whether the head's matrix is that of the embeddings."""
     return bool(getattr(config, "tie_word_embeddings", False))
@@ -114,18 +109,6 @@ class Part:
     is_last: bool
 
 
-def skeleton(config: Any) -> Any:
-    """The whole model without memory, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    # Only eager attention knows the soft cap of Gemma 2's scores.
-    way = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-    with quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=way, dtype=torch.float32
-        )
-
-
 def network_of(config: Any, part: Part) -> Any:
     """The part of the model, with memory and with buffers, its weights not set yet."""
     network = laid_out(config, part)
@@ -135,11 +118,18 @@ def network_of(config: Any, part: Part) -> Any:
 
 
 def laid_out(config: Any, part: Part) -> Any:
-    """The part of the model, without memory."""
-    network = skeleton(config)
+    """The part of the model, in float32 and without memory."""
+    from transformers import AutoModelForCausalLM
+
+    # Only eager attention knows the soft cap of Gemma 2's scores.
+    way = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    with quiet(), torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=way, dtype=torch.float32
+        )
     kind, base = KINDS[config.model_type], network.base_model
     blocks = getattr(base, kind.blocks)
-    for number in range(depth(config)):
+    for number in range(config.num_hidden_layers):
         if number not in part.blocks:
             blocks[number] = Elsewhere()
     if not part.is_first:
@@ -177,37 +167,24 @@ def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
         yield f"{kind.base}.{kind.blocks}.{number}", block
 
 
-def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of what this part holds: embeddings, single blocks, norm, head."""
-    kind, base = KINDS[network.config.model_type], network.base_model
-    for name in (kind.embeddings, *kind.first, kind.norm):
-        yield f"{kind.base}.{name}", getattr(base, name)
-    yield from blocks_of(network)
-    yield HEAD, getattr(network, HEAD)
-
-
 def linear_names(config: Any) -> list[str]:
     """Last names of the matrices in a block, which LoRA may adapt."""
     from transformers.pytorch_utils import Conv1D
 
-    network = skeleton(config)
-    block = getattr(network.base_model, KINDS[config.model_type].blocks)[0]
+    _, block = next(blocks_of(laid_out(config, Part(range(1), False, False))))
     linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
     return sorted({name.rsplit(".", 1)[-1] for name in linears})
-
-
-def block_number(config: Any, name: str) -> int | None:
-    """Of a parameter's name, the block that it lies in."""
-    kind = KINDS[config.model_type]
-    number = re.search(rf"{kind.base}\.{kind.blocks}\.(\d+)\.", name)
-    return int(number[1]) if number else None
 
 
 def draw_weights(network: Any, seed: int) -> None:
     """Start weights as the model type draws them, one stream for each block, so that the layout
     does not change them."""
+    kind, base = KINDS[network.config.model_type], network.base_model
+    ends = (kind.embeddings, *kind.first, kind.norm)
+    held = {f"{kind.base}.{name}": getattr(base, name) for name in ends}
+    held |= {**dict(blocks_of(network)), HEAD: getattr(network, HEAD)}
     with torch.no_grad():
-        for name, module in held(network):
+        for name, module in held.items():
             with seeded(seed, "causal", name):
                 for inner in module.modules():
                     network._init_weights(inner)
@@ -276,32 +253,28 @@ def write_checkpoint(network: Any, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def _file_of(name_or_path: str, file_name: str) -> Path:
-    from transformers.utils.hub import cached_file
-
-    return Path(
-        fetch(name_or_path, lambda name, **where: str(cached_file(name, file_name, **where)))
-    )
-
-
 class WeightFiles:
     """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub. A shard is
     looked for when something in it is asked for, so others' shards are not fetched."""
 
     def __init__(self, name_or_path: str) -> None:
         self._name = name_or_path
-        self._shards: dict[str, str] = {}
         try:
-            index = _file_of(name_or_path, "model.safetensors.index.json")
-            self._shards = json.loads(index.read_text())["weight_map"]
+            index = self._file("model.safetensors.index.json")
+            self._shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except DataError:  # one file then
-            with safe_open(_file_of(name_or_path, "model.safetensors"), "pt") as file:
+            with safe_open(self._file("model.safetensors"), "pt") as file:
                 self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _file(self, name: str) -> Path:
+        from transformers.utils.hub import cached_file
+
+        return Path(fetch(self._name, lambda at, **where: str(cached_file(at, name, **where))))
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards
 
     def tensor(self, name: str) -> Tensor:
-        with safe_open(_file_of(self._name, self._shards[name]), "pt") as file:
+        with safe_open(self._file(self._shards[name]), "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor

@@ -5,34 +5,34 @@ Batch fields, int64 [B, S]: "text" token ids, NO_TOKEN after them; "types" which
 documents a token belongs to, from 0; "label" the token to be guessed at each place, NO_LABEL where
 none is.
 Shapes: B samples, S positions, R rows (tokens that are not padding), H features,
-V token ids.
+V token ids, C of them in a piece of the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, Message, StageOutput
-from xcloud.models.attention import Packing
-from xcloud.models.causal_network import (
-    HEAD,
-    KINDS,
-    Part,
-    ties_embeddings,
+from xcloud.contracts.model import (
+    NO_LABEL,
+    NO_TOKEN,
+    Architecture,
+    Batch,
+    Message,
+    Stage,
+    StageOutput,
 )
-from xcloud.models.chunked_loss import chunked_cross_entropy
+from xcloud.models.attention import Packing
+from xcloud.models.causal_network import HEAD, KINDS, Part, ties_embeddings
 from xcloud.models.lora import adapter_tensors
-from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop
-from xcloud.models.stages import LABEL, TEXT, TYPES, DescribedStage
+from xcloud.models.split_point import ProjectionBottom, ProjectionTop
+from xcloud.models.stages import LABEL, TEXT, TYPES
 
-Cut = ProjectionBottom | ProjectionTop
 Masks = Tensor | None | dict[str, Tensor | None]
 
 
@@ -126,20 +126,7 @@ def run(
     return rows
 
 
-@dataclass(frozen=True)
-class _At:
-    """Rows' places in their documents, for anchors."""
-
-    positions: Tensor
-
-
-def through(cut: Cut, rows: Tensor, places_R: Tensor) -> Tensor:
-    """[R, H] -> [R, K] before the boundary, the other way after it."""
-    at = _At(places_R)
-    return cut.reduce(rows, at) if isinstance(cut, ProjectionBottom) else cut(rows, at)
-
-
-class CausalStage(DescribedStage):
+class CausalStage(Stage):
     """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
 
     cut: what reduces rows on their way out, or restores them on their way in. handed_over: see
@@ -152,8 +139,8 @@ class CausalStage(DescribedStage):
         network: nn.Module,
         part: Part,
         chunk: int,
-        architecture: Mapping[str, Any],
-        cut: Cut | None = None,
+        architecture: Architecture,
+        cut: nn.Module | None = None,
         handed_over: tuple[Tensor, ...] = (),
         frozen: bool = False,
         is_tied: bool = False,
@@ -173,9 +160,8 @@ class CausalStage(DescribedStage):
         return cast(nn.Parameter, tied.weight)
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        decode, anchor = tensors
         assert isinstance(self.cut, ProjectionTop)
-        self.cut.start(decode, anchor)
+        self.cut.start(*tensors)
 
     def exported(self) -> dict[str, Tensor]:
         """What training changes, under the names of peft or transformers: adapters, or all."""
@@ -196,17 +182,21 @@ class CausalStage(DescribedStage):
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
 
-    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        packing, places_R, rows = self._rows(received, batch)
+    def forward(
+        self, received: Message | None, batch: Batch, past: Past | None = None
+    ) -> StageOutput:
+        """past: of the tokens before those of the batch, which are added to it; None: the batch
+        has all."""
+        packing, rows = self._rows(received, batch, past)
         if not self._part.is_last:
-            return StageOutput(_message(packing, places_R, rows))
+            return StageOutput(_message(packing, rows))
         losses, _ = self._losses(rows, packing, batch)
         return StageOutput(loss=losses.sum())
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """[millionths of a nat, tokens guessed] of each sample."""
-        packing, _, rows = self._rows(received, batch)
+        packing, rows = self._rows(received, batch)
         losses, owners = self._losses(rows, packing, batch)
         nats_B = torch.zeros(packing.num_samples, dtype=torch.float64, device=losses.device)
         nats_B.index_add_(0, owners, losses.double())
@@ -217,17 +207,11 @@ class CausalStage(DescribedStage):
         ]
 
     @torch.no_grad()
-    def hand_on(self, received: Message | None, batch: Batch, past: Past | None) -> Message:
-        """What the next stage needs to write on. past: of the tokens before those of the batch,
-        which are added to it; None: the batch has all."""
-        return _message(*self._rows(received, batch, past))
-
-    @torch.no_grad()
     def next_words(
         self, received: Message | None, batch: Batch, past: Past | None = None
     ) -> Tensor:
         """Logits [B, V] of what follows each sample."""
-        packing, _, rows = self._rows(received, batch, past)
+        packing, rows = self._rows(received, batch, past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
         logits = self._head(last_BH)
         softcap = self._softcap
@@ -235,27 +219,27 @@ class CausalStage(DescribedStage):
 
     def _rows(
         self, received: Message | None, batch: Batch, past: Past | None = None
-    ) -> tuple[Packing, Tensor, Tensor]:
-        """Where tokens are, their positions [R] in their documents, and this part's rows."""
+    ) -> tuple[Packing, Tensor]:
+        """Where tokens stand in their documents, and this part's rows."""
+        ids_BS = rows_BSH = None
         if received is None:
-            packing = Packing.of(batch[TEXT], NO_TOKEN)
-            places_R = packing.pack(packed_places(batch[TYPES]))
+            there_BS = batch[TEXT] != NO_TOKEN
+            places_R = packed_places(batch[TYPES])[there_BS]
             if past is not None:
                 places_R = places_R + past.length
-            ids_BS = packing.unpack(packing.pack(batch[TEXT]))
-            rows = run(self.network, packing.unpack(places_R), ids_BS, None, past)
+            packing = Packing(there_BS.sum(1), places_R)
+            ids_BS = packing.unpack(batch[TEXT][there_BS])
         else:
-            packing = Packing(received["counts"])
-            places_R = received["places"].long()
+            packing = Packing(received["counts"], received["places"].long())
             hidden = received["hidden"]
             if isinstance(self.cut, ProjectionTop):
-                hidden = through(self.cut, hidden, places_R)
-            places_BS, hidden_BSH = packing.unpack(places_R), packing.unpack(hidden)
-            rows = run(self.network, places_BS, None, hidden_BSH, past)
-        rows = packing.pack(rows)
+                hidden = self.cut(hidden, packing)
+            rows_BSH = packing.unpack(hidden)
+        places_BS = packing.unpack(packing.positions)
+        rows = packing.pack(run(self.network, places_BS, ids_BS, rows_BSH, past))
         if isinstance(self.cut, ProjectionBottom):
-            rows = through(self.cut, rows, places_R)
-        return packing, places_R, rows
+            rows = self.cut(rows, packing)
+        return packing, rows
 
     def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
         """Nats of each guessed token, and the sample that it belongs to. Other rows never reach
@@ -279,9 +263,98 @@ class CausalStage(DescribedStage):
         return cap
 
 
-def _message(packing: Packing, places_R: Tensor, rows: Tensor) -> Message:
+def _message(packing: Packing, rows: Tensor) -> Message:
     return {
         "counts": packing.counts.to(torch.int16),
-        "places": places_R.to(torch.int16),
+        "places": packing.positions.to(torch.int16),
         "hidden": rows.float(),
     }
+
+
+def chunked_cross_entropy(
+    rows_RH: Tensor,
+    words_VH: Tensor,
+    labels_R: Tensor,
+    chunk: int,
+    softcap: float | None = None,
+) -> Tensor:
+    """float32 [R]: -log softmax(rows @ words')[label] of each row, in nats, words being [V, H].
+
+    Only [R, C] logits exist at any time, C = `chunk`: the forward keeps the running maximum and
+    sum of a row, the backward computes each piece again from rows and words.
+    softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
+    Under autocast the products are in its dtype; sums are float32.
+    """
+    device = rows_RH.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows_RH, words_VH = rows_RH.to(dtype), words_VH.to(dtype)
+    losses: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        rows_RH, words_VH, labels_R, chunk, softcap
+    )
+    return losses
+
+
+def _pieces(num_words: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, num_words, chunk))
+
+
+def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
+    """float32 [R, C]."""
+    logits_RC = (rows_RH @ words_CH.T).float()
+    return logits_RC if softcap is None else softcap * torch.tanh(logits_RC / softcap)
+
+
+def _places(labels_R: Tensor, piece: slice, num: int) -> tuple[Tensor, Tensor]:
+    """Rows whose label lies in this piece of `num` words, and its place there."""
+    inside = labels_R - piece.start
+    rows = ((inside >= 0) & (inside < num)).nonzero()[:, 0]
+    return rows, inside[rows]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RH: Tensor,
+        words_VH: Tensor,
+        labels_R: Tensor,
+        chunk: int,
+        softcap: float | None,
+    ) -> Tensor:
+        most_R = torch.full(labels_R.shape, -torch.inf, device=rows_RH.device)
+        total_R, right_R = torch.zeros_like(most_R), torch.zeros_like(most_R)
+        for piece in _pieces(len(words_VH), chunk):
+            logits_RC = _logits(rows_RH, words_VH[piece], softcap)
+            rows, places = _places(labels_R, piece, logits_RC.shape[1])
+            right_R[rows] = logits_RC[rows, places]
+            larger_R = torch.maximum(most_R, logits_RC.amax(1))
+            total_R = total_R * (most_R - larger_R).exp()
+            total_R += logits_RC.sub_(larger_R[:, None]).exp_().sum(1)
+            most_R = larger_R
+        norm_R = most_R + total_R.log()
+        ctx.save_for_backward(rows_RH, words_VH, labels_R, norm_R)
+        ctx.chunk, ctx.softcap = chunk, softcap
+        return norm_R - right_R
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RH, words_VH, labels_R, norm_R = ctx.saved_tensors
+        wants_rows, wants_words = ctx.needs_input_grad[:2]
+        # Summed over the pieces, so in float32 whatever the dtype of the products.
+        to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
+        to_words = torch.zeros_like(words_VH) if wants_words else None
+        for piece in _pieces(len(words_VH), ctx.chunk):
+            logits_RC = _logits(rows_RH, words_VH[piece], ctx.softcap)
+            slope_RC = (logits_RC - norm_R[:, None]).exp_()
+            rows, places = _places(labels_R, piece, logits_RC.shape[1])
+            slope_RC[rows, places] -= 1
+            slope_RC *= gradients[0][:, None]
+            if ctx.softcap is not None:
+                slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
+            slope_RC = slope_RC.to(rows_RH.dtype)
+            if to_rows is not None:
+                to_rows += slope_RC @ words_VH[piece]
+            if to_words is not None:
+                to_words[piece] = slope_RC.T @ rows_RH
+        return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None

@@ -30,6 +30,19 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+CONFIG_NAMES = {  # ours: theirs
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "activation": "hidden_act",
+    "layer_norm_eps": "layer_norm_eps",
+    "type_vocab_size": "type_vocab_size",
+}
 EMBEDDING_NAMES = {
     "embeddings.words.weight": "embeddings.word_embeddings.weight",
     "embeddings.positions.weight": "embeddings.position_embeddings.weight",
@@ -65,7 +78,6 @@ class Checkpoint:
     """A checkpoint's config.json in our terms."""
 
     config: EncoderConfig
-    model_type: str
     pad: int | None
     position_offset: int
 
@@ -90,20 +102,10 @@ def read_config(name_or_path: str) -> Checkpoint:
     if raw.get("position_embedding_type", "absolute") != "absolute":
         raise _refusal(name_or_path, f"has {raw['position_embedding_type']!r} positions")
     offset = given.pad_token_id + 1 if model_type in OFFSET_TYPES else 0
-    config = EncoderConfig(
-        vocab_size=given.vocab_size,
-        hidden=given.hidden_size,
-        num_layers=given.num_hidden_layers,
-        num_heads=given.num_attention_heads,
-        feed_forward=given.intermediate_size,
-        max_positions=given.max_position_embeddings - offset,
-        dropout=given.hidden_dropout_prob,
-        attention_dropout=given.attention_probs_dropout_prob,
-        activation=ACTIVATION_NAMES[given.hidden_act],
-        layer_norm_eps=given.layer_norm_eps,
-        type_vocab_size=given.type_vocab_size,
-    )
-    return Checkpoint(config, model_type, given.pad_token_id, offset)
+    values = {ours: getattr(given, theirs) for ours, theirs in CONFIG_NAMES.items()}
+    values["activation"] = ACTIVATION_NAMES[given.hidden_act]
+    values["max_positions"] -= offset
+    return Checkpoint(EncoderConfig(**values), given.pad_token_id, offset)
 
 
 def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
@@ -178,7 +180,8 @@ def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
     """Write a whole Encoder as a transformers BertForMaskedLM: config.json and
     model.safetensors, no tokenizer.
     """
-    _write(encoder, folder, "bert", "BertForMaskedLM", pad, HEAD_NAMES[0])
+    about = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "pad_token_id": pad}
+    _export(encoder, folder, about, HEAD_NAMES[0], {})
 
 
 def export_electra(
@@ -187,58 +190,34 @@ def export_electra(
     """Write an Encoder and its replaced-token head as a transformers ElectraForPreTraining:
     config.json and model.safetensors, no tokenizer.
     """
-    head = {
-        f"discriminator_predictions.{name}.{kind}": tensor
-        for name, layer in (("dense", dense), ("dense_prediction", score))
-        for kind, tensor in layer.state_dict().items()
-    }
-    _write(encoder, folder, "electra", "ElectraForPreTraining", pad, None, head)
+    about: dict[str, Any] = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
+    about |= {"pad_token_id": pad, "embedding_size": encoder.config.hidden}
+    prefix = "discriminator_predictions.dense"
+    head = dense.state_dict(prefix=f"{prefix}.") | score.state_dict(prefix=f"{prefix}_prediction.")
+    _export(encoder, folder, about, None, head)
 
 
-def _write(
+def _export(
     encoder: Encoder,
     folder: Path,
-    kind: str,
-    architecture: str,
-    pad: int,
-    head: Sequence[str] | None,
-    more: Mapping[str, Tensor] | None = None,
+    about: Mapping[str, Any],
+    head_names: Sequence[str] | None,
+    head: Mapping[str, Tensor],
 ) -> None:
-    config, weights, theirs = encoder.config, encoder.state_dict(), dict(more or {})
-    for ours, names in _names(config.num_layers, head).items():
+    """about: of the config, beside sizes. head_names: of the encoder's own head, if it goes with
+    it. head: another one, named as theirs."""
+    weights, theirs, config = encoder.state_dict(), dict(head), encoder.config
+    for ours, names in _names(config.num_layers, head_names).items():
+        inside = "" if ours.startswith("head.") else f"{about['model_type']}."
         parts = weights[ours].chunk(len(names))
-        inside = "" if ours.startswith("head.") else f"{kind}."
         theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
-    described = _their_config(config, kind, architecture, pad)
-    if kind == "electra":
-        described["embedding_size"] = config.hidden
+    activation = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
+    described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
+    described |= {"hidden_act": activation[config.activation], "dtype": "float32", **about}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _their_config(
-    config: EncoderConfig, model_type: str, architecture: str, pad: int
-) -> dict[str, object]:
-    activation = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.feed_forward,
-        "max_position_embeddings": config.max_positions,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-        "hidden_act": activation[config.activation],
-        "layer_norm_eps": config.layer_norm_eps,
-        "type_vocab_size": config.type_vocab_size,
-        "pad_token_id": pad,
-        "dtype": "float32",
-    }
 
 
 def raw_config(name_or_path: str) -> dict[str, Any]:

@@ -32,18 +32,15 @@ class StepDecoder(Protocol):
 
 @settings("decoding")
 class Limits:
-    """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens, or
-    max_length; otherwise a half-trained network rambles on to the maximum length.
+    """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens. Else a
+    half-trained network rambles on to the task's maximum length.
     """
 
-    max_length: Positive | None = None  # None: the task's
     length_ratio: NotBelow0 = 2.0
     length_extra: Positive = 10
 
     def limits(self, source_counts: Tensor, longest: int) -> Tensor:
         """Maximum output tokens per sentence, eos included, int64 [B]; at most `longest`."""
-        if self.max_length is not None:
-            longest = min(longest, self.max_length)
         wanted = (source_counts * self.length_ratio).long() + self.length_extra
         return wanted.clamp(max=longest)
 

@@ -1,8 +1,7 @@
 """A BERT-type network in parts: embeddings, single layers, masked-language head.
 Checkpoints are loaded in backbone.py, pretraining is in pretraining.py.
 
-Shapes: B samples, S positions, R rows (tokens that are not padding), H features, V token ids,
-N rows of a decoding step.
+Shapes: B samples, S positions, R rows (tokens that are not padding), H features, V token ids.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.models.attention import GrowingCache, Packing, SelfAttention
+from xcloud.models.attention import Cache, Packing, SelfAttention
 
 Activation = Literal["gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -78,24 +77,14 @@ class Embeddings(nn.Module):
 
     def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
         """[R] -> [R, H]. types_R: None means all 0."""
-        if packing.longest > self.positions.num_embeddings:
-            raise ValueError(
-                f"got a text of {packing.longest} tokens; this network supports at most "
-                f"{self.positions.num_embeddings}. Lower the task's max_length."
-            )
-        return self._sum(ids_R, self.positions(packing.positions), types_R)
-
-    def step(self, ids_N: Tensor, position: int) -> Tensor:
-        """[N] -> [N, H], all at the same position."""
-        return self._sum(ids_N, self.positions.weight[position], None)
-
-    def _sum(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        of_type = self.types.weight[0] if types is None else self.types(types)
-        words = self.words(ids)
+        packing.check(self.positions.num_embeddings)
+        of_type = self.types.weight[0] if types_R is None else self.types(types_R)
+        words = self.words(ids_R)
         if self.word_adapter is not None:
-            words = words + self.word_adapter(ids)
-        total: Tensor = self.dropout(self.norm(words + of_type + positions))
-        return total
+            words = words + self.word_adapter(ids_R)
+        positions = self.positions(packing.positions)
+        rows: Tensor = self.dropout(self.norm(words + of_type + positions))
+        return rows
 
 
 class EncoderLayer(nn.Module):
@@ -114,16 +103,15 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, rows_RH: Tensor, packing: Packing, causal: bool = False) -> Tensor:
-        return self.feed(self.attend(rows_RH, packing, causal))
+    def forward(
+        self, rows_RH: Tensor, packing: Packing, causal: bool = False, past: Cache | None = None
+    ) -> Tensor:
+        return self.feed(self.attend(rows_RH, packing, causal, past))
 
-    def step(self, rows_NH: Tensor, cache: GrowingCache) -> Tensor:
-        """The layer for one new token of each hypothesis."""
-        attended = self.attention.step(rows_NH, cache)
-        return self.feed(self.attention_norm(rows_NH + self.dropout(attended)))
-
-    def attend(self, rows_RH: Tensor, packing: Packing, causal: bool = False) -> Tensor:
-        attended = self.attention(rows_RH, packing, causal)
+    def attend(
+        self, rows_RH: Tensor, packing: Packing, causal: bool = False, past: Cache | None = None
+    ) -> Tensor:
+        attended = self.attention(rows_RH, packing, causal, past)
         rows: Tensor = self.attention_norm(rows_RH + self.dropout(attended))
         return rows
 

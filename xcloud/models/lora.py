@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, between, check, settings
-from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
+from xcloud.models.causal_network import KINDS, blocks_of, linear_names
 from xcloud.models.stages import seeded
 
 NAME = "default"  # what peft calls the only adapter of a network
@@ -35,9 +35,6 @@ class Lora:
     targets: Annotated[Sequence[str], Field(min_length=1)] | None = None
     layers: Annotated[Sequence[int], Field(min_length=1)] | None = None
 
-    def describe(self) -> str:
-        return f"LoRA r={self.r}"
-
     def check(self, config: Any) -> None:
         """Raise ConfigError for a matrix or a block that the model has not."""
         matrices = linear_names(config)
@@ -47,7 +44,7 @@ class Lora:
                 f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
             )
         for layer in self.layers or ():
-            check("model.lora.layers", layer, between(0, depth(config) - 1))
+            check("model.lora.layers", layer, between(0, config.num_hidden_layers - 1))
 
     def targets_in(self, config: Any) -> list[str]:
         if self.targets is not None:
@@ -62,7 +59,7 @@ class Lora:
         return sorted(usual[config.model_type])
 
     def layers_in(self, config: Any) -> frozenset[int]:
-        return frozenset(range(depth(config)) if self.layers is None else self.layers)
+        return frozenset(range(config.num_hidden_layers) if self.layers is None else self.layers)
 
     def add_to(self, network: Any) -> None:
         """Freeze the network and put trained adapters beside its targets, in place; `draw` starts
@@ -70,12 +67,13 @@ class Lora:
         from peft import inject_adapter_in_model
 
         config = network.config
-        targets = set(self.targets_in(config))
+        layers, targets = self.layers_in(config), self.targets_in(config)
         names = [
             name
-            for name, _ in network.named_modules()
+            for number, (prefix, block) in enumerate(blocks_of(network))
+            if number in layers
+            for name, _ in block.named_modules(prefix=prefix)
             if name.rsplit(".", 1)[-1] in targets
-            and block_number(config, f"{name}.") in self.layers_in(config)
         ]
         network.requires_grad_(False)
         if not names:  # a stage without adapted blocks
@@ -95,13 +93,11 @@ class Lora:
 
     def adapter_config(self, config: Any, base: str) -> Any:
         """What peft writes beside the adapter's tensors. base: folder or hub id of the model."""
-        kind = KINDS[config.model_type]
         settings = self._settings(config, self.targets_in(config))
         if self.layers is not None:
             settings.layers_to_transform = sorted(self.layers)
-            settings.layers_pattern = kind.blocks
-        settings.base_model_name_or_path = base
-        settings.inference_mode = True
+            settings.layers_pattern = KINDS[config.model_type].blocks
+        settings.base_model_name_or_path, settings.inference_mode = base, True
         return settings
 
     def _settings(self, config: Any, targets: Sequence[str]) -> Any:

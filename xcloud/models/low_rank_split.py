@@ -1,5 +1,5 @@
 """A BERT-type encoder fine-tuned for an understanding task, cut so that few features cross.
-Settings of the cut: split_point.py; its parts: low_rank_cut.py; its stages: low_rank_stages.py.
+The cut, and what stands at it: split_point.py; the heads: text_heads.py.
 
 2 stages:  embeddings, lower blocks, V | S, U, upper blocks, head
 3 stages:  embeddings, lower blocks, V | S, U, upper blocks | head     ("U-shape": with the first
@@ -15,31 +15,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Head, Stage
-from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
-from xcloud.models.calibration import EncoderBlock, basis_of
-from xcloud.models.encoder import Encoder, EncoderConfig
-from xcloud.models.low_rank_cut import Basis, make_bottom, make_top
-from xcloud.models.low_rank_stages import (
-    BottomStage,
-    HeadPart,
-    Pooling,
-    TopPart,
-    UpperStage,
-    make_head,
-    way_to_head,
+from xcloud.contracts.model import (
+    NO_TOKEN,
+    Architecture,
+    Batch,
+    Boundary,
+    BoundaryField,
+    BuildContext,
+    Head,
+    Message,
+    Stage,
+    StageOutput,
 )
+from xcloud.models.attention import Packing
+from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
+from xcloud.models.calibration import basis_of
+from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Split
-from xcloud.models.stages import TEXT, TextModel, rows_boundary, seeded
+from xcloud.models.split_point import Basis, ProjectionTop, Split, make_cut
+from xcloud.models.stages import LABEL, TEXT, RowsStage, TextModel, rows_boundary, seeded
+from xcloud.models.text_heads import Pooling, SampleHead, SpanHead, TextHead, pool, way_to_head
 
 Dropout = Annotated[float, Field(ge=0.0, le=0.99)]
 
@@ -87,7 +91,6 @@ class LowRankSplit(TextModel):
         return super().fields(stage, num_stages)
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        check_stage(stage, num_stages)
         return frozenset({"head"}) if stage == 2 else super().parts(stage, num_stages)
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
@@ -124,19 +127,16 @@ class LowRankSplit(TextModel):
             self.split.check_rank(width)
             return self._head_alone(width, context, pooler).to(context.device)
         weights = self.backbone.weights(TEXT, context)
-        self._check_network(weights.config.num_layers, weights.config.hidden)
-        basis = None
-        if self.split.method != "svd":
-            block = EncoderBlock(weights, self.split.block)
-            hidden, public = weights.config.hidden, self.public_text
-            basis = basis_of(self.split, stage, hidden, lambda: block, public, context)
+        config = weights.config
+        self._check_network(config.num_layers, config.hidden)
+        sizes, lower = (config.vocab_size, config.hidden), partial(self.lower, weights)
+        basis = basis_of(self.split, stage, sizes, lower, self.public_text, context)
         built = self._stage(stage, num_stages, weights, basis, context, pooler)
         return built.to(context.device)
 
     def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
     ) -> Stage:
-        check_stage(stage, num_stages)
         head = Head(**architecture["head"]) if architecture["head"] is not None else None
         context = replace(context, head=head)
         if stage == 2:
@@ -162,24 +162,52 @@ class LowRankSplit(TextModel):
         context: BuildContext,
         pooler: Mapping[str, Tensor] | None,
     ) -> Stage:
-        is_last = stage == num_stages - 1
+        is_last, split = stage == num_stages - 1, self.split
+        config, max_length = weights.config, context.max_length
         about = {
-            "backbone": asdict(weights.config),
-            "max_length": context.max_length,
+            "backbone": asdict(config),
+            "max_length": max_length,
             "head": asdict(context.head) if context.head is not None and is_last else None,
         }
+        at = split.block
+        numbers = range(at, config.num_layers) if stage else range(at + 1)
+        encoder = self._part(weights, numbers, embeddings=stage == 0)
+        cut = make_cut(split, stage, config.hidden, max_length, basis, encoder.layer(at))
+        end = [] if cut is None else [("cut", cut)]
+        whole = numbers[1:] if stage else numbers[:-1] if split.is_inside else numbers
+        blocks: list[tuple[str, nn.Module]] = [(str(i), encoder.layer(i)) for i in whole]
         if stage == 0:
-            return self._bottom(weights, basis, context, about)
-        top = self._top(weights, basis, context)
-        head = self._head(weights.config.hidden, context, pooler) if is_last else None
-        return UpperStage(top, head, about)
+            # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
+            has_types, pad = config.type_vocab_size > 1, context.vocabularies[TEXT].pad
+            handed, frozen = split.handed_over(stage, basis), split.freezes_bottom
+            layers = dict(blocks + end)
+            return RowsStage(
+                about, encoder.embeddings, layers, TEXT, pad, has_types, handed, frozen
+            )
+        pooling = self.pooling if self.output == "sample" else None
+        way, widen = way_to_head(config.hidden, split.kept_head_rank, context.seed)
+        answer = None
+        if is_last:
+            way, answer = nn.Sequential(way, widen), self._answer(config.hidden, context, pooler)
+        return UpperStage(about, dict(end + blocks), pooling, way, answer)
+
+    def lower(self, weights: Weights) -> Stage:
+        """All up to the cut block and with it, for texts that end with NO_TOKEN."""
+        numbers = range(self.split.block + 1)
+        encoder = self._part(weights, numbers, embeddings=True)
+        layers = {str(i): encoder.layer(i) for i in numbers}
+        about = {"backbone": asdict(weights.config)}
+        has_types = weights.config.type_vocab_size > 1
+        return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
 
     def _head_alone(
         self, hidden: int, context: BuildContext, pooler: Mapping[str, Tensor] | None
     ) -> Stage:
-        part = self._head(hidden, context, pooler)
+        answer = self._answer(hidden, context, pooler)
         assert context.head is not None
-        return UpperStage(None, part, {"hidden": hidden, "head": asdict(context.head)})
+        about = {"hidden": hidden, "head": asdict(context.head)}
+        way = way_to_head(hidden, self.split.kept_head_rank, context.seed)[1]
+        return UpperStage(about, {}, None, way, answer)
 
     def _part(self, weights: Weights, blocks: range, *, embeddings: bool) -> Encoder:
         dropout = 0.0 if embeddings and self.split.freezes_bottom else self.dropout
@@ -191,41 +219,10 @@ class LowRankSplit(TextModel):
             encoder.load_part(weights.tensors)
         return encoder
 
-    def _bottom(
-        self,
-        weights: Weights,
-        basis: Basis | None,
-        context: BuildContext,
-        about: Mapping[str, Any],
-    ) -> Stage:
-        at = self.split.block
-        encoder = self._part(weights, range(at + 1), embeddings=True)
-        assert encoder.embeddings is not None
-        return BottomStage(
-            encoder.embeddings,
-            {str(i): encoder.layer(i) for i in range(at)},
-            make_bottom(self.split, encoder.layer(at), context.max_length, basis),
-            context.vocabularies[TEXT].pad,
-            self.split.freezes_bottom,
-            about,
-            basis.handed_over(self.split, 0) if basis is not None else (),
-        )
-
-    def _top(self, weights: Weights, basis: Basis | None, context: BuildContext) -> TopPart:
-        at, num_layers = self.split.block, weights.config.num_layers
-        encoder = self._part(weights, range(at, num_layers), embeddings=False)
-        hidden, rank = weights.config.hidden, self.split.kept_head_rank
-        return TopPart(
-            make_top(self.split, encoder.layer(at), context.max_length, basis),
-            {str(i): encoder.layer(i) for i in range(at + 1, num_layers)},
-            self.pooling if self.output == "sample" else None,
-            way_to_head(hidden, rank, context.seed)[0],
-        )
-
-    def _head(
+    def _answer(
         self, hidden: int, context: BuildContext, pooler: Mapping[str, Tensor] | None
-    ) -> HeadPart:
-        head, seed, rank = context.head, context.seed, self.split.kept_head_rank
+    ) -> TextHead:
+        head = context.head
         if head is None:
             raise ConfigError(
                 "LowRankSplit needs an understanding task, and this is none: choose task=glue, "
@@ -236,10 +233,9 @@ class LowRankSplit(TextModel):
             raise ConfigError(
                 f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
-        return HeadPart(
-            way_to_head(hidden, rank, seed)[1],
-            make_head(hidden, head, self.dropout, self.max_answer_tokens, seed, pooler),
-        )
+        if head.kind == "span":
+            return SpanHead(hidden, self.max_answer_tokens, context.seed)
+        return SampleHead(hidden, head, self.dropout, context.seed, pooler)
 
 
 def check_stage(stage: int, num_stages: int) -> None:
@@ -250,3 +246,58 @@ def check_stage(stage: int, num_stages: int) -> None:
             f"{num_stages}; see conf/cluster/two_clouds.yaml and u_shape.yaml"
         )
     assert 0 <= stage < num_stages
+
+
+class UpperStage(Stage):
+    """What stands after the boundary, upper blocks, pooling, the way to the head and the head. A
+    separate head has the last two only, and the stage before it all but the head.
+
+    layers: modules of (rows, packing) -> rows. pooling: None keeps all rows. way: see way_to_head.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Mapping[str, nn.Module],
+        pooling: Pooling | None,
+        way: nn.Module,
+        answer: TextHead | None,
+    ) -> None:
+        super().__init__(architecture)
+        self.layers = nn.ModuleDict(layers)
+        self._pooling = pooling
+        self.way = way
+        self.answer = answer
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        cut = self.layers["cut"]
+        assert isinstance(cut, ProjectionTop)
+        cut.start(*tensors)
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        rows, packing = self._rows(received)
+        if self.answer is not None:
+            return StageOutput(loss=self.answer.loss(self.answer(rows), batch[LABEL], packing))
+        if self._pooling is not None:
+            return StageOutput({"pooled": rows.float()})
+        assert packing is not None
+        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+
+    @torch.no_grad()
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        assert self.answer is not None
+        rows, packing = self._rows(received)
+        return self.answer.predict(self.answer(rows), batch[LABEL], packing)
+
+    def _rows(self, received: Message | None) -> tuple[Tensor, Packing | None]:
+        """[B, H], or [R, H] without pooling, with the packing if it is known here."""
+        assert received is not None
+        if "counts" not in received:
+            rows: Tensor = self.way(received["pooled"])
+            return rows, None
+        packing, rows = Packing(received["counts"]), received["hidden"]
+        for layer in self.layers.values():
+            rows = layer(rows, packing)
+        if self._pooling is not None:
+            rows = pool(rows, packing, self._pooling)
+        return self.way(rows), packing

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, settings
+from xcloud.base.units import human_duration
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.hub import make_once
@@ -165,8 +166,7 @@ class _Progress:
             self._began_at_s = now_s
         elif now_s >= self._report_at_s:
             step_s = (now_s - self._began_at_s) / (step - self._first - 1)
-            left_s = step_s * (self._steps - step)
-            left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
+            left = human_duration(step_s * (self._steps - step))
             self._report(f"step {step}/{self._steps}, about {left} left, {self._score()}")
             self._report_at_s = now_s + REPORT_EVERY_S
 

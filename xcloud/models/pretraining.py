@@ -120,7 +120,11 @@ def pretrain(
     def score() -> HeldOutScore:
         return evaluate(encoder, held_out, ids, settings)
 
-    batches = _all_guesses(train, ids, settings, draw)
+    modes = _evenly(settings.causal_share)
+    batches = (
+        _guesses(batch, ids, settings.mask_share, draw, next(modes))
+        for batch in _batches(train, settings.batch_tokens, draw)
+    )
     best = None if settings.max_epochs is None else _Best(encoder)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed_of(settings.seed, "dropout"))
@@ -180,18 +184,6 @@ def evaluate(
         total, right, num = total + float(loss) * masked, right + int(hits), num + masked
     encoder.train(was_training)
     return HeldOutScore(total / num, right / num)
-
-
-def _all_guesses(
-    train: Sequence[Tensor],
-    ids: TokenIds,
-    settings: MaskedLanguageModelling,
-    draw: torch.Generator,
-) -> Iterator[_Guesses]:
-    """Without end."""
-    modes = _evenly(settings.causal_share)
-    for batch in _batches(train, settings.batch_tokens, draw):
-        yield _guesses(batch, ids, settings.mask_share, draw, next(modes))
 
 
 def _evenly(share: float) -> Iterator[bool]:

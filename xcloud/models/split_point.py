@@ -1,14 +1,25 @@
-"""Settings of where and how an encoder or a decoder is cut. The parts are in low_rank_cut.py."""
+"""Where and how an encoder or a decoder is cut so that few features of a row cross: the settings,
+and what stands at the boundary on either side. Stages are in low_rank_split.py and
+causal_stage.py, the basis is estimated in calibration.py.
+
+Shapes: R rows (tokens that are not padding), H features, K = rank features that cross, P anchor
+positions.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.frame import TensorSpec
+from xcloud.models.attention import Packing
+from xcloud.models.encoder import EncoderLayer
 
 USUAL_ANCHOR = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": "position"}
 
@@ -95,6 +106,11 @@ class Split:
         return self.layer is not None and self.rank is not None
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the cut is inside of its block, not after it."""
+        return self.is_low_rank and self.method == "svd"
+
+    @property
     def block(self) -> int:
         """The block that is cut, or after which rows cross."""
         return self.layer or 0
@@ -145,6 +161,12 @@ class Split:
         shapes = ((hidden, self.rank or 0), (self.num_places(max_length), hidden))
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
+    def handed_over(self, stage: int, basis: Basis | None) -> tuple[Tensor, ...]:
+        """What a stage sends to the next one before the first step, as start_specs says."""
+        if stage or basis is None or not self.hands_over:
+            return ()
+        return basis.decode, basis.anchor
+
     def check_rank(self, hidden: int) -> None:
         """Raise ConfigError if a rank exceeds the number of features."""
         crossing = {"rank": self.rank if self.is_low_rank else None}
@@ -154,3 +176,192 @@ class Split:
                     f"split.{name} is {rank}, but the model has {hidden} features; give at most "
                     f"{hidden}, or null to let all cross"
                 )
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Initial values of a projection, from calibration.py: E [K, H], D [H, K], anchor [P, H],
+    offset [P, K] = E anchor. P is 0 without an anchor.
+    """
+
+    encode: Tensor
+    decode: Tensor
+    anchor: Tensor
+    offset: Tensor
+
+
+def make_cut(
+    split: Split,
+    stage: int,
+    hidden: int,
+    max_length: int,
+    basis: Basis | None,
+    block: EncoderLayer | None = None,
+) -> nn.Module | None:
+    """What stands at the boundary after stage 0 on this stage's side, a module of (rows, packing);
+    None where all features cross. basis None: to be filled from a file. block: the cut one, of
+    which a cut inside of it consumes its side.
+    """
+    if stage > 1 or not split.is_low_rank:
+        return None
+    assert split.rank is not None
+    if not split.is_inside:
+        kind = ProjectionTop if stage else ProjectionBottom
+        return kind(split, hidden, max_length, basis)
+    assert block is not None
+    in_attention = split.linear == "attention_output"
+    if stage:
+        return SvdTop(block, split.rank, in_attention)
+    if not in_attention:
+        return FeedForwardBottom(block, split.rank)
+    block.attention.output = _first_factor(block.attention.output, split.rank)
+    return block.attention
+
+
+class FeedForwardBottom(nn.Module):
+    """V activation(up(x)), with x the attention output. `block.down` is V here."""
+
+    def __init__(self, block: EncoderLayer, rank: int) -> None:
+        super().__init__()
+        self.block = block
+        block.down = _first_factor(block.down, rank)
+        del block.norm
+
+    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
+        block = self.block
+        sent: Tensor = block.down(block.activation(block.up(block.attend(rows_RH, packing))))
+        return sent
+
+
+class SvdTop(nn.Module):
+    """LN(U S z + b), of the replaced layer W; then, if that is attention's, the feed-forward
+    sub-layer with its own skip connection."""
+
+    def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
+        super().__init__()
+        linear = block.attention.output if in_attention else block.down
+        self.s = nn.Linear(rank, rank, bias=False)
+        self.u = nn.Linear(rank, linear.out_features)
+        u, s, _ = factors(linear.weight, rank)
+        with torch.no_grad():
+            self.u.weight.copy_(u)
+            self.u.bias.copy_(linear.bias)
+            self.s.weight.copy_(s)
+        for name in (
+            ("attention",) if in_attention else ("attention", "attention_norm", "up", "down")
+        ):
+            delattr(block, name)
+        self.block, self._in_attention = block, in_attention
+
+    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
+        block = self.block
+        rows: Tensor = block.dropout(self.u(self.s(sent_RK)))
+        if self._in_attention:
+            return block.feed(block.attention_norm(rows))
+        rows = block.norm(rows)
+        return rows
+
+
+class Orthonormal(nn.Module):
+    """Q of X = QR (of X' if X is wide), R with positive diagonal. Equals X if X is orthonormal,
+    and is invariant to scaling X, so weight decay has no effect.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        tall = x if x.shape[0] >= x.shape[1] else x.T
+        factor, triangle = torch.linalg.qr(tall)
+        unique: Tensor = factor * triangle.diagonal().sign()
+        return unique if x.shape[0] >= x.shape[1] else unique.T
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+class Projection(nn.Linear):
+    """Without bias; orthonormal if the split's method says so."""
+
+    def __init__(self, split: Split, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        if split.method == "orthogonal":
+            register_parametrization(self, "weight", Orthonormal())
+
+    @torch.no_grad()
+    def start(self, weight: Tensor) -> None:
+        if is_parametrized(self):
+            self.weight = weight  # through the parametrization
+        else:
+            self.weight.copy_(weight)
+
+
+class ProjectionBottom(nn.Module):
+    """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor.
+
+    basis: None leaves arbitrary values, to be filled from a file.
+    """
+
+    def __init__(self, split: Split, hidden: int, max_length: int, basis: Basis | None) -> None:
+        super().__init__()
+        assert split.rank is not None
+        self.encode = Projection(split, hidden, split.rank)
+        self.offset = nn.Buffer(torch.zeros(split.num_places(max_length), split.rank))
+        if basis is not None:
+            self.encode.start(basis.encode)
+            self.offset.copy_(basis.offset)
+
+    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
+        sent: Tensor = self.encode(rows_RH)
+        return sent - _at_places(self.offset, packing) if len(self.offset) else sent
+
+
+class ProjectionTop(nn.Module):
+    """D z + anchor. anchor: [P, H], or [0, H] if none. basis: as of ProjectionBottom."""
+
+    def __init__(self, split: Split, hidden: int, max_length: int, basis: Basis | None) -> None:
+        super().__init__()
+        assert split.rank is not None
+        places = split.num_places(max_length)
+        self.decode = Projection(split, split.rank, hidden)
+        self.anchor = nn.Parameter(torch.zeros(places, hidden), requires_grad=places > 0)
+        if basis is not None:
+            self.start(basis.decode, basis.anchor)
+
+    @torch.no_grad()
+    def start(self, decode_HK: Tensor, anchor_PH: Tensor) -> None:
+        self.decode.start(decode_HK)
+        self.anchor.copy_(anchor_PH)
+
+    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
+        rows: Tensor = self.decode(sent_RK)
+        return rows + _at_places(self.anchor, packing) if len(self.anchor) else rows
+
+
+def _at_places(table: Tensor, packing: Packing) -> Tensor:
+    """Table entry per row: one entry for all rows, or one per position."""
+    return table if len(table) == 1 else table[packing.positions]
+
+
+@torch.no_grad()
+def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U [m, K], S [K, K], V [K, d] of W [m, d], from the exact SVD in float64. The largest entry
+    of each column of U is positive, so that clouds computing it separately agree on signs.
+    """
+    u, s, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
+    sign = largest_entry_sign(u[:, :rank])
+    return (
+        (u[:, :rank] * sign).float(),
+        torch.diag(s[:rank]).float(),
+        (v[:rank] * sign[:, None]).float().contiguous(),
+    )
+
+
+def largest_entry_sign(columns: Tensor) -> Tensor:
+    """Sign of the entry of largest magnitude in each column."""
+    return columns.gather(0, columns.abs().argmax(0, keepdim=True))[0].sign()
+
+
+def _first_factor(linear: nn.Linear, rank: int) -> nn.Linear:
+    """V of a layer W."""
+    v = nn.Linear(linear.in_features, rank, bias=False)
+    with torch.no_grad():
+        v.weight.copy_(factors(linear.weight, rank)[2])
+    return v

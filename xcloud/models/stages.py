@@ -10,36 +10,61 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.contracts.model import Boundary, BoundaryField, Stage
+from xcloud.contracts.model import (
+    Architecture,
+    Batch,
+    Boundary,
+    BoundaryField,
+    Message,
+    Stage,
+    StageOutput,
+)
+from xcloud.models.attention import Packing
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 
 
-class DescribedStage(Stage):
-    """architecture: JSON values from which the stage can be built again without its weights.
-    handed_over: see Stage.hand_over. frozen: it has no dropout in training."""
+class RowsStage(Stage):
+    """Embeddings, which only the first stage has, and layers: a text, or rows, in; rows out.
+
+    layers: modules of (rows, packing) -> rows. field: of the batch, with the text; pad: its id.
+    has_types: whether the embeddings take the batch's "types".
+    """
 
     def __init__(
         self,
-        architecture: Mapping[str, Any],
+        architecture: Architecture,
+        embeddings: nn.Module | None,
+        layers: Mapping[str, nn.Module],
+        field: str,
+        pad: int,
+        has_types: bool = False,
         handed_over: tuple[Tensor, ...] = (),
         frozen: bool = False,
     ) -> None:
-        super().__init__()
-        self.architecture: dict[str, Any] = dict(architecture)
-        self._handed_over, self._frozen = handed_over, frozen
+        super().__init__(architecture, handed_over, frozen)
+        self.embeddings = embeddings
+        self.layers = nn.ModuleDict(layers)
+        self._field, self._pad, self._has_types = field, pad, has_types
+        if frozen:
+            self.requires_grad_(False)
 
-    def hand_over(self) -> tuple[Tensor, ...]:
-        return self._handed_over
-
-    def train(self, mode: bool = True) -> Self:
-        return super().train(mode and not self._frozen)
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        if received is not None:
+            rows, packing = received["hidden"], Packing(received["counts"])
+        else:
+            assert self.embeddings is not None
+            packing = Packing.of(batch[self._field], self._pad)
+            types = [packing.pack(batch[TYPES])] if self._has_types else []
+            rows = self.embeddings(packing.pack(batch[self._field]), packing, *types)
+        for layer in self.layers.values():
+            rows = layer(rows, packing)
+        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
 
 
 class TextModel:

@@ -12,9 +12,8 @@ training; --no-cache sends the whole text for each token, as an evaluation does.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import DataError, XcloudError
+from xcloud.base.errors import DataError
 from xcloud.comm.boundary import Message
 from xcloud.models.causal_stage import CausalStage, Past
 from xcloud.models.stages import TEXT, TYPES
@@ -32,25 +31,22 @@ from xcloud.use.trained import TrainedRun, parser_of
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
-@dataclass(frozen=True)
 class Choice:
     """How the next token is chosen. temperature 0: the most probable one. Else one is drawn from
     softmax(logits / temperature), of the fewest tokens whose probabilities reach top_p
     (arXiv:1904.09751); equal seeds draw alike."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    _draw: torch.Generator = field(default_factory=torch.Generator, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._draw.manual_seed(self.seed)
+    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+        self._temperature, self._top_p = temperature, top_p
+        self._draw = torch.Generator().manual_seed(seed)
 
     def of(self, logits_V: Tensor) -> int:
-        if not self.temperature:
+        if not self._temperature:
             return int(logits_V.argmax())
-        shares_V, words_V = (logits_V.double() / self.temperature).softmax(0).sort(descending=True)
-        kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self.top_p)
+        shares_V, words_V = (
+            (logits_V.double() / self._temperature).softmax(0).sort(descending=True)
+        )
+        kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self._top_p)
         return int(words_V[torch.multinomial(kept_V, 1, generator=self._draw)])
 
 
@@ -68,17 +64,16 @@ class Writer:
         text, new = list(ids), list(ids)
         pasts = [Past() if self.cached else None for _ in self.stages]
         while True:
-            logits_V = self._next(torch.tensor([new if self.cached else text]), pasts)
-            new = [choice.of(logits_V)]
+            given = torch.tensor([new if self.cached else text])
+            batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
+            message: Message | None = None
+            with torch.no_grad():
+                for number, stage in enumerate(self.stages[:-1]):
+                    message = self.carry(number, stage(message, batch, pasts[number]).send)
+                logits_BV = self.stages[-1].next_words(message, batch, pasts[-1])
+            new = [choice.of(logits_BV[0])]
             text += new
             yield new[0]
-
-    def _next(self, text_BS: Tensor, pasts: Sequence[Past | None]) -> Tensor:
-        batch = {"ids": torch.arange(1), TEXT: text_BS, TYPES: torch.zeros_like(text_BS)}
-        message: Message | None = None
-        for number, stage in enumerate(self.stages[:-1]):
-            message = self.carry(number, stage.hand_on(message, batch, pasts[number]))
-        return self.stages[-1].next_words(message, batch, pasts[-1])[0]
 
 
 class Generator:
@@ -94,14 +89,10 @@ class Generator:
         config = stages[-1].architecture["config"]
         self._longest = int(config["max_position_embeddings"])
 
-    def write_on(self, prompt: str, max_new_tokens: int, choice: Choice | None = None) -> str:
-        """What follows the prompt, up to the end token."""
-        return "".join(self.pieces(prompt, max_new_tokens, choice))
-
     def pieces(
         self, prompt: str, max_new_tokens: int, choice: Choice | None = None
     ) -> Iterator[str]:
-        """The same as it comes."""
+        """What follows the prompt, up to the end token, as it comes."""
         tokenizer = self._tokenizer
         given = tokenizer.prompt(prompt)
         ids, written = list(given), tokenizer.decode(given)
@@ -139,14 +130,10 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"--temperature must be 0 or more, got {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
-    try:
-        compressed, cached = not arguments.uncompressed, not arguments.no_cache
-        generator = Generator(arguments.run, compressed, cached)
-        for text in arguments.text:
-            choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
-            print(text, end=generator.between, flush=True)
-            for piece in generator.pieces(text, arguments.max_new_tokens, choice):
-                print(piece, end="", flush=True)
-            print(flush=True)
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")
+    generator = Generator(arguments.run, not arguments.uncompressed, not arguments.no_cache)
+    for text in arguments.text:
+        choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
+        print(text, end=generator.between, flush=True)
+        for piece in generator.pieces(text, arguments.max_new_tokens, choice):
+            print(piece, end="", flush=True)
+        print(flush=True)
