@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.test_plan_search import drawn
+from tests.plan_pieces import drawn
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
