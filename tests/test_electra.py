@@ -295,8 +295,8 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
     # And as a backbone here, with its own tokenizer.
     prepared = PretrainedTokenizer(str(folder)).prepare((), tmp_path)
     context = BuildContext(
-        0, torch.device("cpu"), tmp_path, {"text": prepared.token_ids}, lambda f: (), 32, 0,
-        lambda: None, lambda line: None,
+        seed=0, device=torch.device("cpu"), cache_dir=tmp_path, report=print, max_length=32,
+        vocabularies={"text": prepared.token_ids}, sentences=lambda field: (),
     )  # fmt: skip
     weights = PretrainedBackbone(str(folder)).weights("text", context)
     encoder = Encoder(weights.config, head=False).eval()

@@ -202,7 +202,7 @@ def test_a_malformed_event_does_not_end_the_monitor(
     (tmp_path / EVENTS_FILE).write_text(text + "\n")
 
     assert monitor.poll()
-    assert monitor.finished_ranks == {0}
+    assert monitor.attempt.finished_ranks == {0}
     summary = monitor.finish(None)
     assert summary["lost_event_lines"] == (2 if caplog.records else 0)
     assert len(caplog.records) <= 1

@@ -138,6 +138,6 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     assert job.headline == ("toy [demo]: numbers; 2 clouds (a to b), link: the network as it is")
     assert summary["num_steps"] == 4 and summary["final_loss"] == 0.5
     assert summary["num_resumes"] == 0
-    assert monitor.finished_ranks == {0, 1}
+    assert monitor.attempt.finished_ranks == {0, 1}
     assert summary["wan_bytes_per_step"]["other"] > 0
     assert "the number float32 [1]" in str(join_audit(tmp_path))

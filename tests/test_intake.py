@@ -187,7 +187,7 @@ def test_a_log_on_disk_with_any_line_is_read_to_its_end(
     monitor.start()
     monitor.poll()
 
-    assert monitor.finished_ranks == {0}
+    assert monitor.attempt.finished_ranks == {0}
     assert monitor.finish(None)["status"] == "finished"
 
 

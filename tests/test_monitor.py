@@ -37,7 +37,7 @@ def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
 
 
 def test_a_run_that_ended_before_its_monitor_began_has_finished(tmp_path: Path) -> None:
-    assert monitor_after([("finish", 0), ("finish", 1)], tmp_path).finished_ranks == {0, 1}
+    assert monitor_after([("finish", 0), ("finish", 1)], tmp_path).attempt.finished_ranks == {0, 1}
 
 
 def test_a_run_that_never_trained_has_no_links_to_compare_it(
@@ -52,7 +52,7 @@ def test_a_run_that_never_trained_has_no_links_to_compare_it(
 
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:
     monitor = monitor_after([("stop", 0), ("stop", 1)], tmp_path)
-    assert monitor.finished_ranks == set() and not monitor.is_stopped
+    assert monitor.attempt.finished_ranks == set() and not monitor.attempt.is_stopped
 
 
 def test_a_new_attempt_drops_the_end_of_the_one_before(tmp_path: Path) -> None:

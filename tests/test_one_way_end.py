@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.electra_reference import feed_context
 from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer, feed_config
 from tests.one_way_toy import cloud as feed_cloud
 from xcloud.base.errors import LinkError, LinkTimeout
@@ -19,7 +20,6 @@ from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
@@ -63,9 +63,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     group_size: int, frozen: bool, made: int, tmp_path: Path
 ) -> None:
     book, lines = OrderBook(), []
-    context = OneWayContext(
-        1, torch.device("cpu"), Path(), lambda: None, lines.append, 9, ["a"], "a"
-    )
+    context = feed_context(Path(), num_steps=9, report=lines.append, producers=["a"], cloud="a")
     part = ToyProducer(ToyFeed(frozen=frozen), context)
     reporter = Reporter(1, "a", lines.append)
     rank = SimpleNamespace(
@@ -138,7 +136,7 @@ def consumer(rank: int, clouds: dict[str, object], **feed: object) -> ConsumerRa
 def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -> None:
     """Else the plan goes on from it counting on batches that nobody makes again."""
     clouds = {"disc": feed_cloud(1), "one": feed_cloud(1, 1.0), "two": feed_cloud(1, 1.0)}
-    context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, print, 9)
+    context = feed_context(Path(), num_steps=9)
     role = consumer(0, clouds)
     role.group, role.place = RankGroup.alone(), role.job.cluster.placement(0)
     role.context, role.reporter = SimpleNamespace(run_dir=Path()), Reporter(0, "disc", print)

@@ -240,4 +240,4 @@ def test_a_second_monitor_knows_who_had_finished_before_the_first_was_lost(
 
     second = monitor(tmp_path)
     second.start(is_again=True)
-    assert second.finished_ranks == {0, 1} and (tmp_path / "rank0.wire.json").exists()
+    assert second.attempt.finished_ranks == {0, 1} and (tmp_path / "rank0.wire.json").exists()

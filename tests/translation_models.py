@@ -64,8 +64,6 @@ def context(
         "vocabularies": {name: IDS for name in fields} if vocabularies is None else vocabularies,
         "sentences": sentences or (lambda name: texts(40, seed=len(name))),
         "max_length": max_length,
-        "group_rank": 0,
-        "barrier": lambda: None,
         "report": lambda line: None,
     }
     return BuildContext(**(whole | changes))

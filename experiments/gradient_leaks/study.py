@@ -56,8 +56,9 @@ def prepared(length: int, kind: str) -> tuple[Experiment, Any, Stage]:
     assert isinstance(job, Experiment)
     data = load(job, 0, None)
     context = BuildContext(
-        0, torch.device("cpu"), job.cache_path, {n: data.vocabulary(n) for n in data.text_fields},
-        data.sentences, length, 0, lambda: None, lambda line: None,
+        seed=0, device=torch.device("cpu"), cache_dir=job.cache_path, report=lambda line: None,
+        vocabularies={n: data.vocabulary(n) for n in data.text_fields},
+        sentences=data.sentences, max_length=length,
     )  # fmt: skip
     stage = job.model.build_stage(0, 1, context)
     if "LoRA" in kind:  # B is zero at the start, and nothing but its own gradient tells then

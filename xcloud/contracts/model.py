@@ -129,14 +129,28 @@ class Head:
     num_outputs: int
 
 
-@dataclass(frozen=True)
-class BuildContext:
+@dataclass(frozen=True, kw_only=True)
+class BuildPlace:
+    """Where a rank builds what it holds.
+
+    group_rank: index among the ranks that hold the same; the first fills the cache. barrier: waits
+    for the other ones. report: one line of progress for the user.
+    """
+
+    seed: int
+    device: torch.device
+    cache_dir: Path
+    report: Callable[[str], None]
+    group_rank: int = 0
+    barrier: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext(BuildPlace):
     """What a rank passes to a model that builds one of its stages; only what the rank may see.
 
     vocabularies: field name -> special ids, visible fields only.
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
-    group_rank: index among the ranks that hold the same stage; the first fills the cache.
-    barrier: waits for the other ranks. report: one line of progress for the user.
     setting: dotted name of what is being built, to name its settings in messages.
     head: what the last stage predicts; None if labels are not visible, and in translation.
     samples: n -> a batch of n evenly spaced training samples, visible fields only.
@@ -145,15 +159,9 @@ class BuildContext:
         to the device.
     """
 
-    seed: int
-    device: torch.device
-    cache_dir: Path
     vocabularies: Mapping[str, TokenIds]
     sentences: Callable[[str], Sequence[Sequence[int]]]
     max_length: int
-    group_rank: int
-    barrier: Callable[[], None]
-    report: Callable[[str], None]
     setting: str = "model.backbone"
     head: Head | None = None
     samples: Callable[[int], Batch] = field(default=lambda count: {})

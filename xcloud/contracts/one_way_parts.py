@@ -6,15 +6,15 @@ A part is one rank's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from xcloud.comm.state import Stateful
+from xcloud.contracts.model import BuildPlace
 from xcloud.contracts.task import Scores
 from xcloud.record.one_way_summary import COUNTS
 
@@ -37,27 +37,20 @@ class Fed:
     loss: float
 
 
-@dataclass(frozen=True)
-class OneWayContext:
+@dataclass(frozen=True, kw_only=True)
+class OneWayContext(BuildPlace):
     """What a rank hands to a model that builds its part: of the `group_size` ranks of `cloud` this
     is number `group_rank`.
 
-    barrier: waits for the other ranks of the same cloud. report: one line for the user.
     num_steps: updates that this part will make, as far as is known beforehand; of a producer its
     share of the batches, until `Producer.replan` says otherwise. Only learning rates that fall to
     zero need it.
     producers: names of the clouds that feed.
     """
 
-    seed: int
-    device: torch.device
-    cache_dir: Path
-    barrier: Callable[[], None]
-    report: Callable[[str], None]
     num_steps: int
     producers: Sequence[str] = ()
     cloud: str = ""
-    group_rank: int = 0
     group_size: int = 1
 
 

@@ -110,7 +110,7 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
 
 def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path) -> bool:
     met = monitor.poll()
-    if monitor.trains and ranks.experiment_file != file:  # they have taken the state over
+    if monitor.attempt.trains and ranks.experiment_file != file:  # they have taken the state over
         configs.write(config, file)
         ranks.experiment_file = file
         monitor.keep(file)

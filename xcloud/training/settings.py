@@ -102,18 +102,14 @@ class Checkpoints:
 
 
 @settings("training")
-class Training:
-    """batch_size: samples of one update, over all ranks and accumulation steps together.
+class Updates:
+    """How many updates are made, and of what.
 
+    batch_size: samples of one update, over all ranks and accumulation steps together.
     accumulate_steps: passes over the pipeline for one update; each pass has
     schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
     precision: fp32; bf16 = autocast; auto = bf16 where the device multiplies it fast (a GPU with
     bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
-    evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
-    eval_samples: at most so many samples of a split are scored (the first ones); None = all.
-    activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
-    behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes, at
-    each boundary), which then cross in the first epoch only. 0 = none.
     on_divergence: what to do with an update whose loss or gradient is not finite in any cloud:
     stop the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
     """
@@ -122,12 +118,23 @@ class Training:
     batch_size: Positive = 64
     accumulate_steps: Positive = 1
     precision: Literal["fp32", "bf16", "auto"] = "auto"
+    on_divergence: OnDivergence = "stop"
+    max_skips_in_a_row: Positive = 10
+
+
+@settings("training")
+class Training(Updates):
+    """evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
+    eval_samples: at most so many samples of a split are scored (the first ones); None = all.
+    activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
+    behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes, at
+    each boundary), which then cross in the first epoch only. 0 = none.
+    """
+
     evaluate_every: NotNegative = 0
     eval_batch_size: Positive = 64
     eval_samples: Positive | None = None
     activation_cache_mb: NotNegative = 0
-    on_divergence: OnDivergence = "stop"
-    max_skips_in_a_row: Positive = 10
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
 

@@ -66,8 +66,6 @@ class TrainedRun:
             vocabularies=self.text.vocabularies,
             sentences=lambda name: [],
             max_length=self.experiment.task.max_length,
-            group_rank=0,
-            barrier=lambda: None,
             report=lambda line: print(line, file=sys.stderr),
         )
 

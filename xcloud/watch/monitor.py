@@ -43,44 +43,62 @@ STOPPED = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C) and saved; the same command 
 log = logging.getLogger(__name__)
 
 
+class Attempt:
+    """What the ranks have said of themselves since they were last started.
+
+    is_stopped: ended before its time, as it was asked to. trains: the ranks have the state that
+    they resume from. reports: any rank has reported, which they do once all have met.
+    """
+
+    def __init__(self) -> None:
+        self.finished_ranks: set[int] = set()
+        self.is_stopped = self.trains = self.reports = False
+        self.stops_count = True
+
+    def take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "resume":
+            self.finished_ranks, self.is_stopped, self.stops_count = set(), False, True
+        if kind in ("resume", "phase"):
+            is_phase = kind == "phase"
+            self.trains = event.get("name") == "training" or (self.trains and is_phase)
+        if kind == "finish" or (kind == "stop" and self.stops_count):
+            self.finished_ranks.add(event["rank"])
+            self.is_stopped = kind == "stop"
+
+
 class Monitor:
     """`start()`, `poll()` often, `finish()` once. One pass over the events; what is lost when a
     run resumes, its statistics drop themselves."""
 
     def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
-        self.experiment, self.params, self.run_dir = experiment, params, run_dir
+        self.experiment, self.attempt = experiment, Attempt()
         self.statistics = experiment.statistics()
-        self.commit = commit()
         self.num_malformed = self._num_read = 0
-        self.finished_ranks: set[int] = set()
-        self.is_stopped = False  # ended before its time, as it was asked to
-        self.trains = False  # the ranks of this attempt have the state that they resume from
+        tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
+        if experiment.sweep is not None:
+            tags["sweep"] = experiment.sweep
+        # A collector of its own: it may fall behind while its store is down.
+        steps, most = experiment.statistics().collector, experiment.max_steps
+        self.run = TrackedRun(experiment.run_name, params, tags, run_dir, steps, most)
         self._reader = EventReader(run_dir / EVENTS_FILE)
-        self._progress = ProgressLine(experiment.max_steps)
+        self._progress: ProgressLine | None = None
         self._recording: Recording = NullTracker()  # until the start
-        self._shows, self._has_reports, self._stops_count = False, False, True
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
         logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         # Of earlier attempts ranks may have stopped; a run that has finished never resumes, so
         # "finish" is of this attempt, which may be ahead of this monitor.
-        self._stops_count = is_again
+        self.attempt.stops_count = is_again
         for event in self._reader:
             self._take_safely(event)
-        self._shows = self._stops_count = True
+        self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
-            self.trains = False
-            (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-        job = self.experiment
-        tags = {"profile": job.profile, "commit": self.commit, "seed": str(job.seed)}
-        if job.sweep is not None:
-            tags["sweep"] = job.sweep
-        # A collector of its own: it may fall behind while its store is down.
-        steps = job.statistics().collector
-        run = TrackedRun(job.run_name, self.params, tags, self.run_dir, steps, job.max_steps)
-        self._recording = job.tracker.start(run)
-        self.keep(self.run_dir / EXPERIMENT_FILE)
+            self.attempt.trains = False
+            (self.run.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        self._recording = self.experiment.tracker.start(self.run)
+        self.keep(self.run.run_dir / EXPERIMENT_FILE)
 
     def keep(self, file: Path) -> None:
         """Of the run's folder, in the tracker's record too."""
@@ -90,14 +108,14 @@ class Monitor:
         """Process new events; return whether any rank has reported, which they do once all have
         met."""
         for event in self._reader:
-            self._has_reports = True
+            self.attempt.reports = True
             self._take_safely(event)
-        return self._has_reports
+        return self.attempt.reports
 
     def next_attempt(self) -> None:
         """The ranks are started again, and have not met yet."""
         self.poll()
-        self._has_reports = False
+        self.attempt.reports = False
 
     def _take_safely(self, event: Event) -> None:
         self._num_read += 1
@@ -115,34 +133,28 @@ class Monitor:
         except StepsAreGone:
             totals = None
             self._read_again()
+        self.attempt.take(event)
         if kind == "resume":
-            self.finished_ranks, self.is_stopped, self._stops_count = set(), False, True
             event = {**event, **self.statistics.resumes[-1]}
-        if kind in ("resume", "phase"):
-            is_phase = kind == "phase"
-            self.trains = event.get("name") == "training" or (self.trains and is_phase)
-        if kind == "finish" or (kind == "stop" and self._stops_count):
-            self.finished_ranks.add(event["rank"])
-            self.is_stopped = kind == "stop"
         if kind == "quality":
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                text = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
+                text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
                 event = {**event, "samples_text": text}
-        if self._shows:
+        if self._progress is not None:
             try:
                 self._progress.show(event)
                 if totals is not None:
                     self._progress.update(totals)
             except OSError as error:
-                self._shows = False
+                self._progress = None
                 log.warning("the progress cannot be shown any more: %s", error)
 
     def _read_again(self) -> None:
         """Up to the event at hand, keeping every step."""
         self.statistics = self.experiment.statistics()
         self.statistics.steps.recent = sys.maxsize
-        events = EventReader(self.run_dir / EVENTS_FILE, warn=False)
+        events = EventReader(self.run.run_dir / EVENTS_FILE, warn=False)
         for event in itertools.islice(events, self._num_read):
             with contextlib.suppress(*MALFORMED):
                 self.statistics.feed(event)
@@ -150,10 +162,10 @@ class Monitor:
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
         try:
-            lost = json.loads((self.run_dir / LOST_LINES_FILE).read_text("utf-8"))
+            lost = json.loads((self.run.run_dir / LOST_LINES_FILE).read_text("utf-8"))
         except (OSError, ValueError):
             return 0
-        self.finished_ranks.update(lost["finished_ranks"])
+        self.attempt.finished_ranks.update(lost["finished_ranks"])
         return int(lost["lines"])
 
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
@@ -162,14 +174,15 @@ class Monitor:
         from xcloud.watch.ending import write_record  # only now: it brings pictures and tables
 
         self.poll()
-        with contextlib.suppress(OSError):
-            self._progress.close()
+        if self._progress is not None:
+            with contextlib.suppress(OSError):
+                self._progress.close()
         status = "finished" if cause is None else "stopped" if is_stopped else "failed"
         num_lost = self.lost_lines() + self.num_malformed
-        facts = {"status": status, "cause": cause, "commit": self.commit,
+        facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": num_lost}  # fmt: skip
-        job, run = self.experiment, self.statistics
-        return write_record(job, self.run_dir, run, self._recording, facts)
+        job, run_dir = self.experiment, self.run.run_dir
+        return write_record(job, run_dir, self.statistics, self._recording, facts)
 
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
@@ -221,10 +234,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
     monitor.start(is_again)
-    essential, run_dir = monitor.experiment.essential_ranks, monitor.run_dir
+    essential, run_dir = monitor.experiment.essential_ranks, monitor.run.run_dir
+    attempt = monitor.attempt
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
     while os.getppid() == parent and not record.exists():
-        if not essential - monitor.finished_ranks:
+        if not essential - attempt.finished_ranks:
             break
         monitor.poll()
         monitor.lost_lines()
@@ -233,12 +247,12 @@ def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
     _await(record, parent)
     monitor.poll()
     monitor.lost_lines()
-    lost = sorted(essential - monitor.finished_ranks)
+    lost = sorted(essential - attempt.finished_ranks)
     if 0 in lost:  # and after it why it ends
         _await(error_file(run_dir, 0), parent)
     cause = first_failure(run_dir, lost[0]) if lost else None
-    if monitor.is_stopped and cause is None:
+    if attempt.is_stopped and cause is None:
         cause = STOPPED
-    monitor.finish(cause, monitor.is_stopped and not lost)
+    monitor.finish(cause, attempt.is_stopped and not lost)
     print(run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -95,10 +95,17 @@ class OneWayRank(Role[OneWayExperiment]):
     def building(self, num_steps: int) -> OneWayContext:
         place = self.place
         return OneWayContext(
-            self.job.seed, self.context.device, self.job.cache_path, self.group.barrier,
-            self.reporter.note, num_steps, self.job.cluster.producers, place.cloud,
-            place.group_rank, place.group_size,
-        )  # fmt: skip
+            seed=self.job.seed,
+            device=self.context.device,
+            cache_dir=self.job.cache_path,
+            report=self.reporter.note,
+            group_rank=place.group_rank,
+            barrier=self.group.barrier,
+            num_steps=num_steps,
+            producers=self.job.cluster.producers,
+            cloud=place.cloud,
+            group_size=place.group_size,
+        )
 
     @contextmanager
     def computing_in(self, clock: StepClock, what: What) -> Iterator[None]:
