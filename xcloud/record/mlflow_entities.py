@@ -57,9 +57,6 @@ def log_model(
         tags={**run.tags, **about}, params={"corpus": about["corpus"][:500]}, model_type="xcloud",
     )  # fmt: skip
     found, at_ms = final_metrics(summary), int(1000 * at_s)
-    found["wan_bytes_per_step"] = sum(
-        value or 0 for value in summary.get("wan_bytes_per_step", {}).values()
-    )
     scores = summary.get("quality", {})
     metrics = [
         Metric(
