@@ -118,7 +118,7 @@ def quality_metrics(event: Event) -> dict[str, float]:
 
 def is_score(key: str) -> bool:
     """Whether a curve is one of quality_metrics."""
-    return "/" in key and not key.startswith(("train/", "wan/"))
+    return "/" in key and not key.startswith(("train/", "wan/", "system/"))
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
