@@ -18,11 +18,12 @@ from xcloud.record.mlflow_tracker import MlflowTracker, Sender
 from xcloud.record.tracking import TrackedRun
 
 REPOSITORY = Path(__file__).parent.parent
-SUMMARY = {
+SUMMARY: dict[str, Any] = {
     "commit": "1a2b3c4",
     "num_steps": 3,
     "quality": {"bleu": 41.92},
     "profile": "demo",
+    "data": {"name": "stories", "digest": "d1", "rows": {"train": 8, "test": 2}},
 }
 
 
@@ -52,6 +53,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
             9,
         )
     )
+    append_event(run_dir / EVENTS_FILE, "data", rank=0, cloud="c", **SUMMARY["data"])
     for number in range(1, 4):
         append_step(run_dir, number, 1 / number)
     scores = {"split": "dev", "step": 3, "values": {"bleu": 40.0}}
@@ -79,6 +81,22 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
     assert curve == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert query(root, "SELECT step, value FROM metrics WHERE key = 'bleu'") == [(3, 41.92)]
     assert query(root, "SELECT step, value FROM metrics WHERE key = 'dev/bleu'") == [(3, 40.0)]
+
+
+def test_the_corpus_is_an_input_and_the_model_has_its_scores(
+    recorded: tuple[Path, Sender],
+) -> None:
+    root, tracker = recorded
+    client = Store(root, "xcloud").client()
+    splits = client.get_run(tracker.run_id).inputs.dataset_inputs
+    assert {(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in splits} == {
+        ("stories, train", "d1", "train"), ("stories, test", "d1", "test"),
+    }  # fmt: skip
+    (model,) = client.search_logged_models([tracker.experiment_id], "metrics.bleu > 41")
+    assert model.source_run_id == tracker.run_id and model.tags["corpus"] == "stories"
+    assert {m.key: (m.value, m.dataset_name) for m in model.metrics}["bleu"] == (
+        41.92, "stories, test",
+    )  # fmt: skip
 
 
 def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, Sender]) -> None:

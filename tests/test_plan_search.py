@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.plan_pieces import COMPRESSORS, EIGHT, codec, piece
+from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble, most_kept
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.plans import (
@@ -25,7 +22,7 @@ from xcloud.plan.plans import (
     with_micro_batches,
 )
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import AveragingCodec, CompressorCosts, Curve, Profile
+from xcloud.plan.profile import AveragingCodec, CompressorCosts, Curve
 from xcloud.plan.recorded import PLAN_FILE, predicted_of
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
@@ -39,38 +36,7 @@ from xcloud.plan.search import (
     splits_of,
     step_at,
 )
-from xcloud.plan.settings import DIMENSIONS
 from xcloud.report.plan_picture import write_plan_picture
-
-SCHEDULES: list[Schedule] = [GPipe(), OneForwardOneBackward(), ZeroBubble()]
-STRATEGIES = {
-    "pipeline": Strategy(),
-    "data_parallel": Strategy("data_parallel", None, GradientAveraging()),
-    "local_updates": Strategy("local_updates", None, LocalUpdates(every=10)),
-}
-
-
-def drawn(seed: int) -> tuple[Pricer, Space]:
-    """A model of blocks that take what a seed says, on two or three clouds of one or two ranks."""
-    draw = random.Random(seed)
-    num_clouds, num_blocks = draw.choice([2, 2, 3]), draw.choice([4, 6])
-    clouds = {
-        f"c{i}": Cloud(draw.choice([1, 1, 2]), slowdown=draw.choice([1.0, 1.0, 2.0]))
-        for i in range(num_clouds)
-    }
-    line = LinkProfile(10 ** draw.uniform(6.5, 9.5), draw.choice([0.0, 0.01, 0.08]))
-    pieces = [
-        piece(f"block {i}", draw.uniform(0.002, 0.02), 0, draw.choice([0.0, 0.004]))
-        for i in range(num_blocks - 1)
-    ]
-    pieces.append(piece("head", draw.uniform(0.002, 0.05), None))
-    layout = ClusterLayout(clouds, line)
-    arranged = {n: Arranged(s, s.arrange(layout)) for n, s in STRATEGIES.items()}
-    pricer = Pricer(Profile(pieces, COMPRESSORS), arranged, 16)
-    splits = {n: splits_of(pieces, found.num_stages) for n, found in arranged.items()}
-    own = Plan("pipeline", splits["pipeline"][0], GPipe(4), NO_COMPRESSION)
-    counts = (2, 3, 4, 6, 8)
-    return pricer, Space(own, splits, counts, [*COMPRESSORS], DIMENSIONS, SCHEDULES)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -226,5 +226,5 @@ def test_mlflow_shows_layer_and_rank_as_axes() -> None:
     parallel = view["compareRunCharts"][-1]
     assert parallel["selectedParams"] == [LAYER, RANK, "seed"]
     drawn = [chart["xaxis"]["key"] for chart in view["compareRunCharts"][:-1]]
-    assert drawn == [LAYER, RANK, "step_time_s", "compression_ratio"]
+    assert drawn == [LAYER, RANK, "step_time_s", "wan_bytes_per_step"]
     assert view["runsHiddenMode"] == "SHOW_ALL"

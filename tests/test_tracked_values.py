@@ -76,6 +76,7 @@ def test_curves_and_final_values_do_not_share_a_name() -> None:
         "bleu_error": 0.81,
         "step_time_s": 0.4,
         "step_time_p90_s": 0.5,
+        "wan_bytes_per_step": 12.0,
         "compression_ratio": 3.0,
         "compression_ratio_forward": 4.0,
         "waiting_s_source": 0.2,

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--corpora", nargs="+", default=["tatoeba", "multi30k", "multi30k_10k"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     given = parser.parse_args()
-    rows = Rows(given.out, given.corpora)
+    rows = Rows(given.out, given.data)
     settings = corpora(given.data.resolve(), rows.work)
     for seed, corpus, row in product(given.seeds, given.corpora, given.rows):
         about = {"corpus": corpus, "row": row, "seed": seed}

@@ -100,8 +100,9 @@ class Job(Names, ABC):
 
     @property
     def run_name(self) -> str:
-        """Tells runs apart: "abnet_iwslt two_clouds int8+int8 s1", in a sweep "int8+int8 s1"."""
-        return f"{self.label or f'{self.name} {self.cluster.name} {self.variant}'} s{self.seed}"
+        """Begins with what tells runs apart: "int8+int8 two_clouds abnet_iwslt s1", in a sweep
+        "int8+int8 s1"."""
+        return f"{self.label or f'{self.variant} {self.cluster.name} {self.name}'} s{self.seed}"
 
     @property
     @abstractmethod

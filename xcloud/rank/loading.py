@@ -76,9 +76,14 @@ def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskD
     return data
 
 
-def note_cut(job: Experiment, rank: int, data: TaskData, reporter: Reporter) -> None:
-    """Say which texts were too long. What a cloud's texts are like is nobody else's matter: only
-    rank 0 reports it, others write it to their own log."""
+def note_data(job: Experiment, rank: int, data: TaskData, reporter: Reporter) -> None:
+    """Say which data these are and which texts were too long. What a cloud's texts are like is
+    nobody else's matter: only rank 0 reports it, others write it to their own log."""
+    if rank == 0:
+        reporter.note(data.describe())
+        rows = {split: data.num_samples(split) for split in SPLITS}
+        digest = data.fingerprint()[:16]
+        reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
     for name, num in data.num_cut.items():
         of = sum(map(data.num_samples, SPLITS))
         text = f"{num:,} of {of:,} {name} texts are longer than {job.task.max_length} tokens and "

@@ -14,7 +14,7 @@ from xcloud.parallel.part import Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.rank.evaluation import Evaluator, fetcher
 from xcloud.rank.export import export_stage, whole
-from xcloud.rank.loading import context_of, load, note_cut
+from xcloud.rank.loading import context_of, load, note_data
 from xcloud.rank.parts import Features
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.wan_meter import WanMeter
@@ -59,9 +59,7 @@ class StageRank(Role[Experiment]):
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
         data = load(self.job, self.rank, self.features.control)
-        if self.rank == 0:
-            self.reporter.note(data.describe())
-        note_cut(self.job, self.rank, data, self.reporter)
+        note_data(self.job, self.rank, data, self.reporter)
         built = self.build(data)
         if self.train(built):
             self.finish(built)

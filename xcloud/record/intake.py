@@ -31,6 +31,7 @@ from xcloud.record.reporter import EventFile
 SCORED = ("loss", "learning_rate", "grad_norm", "values", "counts")
 """Fields of a step that only the rank reports that knows the loss. Elsewhere "tokens" is 0."""
 OF_RANK_0 = {
+    "data": "name digest rows",
     "resume": "step changed",
     "autopilot": "step choice before reason predicted_s",
     "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",

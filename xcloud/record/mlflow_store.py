@@ -28,18 +28,8 @@ REPORT_TAG = "report_of_sweep"
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
 VIEW_KEY = "xcloud"  # of the view of all runs
-VIEW_METRICS = (
-    "bleu",
-    "step_time_s",
-    "compression_ratio",
-    "bubble_ratio",
-    "wan_bytes_per_step_forward",
-    "wan_bytes_per_step_backward",
-    "wan_bytes_per_step_averaging",
-    "samples_per_s",
-    "final_loss",
-)
-COSTS = ("step_time_s", "compression_ratio")
+VIEW_METRICS = ("accuracy", "bleu", "f1", "perplexity", "step_time_s", "wan_bytes_per_step")
+COSTS = ("step_time_s", "wan_bytes_per_step")
 FIGURES, PARALLEL = "figures", "parallel"  # sections of charts
 
 log = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader
+from xcloud.record.mlflow_entities import SystemMeter, log_data, log_model
 from xcloud.record.mlflow_store import (
     VIEW_KEY,
     Store,
@@ -120,6 +121,7 @@ class Sender(threading.Thread):
         self._refused: list[str] = []
         self._trouble = ""  # why the last attempt failed
         self._warned = self._complete = False
+        self._meter = SystemMeter()
 
     def put(self, what: str, send: Callable[[Any], object], value: object) -> None:
         """Queue send(value). what: names it in messages, should it be refused."""
@@ -137,6 +139,8 @@ class Sender(threading.Thread):
         self.put(
             "final values", self.log_metrics, points_of(final_metrics(summary), now_s, num_steps)
         )
+        if status == "finished":
+            self.put("the model", self.log_model, (summary, now_s))
         self._status, self._ended_at_s = MLFLOW_STATUS[status], now_s
         self._closing.set()
         self.join(self._tracker.finish_timeout_s)
@@ -185,6 +189,8 @@ class Sender(threading.Thread):
             if self.run_id is None:
                 self._create_run()
             self._send_figures()  # left over from when the store was down
+            second, load = self._meter.figures()
+            self._unsent += points_of(load, time.time(), second)
             for event in self._events:  # after an outage there are many
                 self._unsent += self._curves(event)
                 if len(self._unsent) > MAX_METRICS_PER_BATCH:
@@ -260,6 +266,8 @@ class Sender(threading.Thread):
             # It comes last, so once MLflow has it, MLflow has all of the bucket.
             values[_STEP_CURVE] = values.pop(_STEP_CURVE)
             points = self._thinner.feed(totals.step, values, event["t"])
+        if event["event"] == "data":
+            self.put("data sets", self.log_data, event)
         if event["event"] == "quality":
             for point in points_of(quality_metrics(event), event["t"], event["step"]):
                 if point.step not in (steps := self._scored.setdefault(point.key, set())):
@@ -296,6 +304,12 @@ class Sender(threading.Thread):
         entries = [Param(*pair) for pair in params.items()]
         for i in range(0, len(entries), MAX_PER_BATCH):
             self._client.log_batch(self.run_id, params=entries[i : i + MAX_PER_BATCH])
+
+    def log_data(self, event: Event) -> None:
+        log_data(self._client, str(self.run_id), self._run, event)
+
+    def log_model(self, ended: tuple[Mapping[str, Any], float]) -> None:
+        log_model(self._client, self.experiment_id, str(self.run_id), self._run, *ended)
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
         from mlflow.entities import RunTag

@@ -25,6 +25,8 @@ How the figures are made:
   each step as it was done last.
 - `quality_error`, `dev_quality_error`: the standard error of each score, by its name, over the
   samples that were scored (tasks/scores.py): not over seeds.
+- `data`: what was read, as all clouds agree: name, digest (of settings, sizes and what the corpus
+  is known by, not of private text), rows of each split.
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
@@ -79,7 +81,7 @@ OF_STEPS = {
 """Events that no longer count once the run has resumed from an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
-        "refused_reports", "memory"}  # fmt: skip
+        "refused_reports", "memory", "data"}  # fmt: skip
 PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
            "num_updates")  # fmt: skip
 MERGES = ("merge", "partial_merge", "absence")
@@ -282,6 +284,8 @@ class RunStatistics:
         merges = Counter(event.get("what", event["event"]) for event in self.events(*MERGES))
         if merges:
             summary["merges"] = {name: merges[what] for what, name in MERGED.items()}
+        for event in self.events("data")[-1:]:
+            summary["data"] = {name: event[name] for name in ("name", "digest", "rows")}
         if switches := self.events("autopilot"):
             names = ("step", "choice", "before")
             summary["autopilot"] = [{name: event[name] for name in names} for event in switches]

@@ -118,7 +118,7 @@ def quality_metrics(event: Event) -> dict[str, float]:
 
 def is_score(key: str) -> bool:
     """Whether a curve is one of quality_metrics."""
-    return "/" in key and not key.startswith(("train/", "wan/"))
+    return "/" in key and not key.startswith(("train/", "wan/", "system/"))
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -130,6 +130,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
         "step_time_s": step_time_s.get("median"),
         "step_time_p90_s": step_time_s.get("p90"),
+        "wan_bytes_per_step": sum(n or 0 for n in summary.get("wan_bytes_per_step", {}).values()),
         "compression_ratio": ratio.get("total"),
         **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
     }
