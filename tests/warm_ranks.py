@@ -171,7 +171,7 @@ def become_process(
 def be_rank(words: list[str]) -> None:
     if "--parent" in words:
         words[words.index("--parent") + 1] = str(os.getppid())
-    importlib.import_module("xcloud.__main__").main(words)
+    sys.exit(importlib.import_module("xcloud.__main__").main(words))
 
 
 def be_launcher(words: list[str], body: Callable[[], object]) -> None:
