@@ -15,11 +15,10 @@ from tests.pipelines import in_threads
 from tests.replicas import Post, PostLinks
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.compressor import Chain, Compressor
-from xcloud.parallel.exchange import FlatBuffer, Work
+from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work
 from xcloud.parallel.hub import Hub, MergeRecord
 from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
 from xcloud.parallel.outer_parameters import OuterOptimizer
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replicas import Replicas
 from xcloud.record.reporter import Reporter
 

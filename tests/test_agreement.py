@@ -26,7 +26,7 @@ from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
 from xcloud.join.agreement import MAX_BYTES, Verdict, agree, decode_table, encode_table
 from xcloud.launch import processes as launch
-from xcloud.survive.compared import MAX_VALUE, PATH, compared_settings, make_table
+from xcloud.survive.changes import MAX_VALUE, PATH, compared_settings, make_table
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
 

@@ -18,7 +18,7 @@ from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
 from xcloud.models.transformer import Transformer
 from xcloud.parallel.split_backward import DeferredWeights, can_wait
-from xcloud.training.memory_meter import SavedTensors
+from xcloud.rank.meters import SavedTensors
 
 Gradients = dict[str, Tensor]
 

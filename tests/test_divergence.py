@@ -29,11 +29,11 @@ from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.model import StageOutput
 from xcloud.launch.local import run
+from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.part import StepReport
 from xcloud.parallel.partition import by_tensor
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import DivergenceGuard, Trainer
 

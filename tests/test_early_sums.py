@@ -12,11 +12,10 @@ from tests.local_replicas import groups
 from tests.pipelines import ToyStage, in_threads
 from tests.trainers import SKIP, Rank, ranks, spoil
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.overlapped_sums import OverlappedSums
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
-from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work, squared_norm
+from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, RankGroup, Work, squared_norm
 from xcloud.parallel.part import StepReport
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.training.trainer import Trainer
 
 SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from xcloud.rank.meters import MemoryMeter, SavedTensors, optimizer_bytes
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import final_metrics
-from xcloud.training.memory_meter import MemoryMeter, SavedTensors, optimizer_bytes
 
 KB = 1024
 

@@ -20,8 +20,8 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compression import Compression
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.join.agreement import Verdict
+from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.one_way.plan import Order
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext

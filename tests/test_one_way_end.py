@@ -22,9 +22,10 @@ from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
+from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
 from xcloud.parallel.one_way.plan import NOBODY, Order
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.rank.meters import MemoryMeter
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.producer import ProducerRank, ProducerRun
 from xcloud.record.checkpoints import CheckpointFolder
@@ -33,7 +34,6 @@ from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
 from xcloud.training.trainer import DivergenceGuard
 from xcloud.wire.ends import Ends

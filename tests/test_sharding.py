@@ -28,9 +28,8 @@ from xcloud.comm.compressor import Nothing
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
-from xcloud.parallel.exchange import FlatBuffer, Work, local_part
+from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work, local_part
 from xcloud.parallel.gradient_averaging import GradientAveraging
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.sharding import (

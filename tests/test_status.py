@@ -20,7 +20,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.exchange import RankGroup
 from xcloud.record.rank_state import (
     LAUNCHER_FILE,
     RankState,

@@ -6,10 +6,10 @@ from typing import Any
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.link import LinkStats
 from xcloud.comm.step_clock import StepClock
+from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import StepReport
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.evaluation import gather_predictions
-from xcloud.rank.wan_meter import WanMeter
+from xcloud.rank.meters import WanMeter
 from xcloud.record.reporter import Reporter
 
 

@@ -24,7 +24,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.transport import Meeting
 from xcloud.job.job import Job
-from xcloud.survive.compared import MAX_VALUE, PATH
+from xcloud.survive.changes import MAX_VALUE, PATH
 from xcloud.survive.resume import HELD, held_in, newest_common
 
 MAX_BYTES = 1 << 18

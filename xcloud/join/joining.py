@@ -26,7 +26,7 @@ from xcloud.job.job import Job
 from xcloud.join import elastic
 from xcloud.join.agreement import Verdict, agree
 from xcloud.join.failure_detector import FailureDetector
-from xcloud.survive.compared import make_table
+from xcloud.survive.changes import make_table
 
 _NAME = "xcloud.attempt"
 _SETTING = "cluster.liveness.join_within_s"

@@ -37,7 +37,7 @@ from xcloud.record.rank_state import RankState, error_file
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.security.wire_audit import audit_file, write_rank_audit
-from xcloud.survive.compared import make_table
+from xcloud.survive.changes import make_table
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 

@@ -1,4 +1,5 @@
-"""How ranks that train the same parameters agree on an update. Knows no optimizer, task or stage.
+"""Ranks that share one part of the work (a stage, a cloud), and how those that train the same
+parameters agree on an update. Knows no optimizer, task or stage.
 
 Sums, not means: every micro-batch's loss is already divided by the weight of the whole update, so
 the sum over ranks is the gradient of the large batch, whatever the number of ranks
@@ -12,15 +13,113 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.transport import Collectives
 from xcloud.comm.state import StatefulParts
-from xcloud.parallel.rank_group import RankGroup
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """`rank` is this rank, one of `ranks`, in the order of their group ranks. group: what
+    joins them; None where the rank is alone, and then every method returns at once. lives: of the
+    others, by rank, where they are noted as waited for."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    group: Collectives | None = None
+    lives: Mapping[int, PeerLife] = field(default_factory=dict)
+
+    @staticmethod
+    def alone(rank: int = 0) -> RankGroup:
+        return RankGroup(rank, (rank,))
+
+    @property
+    def group_rank(self) -> int:
+        return self.ranks.index(self.rank)
+
+    @property
+    def group_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for the group."""
+        return self.ranks[0]
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.leader
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            with self._awaiting("barrier"):
+                self.group.barrier()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """All-reduce in place."""
+        if self.group is not None:
+            with self._awaiting("sum"):
+                self.group.sum(values)
+        return values
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        """All-reduce in place. `values` are left alone until the returned call has come back."""
+        if self.group is None:
+            return _nothing
+        wait = self.group.start_sum(values)
+
+        def noted() -> None:
+            with self._awaiting("sum"):
+                wait()
+
+        return noted
+
+    def from_leader(self, values: Tensor) -> Tensor:
+        """Broadcast in place."""
+        if self.group is not None:
+            with self._awaiting("broadcast"):
+                self.group.broadcast(values, self.leader)
+        return values
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Of every rank, in order; all must be of one shape."""
+        if self.group is None:
+            return [values]
+        with self._awaiting("gathering"):
+            return self.group.gather(values)
+
+    @contextmanager
+    def _awaiting(self, what: str) -> Iterator[None]:
+        """Each of the others is waited for: nobody knows who of them is late."""
+        call = _Call(f"the {what} of {len(self.ranks)} ranks")
+        with ExitStack() as stack:
+            for rank in self.ranks:
+                if rank in self.lives:
+                    stack.enter_context(self.lives[rank].awaiting(call))
+            yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a collective: the next one is another."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _nothing() -> None:
+    """There is nobody to wait for."""
+
 
 DIGEST_BYTES = 16
 _CACHED = 1 << 16  # values that stay in a processor's cache

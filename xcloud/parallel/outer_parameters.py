@@ -16,9 +16,8 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.settings import settings
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import OUTER, State, copy_of
-from xcloud.parallel.exchange import are_finite
+from xcloud.parallel.exchange import RankGroup, are_finite
 from xcloud.parallel.partition import Piece, gather_shares
-from xcloud.parallel.rank_group import RankGroup
 
 
 @settings("strategy.averaging.outer")

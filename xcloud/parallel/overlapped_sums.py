@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.part import Part
-from xcloud.parallel.rank_group import RankGroup
 
 BUCKET_BYTES = 25 << 20  # DDP's default
 

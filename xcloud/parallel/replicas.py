@@ -14,8 +14,7 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.compressor import Nothing, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, Terms, averager_for, private_contribution
-from xcloud.parallel.exchange import Work, digest, local_part
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.exchange import RankGroup, Work, digest, local_part
 from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy

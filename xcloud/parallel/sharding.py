@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.schedule import Schedule, put_off, rank_actions
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from xcloud.comm.state import State, whole_number
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.exchange import RankGroup
 
 
 @dataclass

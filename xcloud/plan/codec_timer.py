@@ -30,11 +30,10 @@ from xcloud.comm.compression import Compression, Phased
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.merging import Contribution, weighted_sum
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.plan.costs import Direction
 from xcloud.plan.profile import AveragingCodec
 

@@ -16,9 +16,9 @@ from xcloud.contracts.task import Scores, Split, TaskData
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal
+from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.rank_state import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.reporter import Reporter
 

@@ -15,7 +15,7 @@ from xcloud.base.errors import DataError
 from xcloud.contracts.model import Batch, BuildContext
 from xcloud.contracts.task import SPLITS, TaskData, asks_for_sizes, with_sizes
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.exchange import RankGroup
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
 

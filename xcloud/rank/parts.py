@@ -4,10 +4,11 @@ one, in a file of its own; no other file of the core knows any of them by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from xcloud.comm.activation_cache import CachingChannel, describe
 from xcloud.comm.state import Stateful, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
@@ -25,15 +26,14 @@ from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.interleaved import join_turns
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
+from xcloud.rank.meters import MemoryReport, TypicalStep, WanMeter
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
 from xcloud.rank.tour import pilot_of
-from xcloud.rank.typical_step import TypicalStep
-from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
+from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
 
@@ -195,3 +195,15 @@ class Features:
         if all(group.group_size == 1 for group in groups.values()):
             return None
         return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)
+
+
+class CacheReport(Part):
+    """Of a rank's activation caches."""
+
+    def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
+        self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
+        self._reporter = reporter
+
+    def finish(self) -> None:
+        if self._caches:
+            self._reporter.note(describe(self._caches))

@@ -15,9 +15,9 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.rank.evaluation import Evaluator, fetcher
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.loading import context_of, load, note_data
+from xcloud.rank.meters import WanMeter
 from xcloud.rank.parts import Features
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.wan_meter import WanMeter
 from xcloud.training.batch_plan import Feed
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import LossReport, Trainer

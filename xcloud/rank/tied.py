@@ -16,9 +16,8 @@ from xcloud.comm.state import Stateful, stateful
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.contracts.model import Stage
 from xcloud.parallel.averaging import AllToAll, Averager
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.part import Part
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.wire.wiring import Wiring
 
 TIED = "embeddings.weight"

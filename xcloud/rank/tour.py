@@ -18,9 +18,8 @@ from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.split_backward import can_wait
 from xcloud.plan.settings import Autopilot, Tour
 from xcloud.rank.autopilot import RunPilot, Switching
-from xcloud.rank.typical_step import timeline_events
+from xcloud.rank.meters import SavedTensors, bytes_of, timeline_events
 from xcloud.record.reporter import Reporter
-from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
 

@@ -25,8 +25,7 @@ from xcloud.comm.state import MEMORY, OUTER, State, is_marked
 from xcloud.job.job import Job
 from xcloud.job.places import Places
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.changes import Changes, changes
-from xcloud.survive.compared import compared_settings
+from xcloud.survive.changes import Changes, changes, compared_settings
 
 HELD = "held "
 """Begins the keys of a rank's checkpoints in its table: "held 500" -> "ok agreed ATTEMPT 0,1" or

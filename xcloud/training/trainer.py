@@ -14,10 +14,9 @@ from torch import Tensor
 from xcloud.base.errors import TrainingDiverged
 from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.control import Reply, Signal, StageSums
-from xcloud.parallel.exchange import Exchange, FlatBuffer, Work
+from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
 from xcloud.training.batch_plan import Feed
 from xcloud.training.settings import OnDivergence, Training

@@ -30,7 +30,7 @@ from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, Sendi
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import CPU, Transport
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.exchange import RankGroup
 
 FRAME_SLACK_BYTES = 4096
 
