@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
 from xcloud.cluster.transport import GlooCollectives
-from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.overlapped_sums import BUCKET_BYTES, OverlappedSums
-from xcloud.parallel.rank_group import RankGroup
 
 
 def network(width: int, layers: int) -> nn.Module:
