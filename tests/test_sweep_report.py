@@ -1,6 +1,7 @@
 """What a sweep came to: rows over seeds, table, CSV, pictures, comparison, the page in MLflow."""
 
 import csv
+import json
 import math
 import re
 import shutil
@@ -267,6 +268,26 @@ def test_report_compares_two_sweeps(
     assert "cluster.wan: free | LinkProfile" in said
     assert "int8+int8: t against s: -1.00, step time x2.00" in said
     assert (sweep.parent / "s+t" / "quality_and_step_time.png").exists()
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_sweep_is_pages_without_a_server(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(sweep.parent.parent)
+    points = {"0": {"overrides": ["+exp=abnet_iwslt", "compression=int8"]}}
+    (sweep / "sweep.json").write_text(json.dumps({"points": points}))
+
+    assert report.main(["s", "--site", str(tmp_path / "site")]) == 0
+    pages = {path.stem: path.read_text("utf-8") for path in (tmp_path / "site").glob("*.html")}
+    index = pages.pop("index")
+    assert len(pages) == len(Results(from_folder(sweep)).rows)
+    assert all(f'href="{name}.html"' in index for name in pages)
+    assert "index-quality_and_step_time.png" in index and "http" not in index
+    assert any(
+        "python run.py +exp=abnet_iwslt compression=int8" in page for page in pages.values()
+    )
+    assert any("<td>failed</td>" in page or ">failed<" in page for page in pages.values())
 
 
 def test_an_unknown_sweep_is_named_with_those_there_are(

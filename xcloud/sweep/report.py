@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud report", description=__doc__)
     parser.add_argument("sweep", nargs="*", help="name of a sweep, or its folder; none: list them")
     parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
+    parser.add_argument("--site", type=Path, help="write the sweep as pages without a server here")
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--uri", help="address of a tracking server (tracker.uri)")
     parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
@@ -64,7 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = [folder for folder, _ in opened]
     target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
     results = Results([run for _, runs in opened for run in runs])
-    report(results, target, " and ".join(folder.name for folder in folders))
+    title = " and ".join(folder.name for folder in folders)
+    written = report(results, target, title)
+    if settings.site:
+        from xcloud.sweep.site import write_sweep_site
+
+        pictures = [path for path in written if path.suffix == ".png"]
+        print(write_sweep_site(results, pictures, f"Sweep {title}", settings.site))
     if len(opened) > 1:
         _compare(results)
     return 0
