@@ -49,6 +49,12 @@ def test_a_figure_is_paired_by_seed() -> None:
     assert share is not None and (share.mean, share.error) == (1.0, None)
 
 
+def test_the_error_of_a_single_seed_is_over_its_samples() -> None:
+    row = {"row": "ours", "seed": 1, "bleu": 30.0, "bleu_error": 0.8, "chrf": 50.0}
+    assert str(Figure("ours", "bleu").of([row])) == "30.00 ± 0.80 (one seed)"
+    assert str(Figure("ours", "chrf").of([row])) == "50.00 (one seed)"
+
+
 def test_rows_of_another_corpus_do_not_count() -> None:
     assert Figure("ours", "bleu", where={"corpus": "b"}).of(ROWS) is None
     assert Figure("ours", "chrf").of(ROWS) is None

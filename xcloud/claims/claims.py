@@ -24,7 +24,7 @@ ResultRow = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Estimate:
-    """mean and standard error over seeds; the error is None for a single one."""
+    """mean and standard error over seeds; of a single one over its test samples, or None."""
 
     mean: float
     error: float | None
@@ -37,9 +37,8 @@ class Estimate:
 
     def __str__(self) -> str:
         digits = 2 if abs(self.mean) >= 2 else 3
-        if self.error is None:
-            return f"{self.mean:.{digits}f} (one seed)"
-        return f"{self.mean:.{digits}f} ± {self.error:.{digits}f}"
+        error = "" if self.error is None else f" ± {self.error:.{digits}f}"
+        return f"{self.mean:.{digits}f}{error}{' (one seed)' * (self.num == 1)}"
 
 
 @settings("claim.figure")
@@ -56,6 +55,9 @@ class Figure:
     def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
         """None without any seed that has what is needed."""
         values = self.values(rows)
+        if len(values) == 1 and not (self.minus or self.over):
+            errors = Figure(self.row, f"{self.column}_error", where=self.where).values(rows)
+            return Estimate(values[0], errors[0] if errors else None, 1)
         return Estimate.of(values) if values else None
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:

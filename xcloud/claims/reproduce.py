@@ -153,6 +153,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
     return {
         **summary["quality"],
+        **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
         "step_s": summary["step_time_s"]["median"],
         "loss": summary["final_loss"],
         "bytes_forward": sent["forward"],
