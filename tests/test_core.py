@@ -53,7 +53,7 @@ FEATURES = (
     "join.failure_detector", "parallel.averaging", "parallel.ddp_hook", "parallel.hub",
     "parallel.local_updates", "parallel.merging", "parallel.one_way", "parallel.overlapped_sums",
     "parallel.sharding", "parallel.strategy", "rank.tied", "rank.tour", "plan", "planner",
-    "rank.autopilot", "rank.interleaved", "rank.leaks", "rank.one_way",
+    "rank.autopilot", "rank.leaks", "rank.one_way",
     "rank.privacy", "record.one_way_summary", 
     "security.leak_meter", "security.observer", "security.privacy",
     "survive.checkpointing", "sweep", "use",
