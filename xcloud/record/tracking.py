@@ -1,6 +1,6 @@
 """What keeps a record of a run outside of its folder: the protocol, what it is given, and none;
-names and values of metrics and parameters, and how many points of a curve a store gets. Sends
-nothing: MLflow's tracker is mlflow_tracker.py.
+names and values of metrics and parameters, the machine's load among them, and how many points of a
+curve a store gets. Sends nothing: MLflow's tracker is mlflow_tracker.py.
 
 Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
 `step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
@@ -17,10 +17,13 @@ import json
 import math
 import posixpath
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+import psutil
 
 from xcloud.base.settings import settings
 from xcloud.record.events import MEMORY, TIMES, Event, StepCollector, StepTotals
@@ -92,6 +95,8 @@ MAX_KEY_CHARACTERS = 250
 MAX_VALUE_CHARACTERS = 6000
 
 PER_BUCKET = 3
+SYSTEM_EVERY_S = 10.0
+_MB = 1e6
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
@@ -139,7 +144,6 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("token_recovery", "token_recovery_baseline"):
         metrics[name] = summary.get(name)
         metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
-    metrics |= ratio_metrics(summary)
     metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
     metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
     metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
@@ -158,13 +162,6 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
     return _legal({name: value for name, value in metrics.items() if value is not None})
-
-
-def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Of a point that was timed together with others of its sweep; else empty."""
-    timed = summary.get("step_time_ratio") or {}
-    names = {"ratio": "", "low": "_low", "high": "_high"}
-    return {f"step_time_ratio{names[key]}": timed[key] for key in names if key in timed}
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:
@@ -267,3 +264,24 @@ class Thinner:
 def _height(point: Point) -> float:
     """Not a number counts as the largest: it must be seen."""
     return math.inf if math.isnan(point.value) else point.value
+
+
+class SystemMeter:
+    """Load of the machine that follows the run, as MLflow's page of system metrics names it; a
+    step is a second since its start."""
+
+    def __init__(self) -> None:
+        self._started_s, self._due_s = time.monotonic(), 0.0
+
+    def figures(self) -> tuple[int, dict[str, float]]:
+        """The second, and figures every SYSTEM_EVERY_S, else none."""
+        second = time.monotonic() - self._started_s
+        if second < self._due_s:
+            return 0, {}
+        self._due_s = second + SYSTEM_EVERY_S
+        memory = psutil.virtual_memory()
+        return int(second), {
+            "system/cpu_utilization_percentage": psutil.cpu_percent(),
+            "system/system_memory_usage_megabytes": memory.used / _MB,
+            "system/system_memory_usage_percentage": memory.percent,
+        }

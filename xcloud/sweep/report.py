@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -17,23 +16,15 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
 from xcloud.base.units import score_text
 from xcloud.record.mlflow_store import (
+    COSTS,
     Store,
-    artifacts_page,
-    page,
     prepare_environment,
-    prepared_view,
-    sweep_key,
+    show_first,
     ui_command,
+    view_of_sweep,
 )
 from xcloud.record.tracking import Tracker
-from xcloud.sweep.points import (
-    CUT_LAYER,
-    CUT_RANK,
-    Settings,
-    differences,
-    is_number,
-    varying,
-)
+from xcloud.sweep.points import Settings, differences, is_number, varying
 from xcloud.sweep.results import Results, from_folder, known_sweeps, open_sweep
 from xcloud.sweep.table import print_sweep, write_csv
 
@@ -134,29 +125,16 @@ def _compare(results: Results) -> None:
         print(line)
 
 
-def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:
-    """Columns and charts of the settings that differ. A setting that only some points have is
-    shown only if it is a number that varies (a compressor's rate); the label covers the rest."""
-    shown, numbers = [], []
+def columns_of(settings: Sequence[Settings]) -> list[str]:
+    """Settings that differ, for MLflow's table. One that only some points have is shown only if it
+    is a number that varies (a compressor's rate); the label covers the rest."""
+    shown = []
     for key in varying(settings):
         values = [s[key] for s in settings if s.get(key) is not None]
-        is_swept = all(is_number(value) for value in values) and len(set(map(str, values))) > 1
-        if key != "seed" and (is_swept or len(values) == len(settings)):
+        is_swept = all(map(is_number, values)) and len(set(map(str, values))) > 1
+        if is_swept or len(values) == len(settings):
             shown.append(key)
-            numbers += [key] if is_swept else []
-    shown = shown[:MOST_PARAMS]
-    seed = ["seed"] if "seed" in varying(settings) else []
-    # The unsplit model has no cut layer, so it is not drawn in the parallel coordinates.
-    cut = [key for key in (CUT_LAYER, CUT_RANK) if key in shown]
-    everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
-    everywhere = [*cut, *(key for key in everywhere if key not in cut)]
-    return prepared_view(
-        sweep,
-        params=["label", *shown, *seed],
-        numbers=[key for key in numbers if key in shown],
-        axes=[*([] if cut else ["label"]), *everywhere, *seed],
-        score=score,
-    )
+    return ["label", *shown[:MOST_PARAMS]]
 
 
 def prepare(
@@ -179,14 +157,13 @@ def prepare(
     def write() -> None:
         try:
             prepare_environment()
-            experiment_id = store.write_view(sweep_key(sweep), view_of(sweep, settings, score))
-            runs = page(store.server, experiment_id, sweep_key(sweep))
-            charts = page(store.server, experiment_id, sweep_key(sweep), charts=True)
-            lines = [f"MLflow table   {runs}", f"MLflow charts  {charts}"]
+            client, experiment_id = store.open()
+            view, pages = view_of_sweep(sweep), store.pages(experiment_id)
+            show_first(client, experiment_id, view, (score, *COSTS), columns_of(settings), sweep)
+            lines = [f"MLflow table   {pages.runs(view)}", f"MLflow charts  {pages.charts(view)}"]
             if files:
                 run_id = store.keep_report(sweep, files)
-                place = artifacts_page(store.server, experiment_id, run_id)
-                lines.append(f"MLflow report  {place}")
+                lines.append(f"MLflow report  {pages.artifacts(run_id)}")
             if store.uri is None:
                 lines.append(f"served by      {ui_command(store.root)} --sweep {sweep}")
             links.extend(lines)
