@@ -14,8 +14,7 @@ import pytest
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
-from xcloud.claims import list as listing
-from xcloud.claims import reproduce, site
+from xcloud.claims import pages, reproduce
 from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
 from xcloud.claims.records import Record, made, page, verdict_of
 
@@ -85,7 +84,7 @@ def test_a_claim_that_shows_nothing_is_refused(changed: dict[str, Any], message:
 
 def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
     claims = read_claims(project_root() / FILE)
-    records = listing.read_records(claims)
+    records = pages.read_records(claims)
     folders = {path.parent.name for path in (project_root() / "records").glob("*/record.json")}
     assert folders == set(records)
     for name, record in records.items():
@@ -96,8 +95,8 @@ def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
 
 def test_the_papers_page_is_what_the_records_say() -> None:
     claims = read_claims(project_root() / FILE)
-    written = (project_root() / listing.PAPER).read_text("utf-8")
-    assert written == listing.paper_page(claims, listing.read_records(claims))
+    written = (project_root() / pages.PAPER).read_text("utf-8")
+    assert written == pages.paper_page(claims, pages.read_records(claims))
 
 
 def test_a_malformed_claim_is_named(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_missing_data_and_unknown_claims_are_one_line(
 
 def quotes() -> Iterator[tuple[str, str, str]]:
     claims = read_claims(project_root() / FILE)
-    for name, record in listing.read_records(claims).items():
+    for name, record in pages.read_records(claims).items():
         for quote in claims[name].quotes:
             yield name, quote.file, quote.filled(record.rows)
 
@@ -198,9 +197,9 @@ def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
 @pytest.mark.usefixtures("pictures")
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made(claim(), ROWS, [], "2026-01-01", False)
-    monkeypatch.setattr(site, "read_claims", lambda path: {"front": claim()})
-    monkeypatch.setattr(site, "read_records", lambda claims: {"front": record})
-    assert site.main(["--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(pages, "read_claims", lambda path: {"front": claim()})
+    monkeypatch.setattr(pages, "read_records", lambda claims: {"front": record})
+    assert pages.site(["--out", str(tmp_path)]) == 0
     index = (tmp_path / "index.html").read_text("utf-8")
     study = (tmp_path / "front.html").read_text("utf-8")
     assert 'href="front.html"' in index and "reproduced" in index

@@ -1,10 +1,12 @@
 """The end of a sweep, and `python -m xcloud report SWEEP [OTHER ...]`: tables and pictures from
-run folders or from MLflow, a page in MLflow, comparisons of several sweeps. Runs nothing."""
+run folders or from MLflow, pages of HTML and in MLflow, comparisons of sweeps. Runs nothing."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,13 +26,16 @@ from xcloud.record.mlflow_store import (
     view_of_sweep,
 )
 from xcloud.record.tracking import Tracker
+from xcloud.report.site import Page, Picture, Table, write_site
 from xcloud.sweep.points import Settings, differences, is_number, varying
-from xcloud.sweep.results import Results, from_folder, known_sweeps, open_sweep
-from xcloud.sweep.table import print_sweep, write_csv
+from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, open_sweep
+from xcloud.sweep.state import read_points
+from xcloud.sweep.table import cells_of, print_sweep, remarks_of, write_csv
 
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
 TIMEOUT_S = 30.0  # of MLflow
+_FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = " and ".join(folder.name for folder in folders)
     written = report(results, target, title)
     if settings.site:
-        from xcloud.sweep.site import write_sweep_site
-
         pictures = [path for path in written if path.suffix == ".png"]
         print(write_sweep_site(results, pictures, f"Sweep {title}", settings.site))
     if len(opened) > 1:
@@ -95,6 +98,39 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
     all_settings = [run.settings for run in results.runs]
     for line in prepare(results.sweeps[0], tracker, all_settings, score, written)():
         print(line, flush=True)
+
+
+def write_sweep_site(results: Results, pictures: Sequence[Path], title: str, folder: Path) -> Path:
+    """The sweep as pages that need no server: a front page with pictures and the table, and a page
+    a setting with its runs and the command of each. Returns the index. pictures are copied."""
+    cells = cells_of(results)
+    links = [
+        f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
+        for number, setting in enumerate(cells.setting)
+    ]
+    table = Table("Settings, best first", cells, [f"{link}.html" for link in links])
+    shown = [Picture(str(path), path.stem.replace("_", " ")) for path in pictures]
+    facts = [("Note", line) for line in remarks_of(results)]
+    pages = [
+        _setting_page(link, results, results.of_row[number])
+        for link, number in zip(links, results.rows.index, strict=True)
+    ]
+    return write_site(Page("index", title, facts, "", shown, [table]), pages, folder)
+
+
+def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
+    settings, entry = runs[0].settings, read_points(runs[0].run_dir.parent)
+    differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
+    what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
+    points = results.points.loc[[results.runs.index(run) for run in runs]]
+    columns = [*_FIRST_OF_A_RUN, *points.columns.difference(_FIRST_OF_A_RUN, sort=False)]
+    left_out = {*differing, "sweep", "label", "identity"}
+    columns = [name for name in columns if name not in left_out and points[name].notna().any()]
+    made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
+    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
+    tables = [Table("What differs", what), Table("Runs", points[columns])]
+    tables = [table for table in tables if len(table.cells)]
+    return Page(name, runs[0].label, (), command, (), tables, up="All settings")
 
 
 def _compare(results: Results) -> None:
