@@ -125,7 +125,8 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 ) -> None:
     ran = []
 
-    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], stdout: Any, **given: Any) -> subprocess.CompletedProcess[str]:
+        stdout.write("step 1/1")
         words = command[2:-2]
         folder = Path(command[-2].removeprefix("hydra.run.dir="))
         ran.append((folder.name, words))
@@ -137,13 +138,15 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 
     mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
     monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
-    ours = SimpleNamespace(run=run, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    ours = SimpleNamespace(run=run, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr(reproduce, "subprocess", ours)
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
     kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
-    assert kept == ["experiment.yaml", "summary.json"] and not (tmp_path / "work").exists()
+    assert kept == ["experiment.yaml", "run.log", "summary.json"]
+    assert (tmp_path / "runs" / "ours-seed1" / "run.log").read_text() == "step 1/1"
+    assert not (tmp_path / "work").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
