@@ -51,7 +51,7 @@ COMMANDS = {
         "site --out site",
     ),
     "translate": Command(
-        "xcloud.use.trained",
+        "xcloud.use",
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
         "translate",
@@ -77,12 +77,13 @@ COMMANDS = {
         "status outputs/DATE/TIME",
     ),
     "generate": Command(
-        "xcloud.use.generate",
+        "xcloud.use",
         "let a trained causal language model write on",
         'generate outputs/DATE/TIME "The doctor"',
+        "generate",
     ),
     "export": Command(
-        "xcloud.use.trained",
+        "xcloud.use",
         "join the clouds' parts of a trained causal language model",
         "export outputs/DATE/TIME",
         "export",
