@@ -102,8 +102,12 @@ def test_a_plan_that_does_not_fit_is_not_chosen_and_one_in_flight_less_is() -> N
     space = Space(own, {"pipeline": [(4, 8)]}, [8], [NO_COMPRESSION], ["schedule"], SCHEDULES)
 
     def chosen(megabytes: float) -> list[Schedule]:
-        pricer = Pricer(EIGHT, arranged, 16, memory_bytes={"a": megabytes * 1e6})
-        return [plan.schedule for plan in fastest(pricer, space, 1).best]
+        pricer = Pricer(EIGHT, arranged, 16)
+
+        def fits(plan: Plan) -> bool:
+            return pricer.memory(plan)["a"] <= megabytes * 1e6
+
+        return [plan.schedule for plan in fastest(pricer, space, 1, fits=fits).best]
 
     # In stage 0 two samples of 4 blocks of 1 MB for each micro-batch in flight.
     assert most_kept(GPipe(8).actions(0, 2), 1, 8e6, 0) == 64e6
