@@ -35,8 +35,7 @@ from xcloud.survive.resume import RankCheckpoints, check_can_go_on, newest_commo
 from xcloud.survive.saving import about_part
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training
-from xcloud.use.generate import Generator
-from xcloud.use.trained import Translator
+from xcloud.use import Generator, Translator
 from xcloud.watch.status import describe
 
 STRATEGIES = {
