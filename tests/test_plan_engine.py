@@ -21,10 +21,10 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import FREE, Costs, Direction, Transfer, Update, lines_of
 from xcloud.plan.engine import NEVER, Program, run
 from xcloud.plan.formulas import Exchange, exchange_of
-from xcloud.plan.prediction import Simulator
 from xcloud.plan.profile import AveragingCodec, Curve, DirectionCurves
 from xcloud.plan.recorded import read_predicted, write_predicted
 from xcloud.plan.settings import Planning
+from xcloud.plan.simulator import Simulator
 
 
 def plainly(
@@ -129,8 +129,8 @@ def test_costs_of_several_stages_add_up_and_a_slow_rank_takes_longer() -> None:
     assert costs.action_s(1, Action("backward", 1, 0)) == 8.0
     assert costs.action_s(0, Action("weights", 1, 3)) == 1.0
     there, back = (Transfer(way, 0, 0, 0, 1) for way in ("forward", "backward"))
-    assert (costs.message_bytes(there), costs.compress_s(back)) == (10, 0.3)
-    assert costs.decompress_s(there) == 0.2
+    assert costs.direction(there) == Direction(10, 0.1, 0.2)
+    assert costs.direction(back) == Direction(20, 0.3, 0.4)
     assert Costs([1.0], [1.0]).update(0, (0,)) == Update()
     assert Costs([1.0], [1.0]).action_s(0, Action("weights", 0, 0)) == 0
 

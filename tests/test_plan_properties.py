@@ -13,10 +13,10 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.plans import Plan
-from xcloud.plan.prediction import Simulator
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Curve
 from xcloud.plan.search import Space
+from xcloud.plan.simulator import Simulator
 
 SEEDS = range(8)
 

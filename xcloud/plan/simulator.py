@@ -1,5 +1,5 @@
 """What every rank does in a step of a pipeline, and which messages join them: a program for the
-engine, without costs. prediction.py runs it.
+engine, to be run at any costs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, check
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
+from xcloud.plan import engine
 from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.engine import Moments, Program, run
+from xcloud.plan.prediction import Prediction
 
 
 class Op(NamedTuple):
@@ -33,27 +33,23 @@ class Route(NamedTuple):
     sample: tuple[int, int]  # a sender and a receiver on it
 
 
-class Course(NamedTuple):
-    """What the engine was given, and what it found."""
-
-    seconds: list[list[float]]
-    num_bytes: list[int]
-    lines: list[LinkProfile]
-    moments: Moments
-
-    @property
-    def end_s(self) -> float:
-        """When the slowest rank is done."""
-        ranks = zip(self.moments.begin_s, self.seconds, strict=True)
-        return max(begin_s[-1] + own_s[-1] for begin_s, own_s in ranks)
-
-
 MARKS = ("arrive", "answer", "shared")
 CONTROL = Transfer("norm", -1, 0, -1, -1)
 
 
-class StepProgram:
+class Simulator:
     """The program of a step.
+
+        Simulator(schedule, layout).run(costs).step_s
+
+    Model: a rank does one thing at a time, in the order that the real pipeline follows. For an
+    action it waits for its message, decompresses, computes, compresses and hands its own message
+    on, which then travels while the rank continues. All ranks of one cloud that send to one other
+    cloud share that line; inside a cloud every pair of ranks has its own. After the actions: the
+    all-reduce inside a stage, the agreement on the gradient norm, the optimizer. Where the paper's
+    formulas (formulas.py) apply, it equals them.
+
+    Not modelled: ranks that slow each other down on one machine, and threads of links that do.
 
     agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
         training (training/trainer.py). Costs.control_bytes is what such a message takes.
@@ -64,10 +60,10 @@ class StepProgram:
     without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
     without_rows: boundaries over which nothing goes forward, either.
 
-    Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
+    Raises ValueError, here or in `run`, if the schedule waits for itself.
     """
 
-    engine = staticmethod(run)
+    engine = staticmethod(engine.run)
 
     def __init__(
         self,
@@ -99,7 +95,7 @@ class StepProgram:
         self.ops: list[list[Op]] = [[] for _ in self.placements]
         self.transfers: list[Transfer] = []  # by parcel; CONTROL where it is none of the pipeline
         self.routes: list[Route] = []
-        self._one = Program.for_ranks(layout.num_ranks)
+        self._one = engine.Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
         self._put_off = {stage for order in orders for stage, _ in put_off(order)}
@@ -107,13 +103,13 @@ class StepProgram:
         self._build_update(agrees)
         self.program = self._one.repeated(num_steps)
 
-    def carry_out(self, costs: Costs) -> Course:
+    def run(self, costs: Costs) -> Prediction:
         seconds = [
-            [self.op_s(costs, rank, op) for op in ops] * self.num_steps
+            [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
         ]
         num_bytes = [
-            costs.control_bytes if transfer is CONTROL else costs.message_bytes(transfer)
+            costs.control_bytes if transfer is CONTROL else costs.direction(transfer).num_bytes
             for transfer in self.transfers
         ] * self.num_steps
         lines = [
@@ -124,10 +120,7 @@ class StepProgram:
         for rank in range(self.layout.num_ranks):
             if not moments.has_ended(self.program, rank):
                 raise self.deadlock()
-        return Course(seconds, num_bytes, lines, moments)
-
-    def op_s(self, costs: Costs, rank: int, op: Op) -> float:
-        return sum(self.parts_s(costs, rank, op))
+        return Prediction(self, costs, seconds, num_bytes, lines, moments)
 
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
         """Seconds of decompressing, of the thing itself, of compressing."""
@@ -142,8 +135,8 @@ class StepProgram:
                 "optimizer": update.optimizer_s,
             }
             return 0.0, own[op.what], 0.0
-        before = 0.0 if op.received is None else costs.decompress_s(op.received)
-        behind = 0.0 if op.sent is None else costs.compress_s(op.sent)
+        before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
+        behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, op.action)
         if op.what == "backward" and op.action.stage in self._put_off:
             own_s -= costs.action_s(rank, op.action._replace(kind="weights"))
