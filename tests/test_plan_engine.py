@@ -16,7 +16,8 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Action, GPipe, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import ZeroBubble
+from xcloud.parallel.schedule import Action, GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import FREE, Costs, Direction, Transfer, Update, lines_of
 from xcloud.plan.engine import NEVER, Program, run

@@ -11,7 +11,8 @@ import pytest
 from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble, most_kept
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.plans import (
     NO_COMPRESSION,

@@ -15,7 +15,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
