@@ -36,7 +36,7 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import Costs
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.prediction import Prediction
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
     BoundaryCodec,
@@ -47,7 +47,6 @@ from xcloud.plan.profile import (
     Profile,
 )
 from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.simulator import Simulator
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import timeline_of
 

@@ -13,8 +13,7 @@ from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
 from xcloud.parallel.schedule import Action, Schedule
 from xcloud.plan.costs import FREE, Costs, Direction, Transfer
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines
-from xcloud.plan.prediction import Prediction
-from xcloud.plan.simulator import Simulator
+from xcloud.plan.prediction import Prediction, Simulator
 
 NUM_BYTES = 125  # of a message
 

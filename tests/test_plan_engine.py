@@ -22,10 +22,10 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import FREE, Costs, Direction, Transfer, Update, lines_of
 from xcloud.plan.engine import NEVER, Program, run
 from xcloud.plan.formulas import Exchange, exchange_of
+from xcloud.plan.prediction import Simulator
 from xcloud.plan.profile import AveragingCodec, Curve, DirectionCurves
 from xcloud.plan.recorded import read_predicted, write_predicted
 from xcloud.plan.settings import Planning
-from xcloud.plan.simulator import Simulator
 
 
 def plainly(

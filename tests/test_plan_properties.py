@@ -14,10 +14,10 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.plans import Plan
+from xcloud.plan.prediction import Simulator
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Curve
 from xcloud.plan.search import Space
-from xcloud.plan.simulator import Simulator
 
 SEEDS = range(8)
 

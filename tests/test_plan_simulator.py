@@ -21,8 +21,7 @@ from xcloud.plan.formulas import (
     bubble_of_blocking_transfers,
     step_of_overlapped_transfers,
 )
-from xcloud.plan.prediction import Prediction
-from xcloud.plan.simulator import Simulator
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.record.timeline import chrome_trace
 from xcloud.report.pictures import write_timeline
 

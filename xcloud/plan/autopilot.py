@@ -18,8 +18,8 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.state import State
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.costs import Costs, Direction
+from xcloud.plan.prediction import Simulator
 from xcloud.plan.settings import Autopilot
-from xcloud.plan.simulator import Simulator
 
 DIRECTIONS = ("forward", "backward")
 _FREE_BITS_PER_S = 1e15

@@ -10,15 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Moments
+from xcloud.plan.step_program import Op, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
-
-if TYPE_CHECKING:
-    from xcloud.plan.simulator import Op, Simulator
 
 _FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
 
@@ -48,7 +46,7 @@ class LineUse(NamedTuple):
 class Prediction:
     """seconds, num_bytes, lines: what the engine was given; moments: what it found."""
 
-    step: Simulator
+    step: StepProgram
     costs: Costs
     seconds: Sequence[Sequence[float]]
     num_bytes: Sequence[int]
@@ -266,3 +264,22 @@ class _Span(NamedTuple):
     place: _Place
     from_s: float
     until_s: float
+
+
+class Simulator(StepProgram):
+    """The program of a step, to be run at any costs.
+
+        Simulator(schedule, layout).run(costs).step_s
+
+    Model: a rank does one thing at a time, in the order that the real pipeline follows. For an
+    action it waits for its message, decompresses, computes, compresses and hands its own message
+    on, which then travels while the rank continues. All ranks of one cloud that send to one other
+    cloud share that line; inside a cloud every pair of ranks has its own. After the actions: the
+    all-reduce inside a stage, the agreement on the gradient norm, the optimizer. Where the paper's
+    formulas (formulas.py) apply, it equals them.
+
+    Not modelled: ranks that slow each other down on one machine, and threads of links that do.
+    """
+
+    def run(self, costs: Costs) -> Prediction:
+        return Prediction(self, costs, *self.carry_out(costs))

@@ -24,9 +24,8 @@ from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.costs import Costs, Direction, Update, lines_of
 from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.plan.prediction import Prediction
+from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.profile import BoundaryCodec, Profile
-from xcloud.plan.simulator import Simulator
 
 
 @dataclass(eq=False)

@@ -1,5 +1,5 @@
 """What every rank does in a step of a pipeline, and which messages join them: a program for the
-engine, to be run at any costs.
+engine, without costs. prediction.py runs it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, check
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan import engine
 from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.prediction import Prediction
 
 
 class Op(NamedTuple):
@@ -33,23 +33,15 @@ class Route(NamedTuple):
     sample: tuple[int, int]  # a sender and a receiver on it
 
 
+Carried = tuple[list[list[float]], list[int], list[LinkProfile], engine.Moments]
+"""Seconds, bytes and lines that the engine was given, and what it found."""
+
 MARKS = ("arrive", "answer", "shared")
 CONTROL = Transfer("norm", -1, 0, -1, -1)
 
 
-class Simulator:
+class StepProgram:
     """The program of a step.
-
-        Simulator(schedule, layout).run(costs).step_s
-
-    Model: a rank does one thing at a time, in the order that the real pipeline follows. For an
-    action it waits for its message, decompresses, computes, compresses and hands its own message
-    on, which then travels while the rank continues. All ranks of one cloud that send to one other
-    cloud share that line; inside a cloud every pair of ranks has its own. After the actions: the
-    all-reduce inside a stage, the agreement on the gradient norm, the optimizer. Where the paper's
-    formulas (formulas.py) apply, it equals them.
-
-    Not modelled: ranks that slow each other down on one machine, and threads of links that do.
 
     agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
         training (training/trainer.py). Costs.control_bytes is what such a message takes.
@@ -60,7 +52,7 @@ class Simulator:
     without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
     without_rows: boundaries over which nothing goes forward, either.
 
-    Raises ValueError, here or in `run`, if the schedule waits for itself.
+    Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
     """
 
     engine = staticmethod(engine.run)
@@ -103,7 +95,7 @@ class Simulator:
         self._build_update(agrees)
         self.program = self._one.repeated(num_steps)
 
-    def run(self, costs: Costs) -> Prediction:
+    def carry_out(self, costs: Costs) -> Carried:
         seconds = [
             [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
@@ -120,7 +112,7 @@ class Simulator:
         for rank in range(self.layout.num_ranks):
             if not moments.has_ended(self.program, rank):
                 raise self.deadlock()
-        return Prediction(self, costs, seconds, num_bytes, lines, moments)
+        return seconds, num_bytes, lines, moments
 
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
         """Seconds of decompressing, of the thing itself, of compressing."""
