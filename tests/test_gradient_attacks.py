@@ -20,7 +20,7 @@ from tests.causal_models import WIDTH, WORDS, words
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
 from xcloud.contracts.model import Stage
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 from xcloud.security.attacks import f1_of_sets, rouge
 from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows, raised_words
 
