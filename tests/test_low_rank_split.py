@@ -34,7 +34,8 @@ from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.split_point import Split
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe
 from xcloud.training.batch_plan import cut
 
 WAYS: dict[str, dict[str, Any]] = {

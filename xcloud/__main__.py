@@ -56,11 +56,6 @@ COMMANDS = {
         'translate outputs/DATE/TIME "El gato duerme."',
         "translate",
     ),
-    "plan": Command(
-        "xcloud.planner.what_if",
-        "what if: what a job would take and cost on clouds that a file describes",
-        "plan docs/plans/eight_clouds.yaml",
-    ),
     "torchrun": Command(
         "xcloud.launch.torchrun",
         "start this cloud's ranks of a run over several machines",
