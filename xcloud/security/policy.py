@@ -36,7 +36,7 @@ electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Exper
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
 models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
-models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
+models.causal_base.OwnCausal models.causal_network.Lora models.decoding.Beam models.decoding.Greedy
 models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
 models.split_point.Split models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
