@@ -7,8 +7,9 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.job.features import CHECKED_LAST, FEATURES
 from xcloud.job.job import Job, PipelineJob
-from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
+from xcloud.job.needs import check_choices
 from xcloud.security.leak_meter import LeakMeter
 
 
