@@ -27,7 +27,8 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State, is_marked
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot

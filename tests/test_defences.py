@@ -14,7 +14,6 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
-from xcloud.security.attacks import auc, norm_attack
 from xcloud.security.defences import (
     Defence,
     GaussianNoise,
@@ -23,6 +22,7 @@ from xcloud.security.defences import (
     NoiseShape,
     noise_shape,
 )
+from xcloud.security.leak_meter import auc, norm_attack
 from xcloud.security.policy import Visibility
 from xcloud.training.batch_plan import cut
 

@@ -23,11 +23,12 @@ import torch
 
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Transport
+from xcloud.cluster.transport import Gloo, Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, agree
-from xcloud.join.joining import join
+from xcloud.join.agreement import Verdict
+from xcloud.join.compared import Table, table_of
+from xcloud.join.joining import join, meet_here
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import role_of
@@ -37,8 +38,6 @@ from xcloud.record.rank_state import RankState, error_file
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.security.wire_audit import audit_file, write_rank_audit
-from xcloud.survive.changes import make_table
-from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 
 EXIT_FAILED = 1
@@ -71,13 +70,14 @@ class Process:
 def live(
     job: Job,
     run_dir: Path,
+    settings: Mapping[str, str],
     verdict: Verdict,
-    holder: RankCheckpoints,
     process: Process,
     transport: Transport,
 ) -> bool:
-    """One rank's life, whatever its role, once the ranks have compared what they run. transport:
-    joins it to the others. Returns whether the run has ended early, as asked."""
+    """One rank's life, whatever its role, once the ranks have compared what they run. settings: as
+    they have compared them. transport: joins it to the others. Returns whether the run has ended
+    early, as asked."""
     rank, layout, is_resumed = transport.rank, job.cluster, has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
@@ -88,8 +88,9 @@ def live(
     )  # fmt: skip
     device, take = _device_of(job, rank), intake.take if intake else lambda peer, frame: None
     context = RankContext(
-        job, device, reporter, take, verdict, holder, process.asked, transport, is_resumed
-    )
+        job, settings, run_dir, device, reporter, take, verdict, process.asked, transport,
+        is_resumed,
+    )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -119,7 +120,7 @@ def live(
 
 
 def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
-    if verdict.kind == "refused":
+    if role.rank in verdict.refused:
         raise ConfigError(verdict.text)
     if role.rank == 0 and verdict.text and not verdict.refused:
         reporter.note(verdict.text)
@@ -130,7 +131,7 @@ def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
 
 
 def live_in_threads(
-    job: Job, settings: Mapping[str, Any], run_dir: Path, asked: StopSignal, state: RankState
+    job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState
 ) -> bool:
     """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
     rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
@@ -140,10 +141,9 @@ def live_in_threads(
         own = RankState(run_dir, rank) if rank else state
         try:
             transport = world.transport(rank)
-            holder = RankCheckpoints.of(job, rank, run_dir, settings)
-            table = {**make_table(settings), **holder.table()}
-            verdict = agree(job, transport.meeting, table)
-            is_stopped = live(job, run_dir, verdict, holder, Process(asked, own), transport)
+            _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
+            process = Process(asked, own)
+            is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
             if rank:
                 own.close(STOPPED if is_stopped else DONE)
             ended.put(is_stopped)
@@ -210,27 +210,24 @@ class RankProcess:
         """Returns whether the run has ended early, as asked."""
         _set_threads()
         config = configs.read_config(self.file)
-        job, settings = self.read(config), configs.plain_settings(config)
+        job, table = self.read(config), table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.essential_ranks
-        holder = RankCheckpoints.of(job, self.rank, self.run_dir, settings)
-        held = holder.table()  # reads whole files: before the others wait for this rank
-        transport, verdict = self.join(job, settings, held)
+        meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
         self.begin(job, config)
         if job.cluster.num_processes < job.cluster.num_ranks:
-            asked = self.process.asked
-            is_stopped = live_in_threads(job, settings, self.run_dir, asked, self.state)
+            is_stopped = live_in_threads(job, table, self.run_dir, self.process.asked, self.state)
         else:
-            is_stopped = live(job, self.run_dir, verdict, holder, self.process, transport)
+            transport = (job.cluster.carrier or Gloo()).transport(meeting)
+            settings = table["setting"]
+            is_stopped = live(job, self.run_dir, settings, verdict, self.process, transport)
         self.end(is_stopped)
         return is_stopped
 
     def read(self, config: Any) -> Job:
         return configs.job_from_config(config)
 
-    def join(
-        self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
-    ) -> tuple[Transport, Verdict]:
-        return join(job, settings, self.rank, self.run_dir, held)
+    def meet(self, job: Job) -> Meeting:
+        return meet_here(job, self.rank, self.run_dir)
 
     def begin(self, job: Job, config: Any) -> None:
         """All ranks have agreed to run it."""

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.project import MODEL_DIR
-from xcloud.cluster.transport import Transport
+from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, rank_name
+from xcloud.join.agreement import rank_name
 from xcloud.join.failure_detector import FailureDetector
-from xcloud.join.joining import join
+from xcloud.join.restarts import meet_under_torchrun
 from xcloud.launch.rank_process import Process, RankProcess, failed, write_failure
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
@@ -66,20 +66,17 @@ class TorchrunProcess(RankProcess):
         _check_cloud(job, self.rank, self._cloud)
         return job
 
-    def join(
-        self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
-    ) -> tuple[Transport, Verdict]:
+    def meet(self, job: Job) -> Meeting:
         detector = self._failure_detector = FailureDetector(
             self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
             self._end_alone, partial(is_needed, job, self.rank) if job.is_elastic else bool,
         )  # fmt: skip
         self.process = WatchedProcess(self.process.asked, self.state, detector=detector)
-        joined = join(job, settings, self.rank, self.run_dir, held, detector)
-        _check_started(job)
-        _check_unfinished(job, self.run_dir)
-        return joined
+        return meet_under_torchrun(job, self.rank, self.run_dir, detector)
 
     def begin(self, job: Job, config: Any) -> None:
+        _check_started(job)
+        _check_unfinished(job, self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
             print(job.headline, flush=True)

@@ -35,7 +35,8 @@ from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.schedule import OneForwardOneBackward, Schedule, ZeroBubble, put_off
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs

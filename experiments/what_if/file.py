@@ -325,7 +325,7 @@ def what_if_from(table: Any) -> WhatIf:
     """From plain containers. Raises ConfigError naming the key."""
     given = dict(table) if isinstance(table, Mapping) else {"clouds": table}
     if "model" not in given:
-        raise ConfigError("model is missing; `python -m xcloud plan --help` shows a file")
+        raise ConfigError("model is missing; `python -m experiments.what_if --help` shows a file")
     if isinstance(clouds := given.get("clouds"), Mapping):
         shared = clouds.get(ALL) or {}
         given["clouds"] = {n: {**shared, **(c or {})} for n, c in clouds.items() if n != ALL}
