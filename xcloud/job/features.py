@@ -93,9 +93,15 @@ FEATURES: Sequence[Feature] = (
     ),
     Feature(
         "security.defences.backward={.label}",
-        lambda job: job.security.defences.backward,
+        lambda job: job.security.defences.get("backward"),
         {needs.labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
         "choose security/defences/backward=max_norm or gaussian_noise",
+    ),
+    Feature(
+        "security.defences.forward={.label}",
+        lambda job: job.security.defences.get("forward"),
+        {needs.noise_without_labels: "acts at evaluation too"},
+        "choose security/defences/forward=max_norm or gaussian_noise",
     ),
     Feature(
         "security/privacy=cloud",

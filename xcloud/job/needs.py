@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.activation_cache import decodes_rows_alone
-from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
 from xcloud.parallel.schedule import put_off
@@ -84,6 +85,11 @@ whole_stages = Plain(
     lambda job: any(cloud.shard for cloud in job.cluster.clouds.values()),
     "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
     "leave shard out",
+)
+noise_without_labels = Plain(
+    lambda job: job.security.chosen_defences["forward"].needs_labels,
+    "it needs labels, which are not available there",
+    "use it backward",
 )
 whole_replicas = Plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
