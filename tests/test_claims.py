@@ -52,6 +52,10 @@ def test_the_error_of_a_single_seed_is_over_its_samples() -> None:
     row = {"row": "ours", "seed": 1, "bleu": 30.0, "bleu_error": 0.8, "chrf": 50.0}
     assert str(Figure("ours", "bleu").of([row])) == "30.00 ± 0.80 (one seed)"
     assert str(Figure("ours", "chrf").of([row])) == "50.00 (one seed)"
+    theirs = {"row": "theirs", "seed": 1, "bleu": 27.0, "bleu_error": 0.6, "chrf": 49.0}
+    ahead = Figure("ours", "bleu", minus="theirs").of([row, theirs])
+    assert str(ahead) == "3.00 ± 1.00 (one seed)"
+    assert str(Figure("ours", "chrf", minus="theirs").of([row, theirs])) == "1.000 (one seed)"
 
 
 def test_rows_of_another_corpus_do_not_count() -> None:
@@ -97,6 +101,27 @@ def test_the_papers_page_is_what_the_records_say() -> None:
     claims = read_claims(project_root() / FILE)
     written = (project_root() / pages.PAPER).read_text("utf-8")
     assert written == pages.paper_page(claims, pages.read_records(claims))
+
+
+def test_a_rule_may_stand_for_several(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("""
+[grid]
+title = "x"
+source = "y"
+means = "z"
+human_minutes = 1
+machine_minutes = 1
+runs = { a = [] }
+
+[[grid.rules]]
+for = { block = [0, 5], r = [8] }
+says = "block {block}, r = {r}"
+figure = { row = "r{r} {block}", column = "bleu", where = { task = "t{block}" } }
+at_least = 1
+""")
+    first, second = read_claims(tmp_path / FILE)["grid"].rules
+    assert first == Rule("block 0, r = 8", Figure("r8 0", "bleu", where={"task": "t0"}), 1)
+    assert second.figure == Figure("r8 5", "bleu", where={"task": "t5"})
 
 
 def test_a_malformed_claim_is_named(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.overlapped_sums import OverlappedSums
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())

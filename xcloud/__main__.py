@@ -52,15 +52,10 @@ COMMANDS = {
         "site",
     ),
     "translate": Command(
-        "xcloud.use.trained",
+        "xcloud.use",
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
         "translate",
-    ),
-    "plan": Command(
-        "xcloud.planner.what_if",
-        "what if: what a job would take and cost on clouds that a file describes",
-        "plan docs/plans/eight_clouds.yaml",
     ),
     "torchrun": Command(
         "xcloud.launch.torchrun",
@@ -83,12 +78,13 @@ COMMANDS = {
         "status outputs/DATE/TIME",
     ),
     "generate": Command(
-        "xcloud.use.generate",
+        "xcloud.use",
         "let a trained causal language model write on",
         'generate outputs/DATE/TIME "The doctor"',
+        "generate",
     ),
     "export": Command(
-        "xcloud.use.trained",
+        "xcloud.use",
         "join the clouds' parts of a trained causal language model",
         "export outputs/DATE/TIME",
         "export",
