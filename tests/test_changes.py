@@ -66,7 +66,7 @@ class Attempt:
             raise ConfigError(verdict.text)
         self.from_step, self.note = verdict.from_step, verdict.text
         for holder, rank in zip(self.holders, made, strict=True) if self.from_step else ():
-            parts = {"trainer": rank.trainer, "channels": rank.wiring}
+            parts = rank.stateful
             load_states(parts, holder.restore(self.from_step, states_of(parts), {})[0], "a rank")
 
     def train(self, until_step: int = LAST) -> None:
@@ -283,7 +283,7 @@ def test_each_rank_of_a_sharded_stage_gets_its_own_part_again(tmp_path: Path) ->
     for rank in range(3):
         stage = 0 if rank < 2 else 1
         state: State = {
-            "trainer.num_updates": 5, "trainer.guard.num_in_a_row": 0,
+            "trainer.num_updates": 5, "guard.num_in_a_row": 0,
             f"trainer.stage {stage}.values.w": torch.full((2,), float(rank)),
         }  # fmt: skip
         about = {**sharded(tmp_path, rank).about(7), "facts": {}}

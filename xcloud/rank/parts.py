@@ -26,14 +26,17 @@ from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.interleaved import join_turns
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.meters import MemoryReport, TypicalStep, WanMeter
+from xcloud.rank.memory import MemoryReport
+from xcloud.rank.meters import WanMeter
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
 from xcloud.rank.tour import pilot_of
+from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
 
@@ -127,7 +130,9 @@ class Features:
             tied = join_tied(
                 self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
             )
+        training = job.training
         parts: list[Part | None] = [
+            DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
             join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)

@@ -33,7 +33,7 @@ HELD = "held "
 that had a part in it: those of a one-way job that were lost before have none."""
 
 _MAX_REASON = 160  # characters that fit into a table
-_SHARED = ("trainer.num_updates", "trainer.guard.")
+_SHARED = ("trainer.num_updates", "guard.")
 
 
 @dataclass(frozen=True)
