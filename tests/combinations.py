@@ -28,6 +28,7 @@ from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.transport import Gloo
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression, PerBoundary, Phase, Phased
 from xcloud.comm.compressor import Chain
@@ -39,7 +40,8 @@ from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
-from xcloud.join.joining import join
+from xcloud.join.compared import table_of
+from xcloud.join.joining import join, meet_here
 from xcloud.launch import rank_process
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
@@ -55,7 +57,7 @@ from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.policy import Visibility
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
+from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training
 
@@ -334,17 +336,18 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    holders = {rank: RankCheckpoints.of(job, rank, run_dir, {}) for rank in ranks}
-    held = {rank: held_in(holders[rank].table()) for rank in job.saving_ranks}
+    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.saving_ranks}
     step, _ = newest_common(held, str)
 
     def one(rank: int) -> None:
         transport: Any = world.transport(rank)
         verdict = Verdict(from_step=step, attempt=1)
         if job.is_elastic:
-            transport, verdict = join(job, {}, rank, run_dir, holders[rank].table())
+            meet = partial(meet_here, job, rank, run_dir)
+            meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
+            transport = Gloo().transport(meeting)
         process = rank_process.Process(StopSignal())
-        rank_process.live(job, run_dir, verdict, holders[rank], process, transport)
+        rank_process.live(job, run_dir, {}, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 

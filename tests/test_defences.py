@@ -13,7 +13,6 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
-from xcloud.security.attacks import auc, norm_attack
 from xcloud.security.defences import (
     Defence,
     Defences,
@@ -23,6 +22,7 @@ from xcloud.security.defences import (
     NoiseShape,
     noise_shape,
 )
+from xcloud.security.leak_meter import auc, norm_attack
 from xcloud.training.batch_plan import cut
 
 COUNTS = torch.tensor([3, 1, 2, 4])

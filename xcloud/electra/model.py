@@ -101,7 +101,7 @@ class MultilingualElectra:
         report(f"texts: {stream.describe()}")
         encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
         packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
-        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream)
+        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
 
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
         settings, tokenizer = self.discriminator, self._tokenizer(context)

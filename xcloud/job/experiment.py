@@ -9,7 +9,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.job.job import Job, PipelineJob
 from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
-from xcloud.security.observer import LeakMeter
+from xcloud.security.leak_meter import LeakMeter
 
 
 @settings(kw_only=True)

@@ -30,7 +30,7 @@ from xcloud.plan.settings import Autopilot, Planning
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
-from xcloud.security.observer import LeakMeter
+from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.policy import Visibility
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.pinned_batches import PinnedBatchPlan

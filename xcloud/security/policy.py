@@ -19,7 +19,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
 from xcloud.security.defences import Defences
-from xcloud.security.observer import LeakMeter
+from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.privacy import Privacy
 
 CONSTRUCTORS = frozenset(
@@ -36,17 +36,17 @@ electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Exper
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
 models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
-models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
+models.causal_base.OwnCausal models.causal_network.Lora models.decoding.Beam models.decoding.Greedy
 models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
 models.split_point.Split models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
-parallel.one_forward_one_backward.ZeroBubble parallel.one_way.feed.Feed
+parallel.one_forward_one_backward.ZeroBubble parallel.one_way.plan.Feed
 parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
 record.tracking.NullTracker security.defences.Defences security.defences.GaussianNoise
-security.defences.Marvell security.defences.MaxNorm security.observer.LeakMeter
+security.defences.Marvell security.defences.MaxNorm security.leak_meter.LeakMeter
 security.policy.Visibility security.privacy.CloudPrivacy security.privacy.SamplePrivacy
 tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
