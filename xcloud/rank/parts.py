@@ -124,26 +124,20 @@ class Features:
         which must be those that a checkpoint was made with."""
         job, context, reporter = self.job, self.context, self.reporter
         privacy = job.security.privacy
-        buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
-        tied = None
-        if job.ties_ends:
-            tied = join_tied(
-                self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
-            )
         training = job.training
-        parts: list[Part | None] = [
+        before = [
             DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
             join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
-            tied,
+            self._tied(trainer),
             pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
             if job.autopilot is not None
             else None,
             meter,
         ]
-        made = [part for part in parts if part is not None]
+        made = [part for part in before if part is not None]
         stateful: dict[str, Stateful] = {
             "trainer": trainer, "channels": self.wiring, **Parts(made).parts(),
         }  # fmt: skip
@@ -164,6 +158,13 @@ class Features:
             else TypicalStep(self.clock, context.transport.meeting, reporter),
         ]
         return Parts([*made, *(part for part in after if part is not None)])
+
+    def _tied(self, trainer: Trainer) -> Part | None:
+        if not self.job.ties_ends:
+            return None
+        buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
+        choose, seed = self.job.compression.for_tensor, self.job.seed
+        return join_tied(self.wiring, trainer.pipeline.stages, choose, seed, buffers)
 
     def resume(self, trainer: Trainer) -> None:
         if not trainer.num_updates:
