@@ -68,7 +68,7 @@ COMMANDS = {
         "worker experiment.yaml --cloud cloud_a --run-dir runs/first",
     ),
     "monitor": Command(
-        "xcloud.watch.monitor",
+        "xcloud.watch.following",
         "follow a run over several machines (its first worker starts this)",
         "monitor runs/first --experiment experiment.yaml --parent PID",
     ),

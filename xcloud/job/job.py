@@ -32,7 +32,8 @@ from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
 from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.policy import Visibility
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Checkpoints, Training
 
 

@@ -33,6 +33,7 @@ from xcloud.record.mlflow_store import (
     ALL_RUNS,
     COSTS,
     Store,
+    SystemMeter,
     prepare_environment,
     ui_command,
     view_of_sweep,
@@ -42,7 +43,6 @@ from xcloud.record.tracking import (
     Buckets,
     Point,
     Status,
-    SystemMeter,
     Thinner,
     TrackedRun,
     final_metrics,
@@ -135,13 +135,12 @@ class Sender(threading.Thread):
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Send the rest and the final values; takes at most `finish_timeout_s`."""
-        facts = {key: summary.get(key) for key in ("commit", "profile", "cause")}
-        tags = {key: value for key, value in facts.items() if value is not None}
+        facts = ("commit", "profile", "cause")
+        tags = {key: summary[key] for key in facts if summary.get(key) is not None}
         self.put("final tags", self.log_tags, {"status": status, **tags})
         num_steps, now_s = int(summary.get("num_steps") or 0), time.time()
-        self.put(
-            "final values", self.log_metrics, points_of(final_metrics(summary), now_s, num_steps)
-        )
+        final = points_of(final_metrics(summary), now_s, num_steps)
+        self.put("final values", self.log_metrics, final)
         if status == "finished":
             self.put("the model", self.log_model, (summary, now_s))
         self._status, self._ended_at_s = MLFLOW_STATUS[status], now_s
@@ -213,15 +212,14 @@ class Sender(threading.Thread):
         return True
 
     def _create_run(self) -> None:
-        client, experiment_id = self._store.open()
+        client, self.experiment_id = self._store.open()
         earlier = self._recorded_in(TRACKED_FILE)
         if earlier is not None and self._reopen(client, earlier):
-            self._client, self.experiment_id, self.run_id = client, experiment_id, earlier
+            self._client, self.run_id = client, earlier
             return
         started_ms, tags = int(1000 * self._started_at_s), {"mlflow.user": _user()}
-        run = client.create_run(experiment_id, started_ms, tags, run_name=self._run.name)
-        self._client, self.experiment_id = client, experiment_id
-        self.run_id = run.info.run_id
+        run = client.create_run(self.experiment_id, started_ms, tags, run_name=self._run.name)
+        self._client, self.run_id = client, run.info.run_id
         if (replaced := self._recorded_in(REPLACED_FILE)) is not None:
             self._waiting.append(("the earlier run", partial(client.delete_run, replaced)))
         # Not those of a later attempt: MLflow cannot change a parameter.
@@ -352,8 +350,8 @@ class Sender(threading.Thread):
     def log_tags(self, tags: Mapping[str, object]) -> None:
         from mlflow.entities import RunTag
 
-        values = {legal_name(key): str(tags[key])[:MAX_VALUE_CHARACTERS] for key in tags}
-        self._client.log_batch(self.run_id, tags=[RunTag(*pair) for pair in values.items()])
+        said = [RunTag(legal_name(k), str(v)[:MAX_VALUE_CHARACTERS]) for k, v in tags.items()]
+        self._client.log_batch(self.run_id, tags=said)
 
     def log_artifact(self, path: Path) -> None:
         self._store.keep(self._client, str(self.run_id), path)

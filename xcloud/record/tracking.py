@@ -1,6 +1,6 @@
 """What keeps a record of a run outside of its folder: the protocol, what it is given, and none;
-names and values of metrics and parameters, the machine's load among them, and how many points of a
-curve a store gets. Sends nothing: MLflow's tracker is mlflow_tracker.py.
+names and values of metrics and parameters, and how many points of a curve a store gets. Sends
+nothing: MLflow's tracker is mlflow_tracker.py.
 
 Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
 `step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
@@ -17,13 +17,10 @@ import json
 import math
 import posixpath
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
-
-import psutil
 
 from xcloud.base.settings import settings
 from xcloud.record.events import MEMORY, TIMES, Event, StepCollector, StepTotals
@@ -95,8 +92,15 @@ MAX_KEY_CHARACTERS = 250
 MAX_VALUE_CHARACTERS = 6000
 
 PER_BUCKET = 3
-SYSTEM_EVERY_S = 10.0
-_MB = 1e6
+
+# Of summary.json, what has the same name in a table of runs.
+AS_THEY_ARE = (
+    "label_leak_auc", "label_leak_auc_gradient", "label_leak_auc_activation", "token_recovery",
+    "averaging_token_recovery", "token_recovery_baseline", "averaging_token_recovery_baseline",
+    "averaging_order_recovery", "predicted_step_time_s", "final_loss", "bubble_ratio",
+    "samples_per_s", "tokens_per_s", "num_steps",
+)  # fmt: skip
+OF_RESUMED = ("num_resumes", "num_steps_done_twice", "goodput")
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
@@ -139,19 +143,10 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "compression_ratio": ratio.get("total"),
         **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
     }
-    for name in ("", "_gradient", "_activation"):
-        metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")
-    for name in ("token_recovery", "token_recovery_baseline"):
-        metrics[name] = summary.get(name)
-        metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
-    metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
+    metrics |= {name: summary.get(name) for name in AS_THEY_ARE}
     metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
-    metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
     if summary.get("num_resumes"):
-        for name in ("num_resumes", "num_steps_done_twice", "goodput"):
-            metrics[name] = summary.get(name)
-    for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
-        metrics[name] = summary.get(name)
+        metrics |= {name: summary.get(name) for name in OF_RESUMED}
     metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None
     for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
         for part, value in summary.get(name, {}).items():
@@ -264,24 +259,3 @@ class Thinner:
 def _height(point: Point) -> float:
     """Not a number counts as the largest: it must be seen."""
     return math.inf if math.isnan(point.value) else point.value
-
-
-class SystemMeter:
-    """Load of the machine that follows the run, as MLflow's page of system metrics names it; a
-    step is a second since its start."""
-
-    def __init__(self) -> None:
-        self._started_s, self._due_s = time.monotonic(), 0.0
-
-    def figures(self) -> tuple[int, dict[str, float]]:
-        """The second, and figures every SYSTEM_EVERY_S, else none."""
-        second = time.monotonic() - self._started_s
-        if second < self._due_s:
-            return 0, {}
-        self._due_s = second + SYSTEM_EVERY_S
-        memory = psutil.virtual_memory()
-        return int(second), {
-            "system/cpu_utilization_percentage": psutil.cpu_percent(),
-            "system/system_memory_usage_megabytes": memory.used / _MB,
-            "system/system_memory_usage_percentage": memory.percent,
-        }

@@ -105,19 +105,21 @@ class ConsumerRun(StatefulParts):
         sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
         # Of sums over the ranks of the consumer, so they decide alike.
         is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
-        what = f"the loss or gradient of step {step} of the consumer"
-        is_skipped = self._guard.skips(what, is_finite)
+        note = ""
+        if not is_finite:
+            what = f"the loss or gradient of step {step} of the consumer"
+            note = self._guard.leave_out(step, what)
         with self._rank.computing_in(self._clock, "optimizer"):
-            if is_skipped:
-                self._part.skip(step)
-            else:
+            if is_finite:
                 self._part.update(step, sums["weight"])
+            else:
+                self._part.skip(step)
         self._events.step(
-            step, self._clock, used, skipped, self._rank.other_bytes, sums, is_skipped
+            step, self._clock, used, skipped, self._rank.other_bytes, sums, not is_finite
         )
-        if is_skipped and self._leads:
+        if note and self._leads:
             self._rank.reporter.event("skipped_update", step=step)
-            self._rank.reporter.note(self._guard.note(what))
+            self._rank.reporter.note(note)
         return Signal(int(agreed.signal))
 
     def _attempt(
