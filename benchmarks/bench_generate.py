@@ -17,7 +17,7 @@ import torch
 from benchmarks.machine import say_where
 from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
 from xcloud.models.causal_stage import CausalStage
-from xcloud.use.generate import Choice, Writer
+from xcloud.use import Choice, Writer
 
 PROMPT = list(range(16))
 

@@ -163,7 +163,8 @@ def system(name: str, rank: int, m: int):
     from xcloud.comm.compressor import Chain
     from xcloud.comm.memory import NoMemory
     from xcloud.comm.precision import BlockInt
-    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
+    from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+    from xcloud.parallel.schedule import GPipe
 
     match name.split():
         case ["compute"]:

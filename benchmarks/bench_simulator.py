@@ -30,7 +30,8 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, read_config
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import Costs
 from xcloud.plan.measured import measured_costs

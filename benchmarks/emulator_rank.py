@@ -39,8 +39,9 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.control import Director
+from xcloud.parallel.one_forward_one_backward import ZeroBubble
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.training.batch_plan import cut
 from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import wire

@@ -53,7 +53,8 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job import config as configs
 from xcloud.launch import processes as launch
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, profile_from

@@ -15,7 +15,8 @@ from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, read_usage
 from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (

@@ -233,7 +233,9 @@ def facts() -> Parser:
 
 
 def tables() -> Parser:
-    honest = encode_table({"setting seed": "1", "code xcloud/run.py": "ab", "info torch": "2"})
+    honest = encode_table(
+        {"setting": {"seed": "1"}, "code": {"xcloud/run.py": "ab"}, "info": {"torch": "2"}}
+    )
     return Parser(
         [honest.encode()], lambda data: decode_table(data.decode("utf-8", "replace"), "rank 1")
     )

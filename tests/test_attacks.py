@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xcloud.security.attacks import (
+from xcloud.security.leak_meter import (
     auc,
     direction_attack,
     linear_inverter,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.gradient_leaks.gradient_attacks import Victim, score
+from experiments.gradient_leaks.meter import AveragesMeter, AveragesObserver
 from tests.causal_models import WORDS as NUM_WORDS
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.pipelines import in_threads
@@ -15,44 +17,54 @@ from tests.replicas import connected
 from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.replica_links import ReplicaLinks
-from xcloud.security.attacks import score
-from xcloud.security.gradient_attacks import Victim
-from xcloud.security.leak_meter import measure
-from xcloud.security.observer import AveragingObserver, LeakMeter, Observer
+from xcloud.security.observer import Observer
 
 BOS = 1
 LAST_STEP = 5
 
 
-def observer(replica: int, **meter: int) -> Observer:
-    """Of two replicas, each a rank in a cloud of its own."""
+def watched(
+    meter: AveragesMeter, replica: int, victim: Victim
+) -> tuple[Observer, AveragesObserver]:
+    """Of one of two replicas, each a rank in a cloud of its own."""
     fields = {"text": (NO_TOKEN, (BOS,))}
-    return Observer(
-        replica, f"cloud {replica}", 2, LeakMeter(**meter), LAST_STEP, fields, {"text"}, replica
+    observer = Observer(
+        replica,
+        f"cloud {replica}",
+        2,
+        LAST_STEP - meter.last_steps + 1,
+        100,
+        fields,
+        {"text"},
+        replica,
     )
+    return observer, meter.averaged(observer, victim, 1)
 
 
 def test_text_is_read_from_an_averaged_gradient_without_a_word_of_it(tmp_path: Path) -> None:
     stage = causal("llama", tmp_path, Lora(r=8))
-    mine, theirs = observer(0), observer(1)
+    meter = AveragesMeter()
     victim = Victim(stage, lambda ids: run(stage, ids), torch.arange(NUM_WORDS), 6)
-    attacker = AveragingObserver(mine, victim, 1)
     batch = as_batch([[BOS, *TEXTS[0]], TEXTS[1]])
+    batches = [as_batch([[30, 4, 31]]) | {"ids": torch.tensor([9])}, batch]
     changes = gradients([stage], batch)
-    mine.batch(LAST_STEP, as_batch([[30, 4, 31]]) | {"ids": torch.tensor([9])})
-    theirs.batch(LAST_STEP, batch)
+    both = [watched(meter, replica, victim) for replica in (0, 1)]
+    for (observer, averaged), own in zip(both, batches, strict=True):
+        observer.batch(LAST_STEP, own)
+        averaged.batch(LAST_STEP, own["ids"])
+    attacker = both[0][1]
     attacker.received(LAST_STEP, 1, {f"0.{name}": change for name, change in changes.items()})
     before = [parameter.clone() for parameter in stage.parameters()]
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.add_(1.0)  # training goes on; the attack is on the weights of the step
-    attacker.attack()
-    mine.write(tmp_path)
-    theirs.write(tmp_path)
-    found = measure(tmp_path)
+    for observer, averaged in both:
+        averaged.finish(tmp_path)
+        observer.write(tmp_path)
+    found = meter.measure(tmp_path)
     entry = found["leakage"]["averaging"]["cloud 0"]["texts of replica 1"]
 
     # The last word of each text reaches no loss: 9 of 11 (and 20, 21), which another text has.
@@ -65,16 +77,12 @@ def test_text_is_read_from_an_averaged_gradient_without_a_word_of_it(tmp_path: P
 
 def test_only_the_last_averagings_are_kept_and_only_where_their_texts_are_known() -> None:
     stage = torch.nn.Embedding(8, 2)
-    own = observer(0, last_steps=3, averaging_steps=2)
-    guessed: list[int] = []
-    own.guess = lambda replica, attack, step, texts: guessed.append(step)  # type: ignore[method-assign]
     victim = Victim(stage, stage, torch.arange(8), 4, covers=2)
-    attacker = AveragingObserver(own, victim, 1)
+    _, attacker = watched(AveragesMeter(last_steps=3, averaging_steps=2), 0, victim)
     for step in range(1, LAST_STEP + 1):  # texts are noted from step 3 on, so steps 4 and 5 fit
         attacker.received(step, 1, {"0.weight": torch.ones(8, 2)})
-    attacker.attack()
 
-    assert set(guessed) == {4, 5}
+    assert {guess["step"] for guess in attacker.guesses()} == {4, 5}
 
 
 def test_an_averager_tells_what_others_contribute() -> None:

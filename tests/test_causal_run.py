@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from tests import warm_ranks
 from tests.configs import composed
 from tests.runs import losses, weights
+from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.launch.local import run
-from xcloud.use import generate, trained
-from xcloud.use.generate import Generator
+from xcloud.use import Generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
@@ -178,7 +178,7 @@ def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    trained.export([str(two_clouds), "--out", str(tmp_path / "joined")])
+    use.export([str(two_clouds), "--out", str(tmp_path / "joined")])
     folder = tmp_path / "joined"
     assert capsys.readouterr().out == f"{folder}\n"
     about = json.loads((folder / "adapter_config.json").read_text())
@@ -199,10 +199,10 @@ def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    trained.join(all_weights, tmp_path)
+    use.join(all_weights, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = written_on(model, tmp_path)
-    generate.main([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
+    use.generate([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
 
     said = "".join(f"{p}{text}\n" for p, text in zip(PROMPTS, expected, strict=True))
     assert capsys.readouterr().out == said
@@ -214,7 +214,7 @@ def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_pa
     shutil.copytree(two_clouds, tmp_path / "half")
     (tmp_path / "half" / "model" / "stage1.safetensors").unlink()
     with pytest.raises(DataError, match=r"there is no .*stage1\.safetensors.*several machines"):
-        trained.join(tmp_path / "half", tmp_path / "out")
+        use.join(tmp_path / "half", tmp_path / "out")
     other = composed("+exp=abnet_iwslt")
     (tmp_path / "experiment.yaml").write_text(OmegaConf.to_yaml(other, resolve=True))
     with pytest.raises(ConfigError, match="no run of a causal language model"):

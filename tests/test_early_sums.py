@@ -15,8 +15,9 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.overlapped_sums import OverlappedSums
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
@@ -75,7 +76,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 
     def trained(job: list[Rank]) -> list[Tensor]:
         for step in range(1, 5):
-            spoiled = spoil([r.trainer for r in job], 0, torch.nan) if step == 3 else None
+            spoiled = spoil(job, 0, torch.nan) if step == 3 else None
             in_threads([partial(r.update, step) for r in job])
             if spoiled is not None:
                 spoiled.remove()

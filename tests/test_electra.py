@@ -77,7 +77,7 @@ def mean(steps: list[dict[str, float]], key: str) -> float:
 
 def unpacked(model: MultilingualElectra, cache_dir: Path, fed: Fed) -> Any:
     part = model.consumer(feed_context(cache_dir))
-    return part._packing.unpack(fed.payload)
+    return part.packing.unpack(fed.payload)
 
 
 @pytest.mark.slow
@@ -95,11 +95,11 @@ def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Pa
     by_share_alone = -share * math.log(share) - (1 - share) * math.log(1 - share)
     assert mean(last, "loss_sum") / mean(last, "weight") < 0.98 * by_share_alone
 
-    network, special = reference.consumer._network, reference.consumer._tokenizer.token_ids
+    network, special = reference.consumer.network, reference.consumer.tokenizer.token_ids
     right = replaced = tokens = 0
     for number in range(81, 84):
         payload = reference.producers[0].produce(number).payload
-        ids_C, counts_B, replaced_C = reference.consumer._packing.unpack(payload)
+        ids_C, counts_B, replaced_C = reference.consumer.packing.unpack(payload)
         ids_R, inner_C = with_ends(ids_C, counts_B, special)
         with torch.no_grad():
             scores_C = network(ids_R, Packing(counts_B + 2))[inner_C]
@@ -124,13 +124,13 @@ def test_a_batch_follows_from_seed_lane_and_number(cache_dir: Path) -> None:
 def test_what_crosses_is_the_corrupted_text_and_its_flags_alone(cache_dir: Path) -> None:
     model = tiny(batch_size=64)
     part = model.producer(feed_context(cache_dir, cloud="es"))
-    ids_R, counts_B = part._stream.batch(1)
+    ids_R, counts_B = part.stream.batch(1)
     fed = part.produce(1)
     got = unpacked(model, cache_dir, fed)
     ends = counts_B.cumsum(0)
     inner = torch.ones(len(ids_R), dtype=torch.bool)
     inner[ends - 1] = inner[ends - counts_B] = False
-    special = part._tokenizer.token_ids
+    special = part.tokenizer.token_ids
 
     assert fed.payload.dtype == torch.uint8 and len(fed.payload) <= model.max_payload_bytes
     assert fed.num_samples == 64 and fed.num_tokens == len(got.ids_R)
@@ -192,7 +192,7 @@ def test_generators_of_two_sizes_and_a_pair_feed_one_discriminator(cache_dir: Pa
     sizes = [sum(p.numel() for p in r.parameters_module.parameters()) for r in reference.producers]  # type: ignore[union-attr]
     assert sizes[0] > sizes[1]
     payload = unpacked(model, cache_dir, reference.producers[0].produce(2))
-    eos = reference.producers[0]._tokenizer.token_ids.eos
+    eos = reference.producers[0].tokenizer.token_ids.eos
     assert (payload.ids_R == eos).sum() == 8  # between the sides of every pair
 
 
@@ -218,11 +218,11 @@ def test_a_frozen_generator_needs_weights_and_trains_nothing(
     model = tiny(backbone=PretrainedBackbone(str(folder)), frozen=True)
     frozen = model.producer(feed_context(cache_dir, cloud="es"))
 
-    before = [p.clone() for p in frozen._encoder.parameters()]
+    before = [p.clone() for p in frozen.network.parameters()]
     assert frozen.parameters_module is None
     payload = frozen.produce(1).payload
     frozen.update(1)
-    assert all(map(torch.equal, before, frozen._encoder.parameters()))
+    assert all(map(torch.equal, before, frozen.network.parameters()))
     assert torch.equal(frozen.produce(1).payload, payload)
     frozen.finish(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
@@ -263,7 +263,6 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
     from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
 
     from xcloud.contracts.model import BuildContext
-    from xcloud.models.checkpoint import quiet
     from xcloud.models.encoder import Encoder
 
     reference = Reference(tiny(), feed_context(cache_dir))
@@ -275,15 +274,14 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
         "replaced_precision", "replaced_recall", "replaced_f1", "replaced_loss"
     }  # fmt: skip
     folder = tmp_path / "model" / "discriminator"
-    with quiet():
-        theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()
-        telling = ElectraForPreTraining.from_pretrained(folder, local_files_only=True).eval()
+    theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    telling = ElectraForPreTraining.from_pretrained(folder, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     batch = tokenizer(
         ["El gato duerme.", "I see a house there."], padding=True, return_tensors="pt"
     )
 
-    ours = reference.consumer._network.eval()
+    ours = reference.consumer.network.eval()
     packing = Packing(batch["attention_mask"].sum(1))
     ids_R = packing.pack(batch["input_ids"])
     with torch.no_grad():

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.causal_models import KINDS, build, saved, where, words
+from xcloud import use
 from xcloud.comm.boundary import Message
 from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage
-from xcloud.models.lora import Lora
-from xcloud.use import generate
-from xcloud.use.generate import Choice, Writer
+from xcloud.use import Choice, Writer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,7 +69,7 @@ class _Letters:
 
 
 def test_text_comes_in_whole_characters_and_ends_with_the_end_token() -> None:
-    writer = generate.Generator.__new__(generate.Generator)
+    writer = use.Generator.__new__(use.Generator)
     writer._tokenizer, writer._longest = _Letters(), 99
 
     class Fixed:
@@ -93,5 +93,5 @@ def test_wrong_options_are_named(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        generate.main(["RUN", "text", *words])
+        use.generate(["RUN", "text", *words])
     assert said in capsys.readouterr().err

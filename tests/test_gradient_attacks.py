@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.gradient_leaks.gradient_attacks import (
+    Victim,
+    attack_layers,
+    changed_rows,
+    f1_of_sets,
+    raised_words,
+    rouge,
+)
 from experiments.gradient_leaks.gradient_matching import (
     gradient_distance,
     improve_by_swaps,
@@ -20,9 +28,7 @@ from tests.causal_models import WIDTH, WORDS, words
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
 from xcloud.contracts.model import Stage
-from xcloud.models.lora import Lora
-from xcloud.security.attacks import f1_of_sets, rouge
-from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows, raised_words
+from xcloud.models.causal_network import Lora
 
 READ = {3, 9, 4, 20, 21}  # no later word of its text reads the last one, and no loss needs it
 EMBEDDINGS, HEAD = "network.model.embed_tokens.weight", "network.lm_head.weight"

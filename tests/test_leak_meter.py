@@ -14,7 +14,7 @@ from xcloud.base.errors import DataError
 from xcloud.launch.local import run
 from xcloud.record.tracking import final_metrics
 from xcloud.security.leak_meter import main, measure
-from xcloud.security.observer import OBSERVATIONS_DIR, LeakMeter, Observer, Stream
+from xcloud.security.observer import OBSERVATIONS_DIR, Observer, Stream
 
 GRADIENT = Stream("backward", 0, "received", "hidden")
 ACTIVATION = Stream("forward", 0, "received", "hidden")
@@ -22,10 +22,11 @@ PAD, BOS = 0, 1
 
 
 def observer(
-    rank: int, cloud: str, holds: set[str], num_ranks: int = 2, meter: LeakMeter | None = None
-) -> Observer:
+    rank: int, cloud: str, holds: set[str], num_ranks: int = 2, first_step: int = 51,
+    max_rows: int = 20_000,
+) -> Observer:  # fmt: skip
     token_fields = {"text": (PAD, (BOS,))} if "text" in holds else {}
-    return Observer(rank, cloud, num_ranks, meter or LeakMeter(), 100, token_fields, holds)
+    return Observer(rank, cloud, num_ranks, first_step, max_rows, token_fields, holds)
 
 
 def planted(folder: Path, label: Tensor, leak: float, noise: float) -> None:
@@ -69,7 +70,7 @@ def test_planted_leaks_are_measured(tmp_path: Path) -> None:
     assert found["token_recovery_baseline"] < 0.1
     # Who holds labels is not asked for them, nor who holds text for text.
     clouds = {kind: set(attacked) for kind, attacked in found["leakage"].items()}
-    assert clouds == {"label": {"text_owner"}, "text": {"label_owner"}, "averaging": set()}
+    assert clouds == {"label": {"text_owner"}, "text": {"label_owner"}}
 
 
 def test_nothing_planted_is_near_chance(tmp_path: Path) -> None:
@@ -101,12 +102,12 @@ def test_labels_of_one_class_and_spans_are_no_leak(tmp_path: Path) -> None:
     other.write(tmp_path / "span")
 
     found = measure(tmp_path / "span")
-    assert found.pop("leakage") == {"label": {}, "text": {}, "averaging": {}}
-    assert len(found) == 8 and set(found.values()) == {None}
+    assert found.pop("leakage") == {"label": {}, "text": {}}
+    assert len(found) == 5 and set(found.values()) == {None}
 
 
 def test_notes_are_of_the_last_steps_and_the_newest_rows(tmp_path: Path) -> None:
-    notes = observer(0, "a", set(), meter=LeakMeter(last_steps=10, max_rows=100))
+    notes = observer(0, "a", set(), first_step=91, max_rows=100)
     assert [step for step in range(1, 101) if notes.wants(step)] == list(range(91, 101))
     for first in range(0, 400, 40):
         rows = torch.full((40, 2), float(first))

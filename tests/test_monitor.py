@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +23,9 @@ from xcloud.record.rank_state import error_file
 from xcloud.record.summary import read_summary
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import audit_file
-from xcloud.watch.monitor import Monitor, main
+from xcloud.survive.resume import check_can_go_on
+from xcloud.watch.following import main
+from xcloud.watch.monitor import Monitor
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -90,7 +93,7 @@ def test_the_experiment_file_is_replaced_once_the_ranks_have_taken_the_state_ove
     monkeypatch.setattr(local, "LocalRanks", FakeRanks)
     longer = OmegaConf.create(toy_config("two_clouds", ["training.max_steps=12"]))
     with pytest.raises(RunFailed):
-        local.run(longer, tmp_path, resumes=True, anew=True)
+        local.run(longer, tmp_path, resumes=partial(check_can_go_on, anew=True))
     assert configs.read_job(file).max_steps == expected
     assert list(tmp_path.glob("*.yaml")) == [file]
 
@@ -141,8 +144,8 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
             error_file(tmp_path, rank).write_text(json.dumps(failure))
 
-    monkeypatch.setattr("xcloud.watch.monitor.time.sleep", write_later)
-    monkeypatch.setattr("xcloud.watch.monitor.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("xcloud.watch.following.time.sleep", write_later)
+    monkeypatch.setattr("xcloud.watch.following.signal.signal", lambda number, handler: None)
     words = [str(tmp_path), "--experiment", str(tmp_path / configs.EXPERIMENT_FILE)]
     assert main([*words, "--parent", str(os.getppid())]) == 1
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody

@@ -22,9 +22,8 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Order
+from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Feed, Order
 from xcloud.training.settings import Checkpoints
 
 
@@ -47,7 +46,7 @@ def same_runs(one: Path, other: Path, step: int) -> bool:
     """In all that the ranks had saved after the step; not in how long a job was to be when a batch
     was ordered."""
     states = state(one, step), state(other, step)
-    names = [name for name in states[0] if not name.endswith("shares.promised")]
+    names = [name for name in states[0] if not name.endswith("plan.promised")]
     equal = [torch.equal(states[0][name], states[1][name]) for name in names]
     return states[0].keys() == states[1].keys() and len(equal) > 20 and all(equal)
 

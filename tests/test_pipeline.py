@@ -10,8 +10,9 @@ from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Chain, ChannelId
 from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.training.batch_plan import cut
 
 IDS = torch.arange(12)

@@ -11,7 +11,8 @@ from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import FREE, Costs, Direction, Update
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.prediction import Prediction

@@ -10,7 +10,8 @@ import pytest
 from tests.plan_pieces import drawn
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.plans import Plan
 from xcloud.plan.prediction import Simulator

@@ -11,7 +11,8 @@ import pytest
 from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble, most_kept
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.plans import (
     NO_COMPRESSION,
@@ -101,8 +102,12 @@ def test_a_plan_that_does_not_fit_is_not_chosen_and_one_in_flight_less_is() -> N
     space = Space(own, {"pipeline": [(4, 8)]}, [8], [NO_COMPRESSION], ["schedule"], SCHEDULES)
 
     def chosen(megabytes: float) -> list[Schedule]:
-        pricer = Pricer(EIGHT, arranged, 16, memory_bytes={"a": megabytes * 1e6})
-        return [plan.schedule for plan in fastest(pricer, space, 1).best]
+        pricer = Pricer(EIGHT, arranged, 16)
+
+        def fits(plan: Plan) -> bool:
+            return pricer.memory(plan)["a"] <= megabytes * 1e6
+
+        return [plan.schedule for plan in fastest(pricer, space, 1, fits=fits).best]
 
     # In stage 0 two samples of 4 blocks of 1 MB for each micro-batch in flight.
     assert most_kept(GPipe(8).actions(0, 2), 1, 8e6, 0) == 64e6

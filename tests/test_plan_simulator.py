@@ -13,14 +13,8 @@ from tests.timelines import assert_valid_trace
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.schedule import (
-    Action,
-    ForwardOnly,
-    GPipe,
-    OneForwardOneBackward,
-    Schedule,
-    ZeroBubble,
-)
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import Action, ForwardOnly, GPipe, Schedule
 from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.formulas import (
     bubble_of_a_free_link,

@@ -21,7 +21,8 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
 from xcloud.launch.local import run
-from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import Action, GPipe, Schedule
 from xcloud.plan import codec_timer
 from xcloud.plan.codec_timer import Stopwatch
 from xcloud.plan.costs import Direction
@@ -222,7 +223,7 @@ def test_without_a_plan_the_config_stays() -> None:
 
 
 @dataclass(frozen=True)
-class InPairs:
+class InPairs(Schedule):
     """A schedule of one's own: two forwards, two backwards. A class and its settings are all."""
 
     num_micro_batches: int = 4

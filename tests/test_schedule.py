@@ -4,12 +4,11 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import (
     Action,
     GPipe,
-    OneForwardOneBackward,
     Schedule,
-    ZeroBubble,
     ideal_ticks,
     most_in_flight,
     put_off,

@@ -10,8 +10,9 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LinkLog, LinkName, MessageLog
 from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClock
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.training.batch_plan import cut
 
 

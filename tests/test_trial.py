@@ -24,7 +24,8 @@ from xcloud.comm.boundary import Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job import config as configs
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.what_if.__main__ import main, profile_of, read_what_if
+from experiments.what_if.file import Search, WhatIf, what_if_from
+from experiments.what_if.planning import WhatIfPlan, plan_what_if
 from tests.plan_pieces import EIGHT
-from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.cluster.link_profile import line_bytes
@@ -17,9 +19,6 @@ from xcloud.comm.precision import BlockInt
 from xcloud.parallel.schedule import GPipe
 from xcloud.plan import formulas
 from xcloud.plan.profile import write_profile
-from xcloud.plan.what_if import WhatIfPlan, plan_what_if
-from xcloud.plan.what_if_file import Search, WhatIf, what_if_from
-from xcloud.planner.what_if import profile_of, read_what_if
 
 EXAMPLE = project_root() / "docs" / "plans" / "eight_clouds.yaml"
 LAYER_S, TOKENS = 0.01, 16
@@ -187,7 +186,7 @@ def test_the_command_prints_a_table_and_leaves_json(
         "prices: {egress_per_gb: {'*': 0.1}}\n"
     )
 
-    assert main(["plan", str(file), "--by", "cost", "--out", str(tmp_path / "out.json")]) == 0
+    assert main([str(file), "--by", "cost", "--out", str(tmp_path / "out.json")]) == 0
 
     said = capsys.readouterr().out
     assert "cost/Mtok" in said and "local_updates every 50" in said
@@ -225,7 +224,7 @@ def test_what_a_file_says_wrongly_is_named(changed: dict[str, Any], words: str) 
 def test_an_unknown_compressor_and_a_missing_file_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(tmp_path / "no.yaml")]) == 2
+    assert main([str(tmp_path / "no.yaml")]) == 2
     assert "no.yaml" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no compression 'int5'; did you mean 'int"):
         profile_of(what_if(search={"compressors": ["int5"]}), Path())

@@ -17,7 +17,8 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.link_end import ByteQueue, InSettings, OutSettings
 from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, Schedule, most_in_flight
 
 
 def test_receives_cover_what_is_under_way_as_far_as_the_budget_goes() -> None:

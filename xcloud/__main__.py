@@ -36,7 +36,7 @@ COMMANDS = {
         "report table2 other_sweep",
     ),
     "claims": Command(
-        "xcloud.claims.list",
+        "xcloud.claims.pages",
         "list what is claimed, published and own, with its state; write docs/paper.md",
         "claims",
     ),
@@ -46,20 +46,16 @@ COMMANDS = {
         "reproduce demo --quick",
     ),
     "site": Command(
-        "xcloud.claims.site",
+        "xcloud.claims.pages",
         "write the records as a static site",
         "site --out site",
+        "site",
     ),
     "translate": Command(
-        "xcloud.use.trained",
+        "xcloud.use",
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
         "translate",
-    ),
-    "plan": Command(
-        "xcloud.planner.what_if",
-        "what if: what a job would take and cost on clouds that a file describes",
-        "plan docs/plans/eight_clouds.yaml",
     ),
     "torchrun": Command(
         "xcloud.launch.torchrun",
@@ -72,7 +68,7 @@ COMMANDS = {
         "worker experiment.yaml --cloud cloud_a --run-dir runs/first",
     ),
     "monitor": Command(
-        "xcloud.watch.monitor",
+        "xcloud.watch.following",
         "follow a run over several machines (its first worker starts this)",
         "monitor runs/first --experiment experiment.yaml --parent PID",
     ),
@@ -82,12 +78,13 @@ COMMANDS = {
         "status outputs/DATE/TIME",
     ),
     "generate": Command(
-        "xcloud.use.generate",
+        "xcloud.use",
         "let a trained causal language model write on",
         'generate outputs/DATE/TIME "The doctor"',
+        "generate",
     ),
     "export": Command(
-        "xcloud.use.trained",
+        "xcloud.use",
         "join the clouds' parts of a trained causal language model",
         "export outputs/DATE/TIME",
         "export",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gradient_attacks import Victim, attack_layers, changed_rows, f1_of_sets, rouge
 from gradient_matching import (
     gradient_distance,
     improve_by_swaps,
@@ -31,8 +32,6 @@ from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal_stage import run as run_network
 from xcloud.rank.loading import load
-from xcloud.security.attacks import f1_of_sets, rouge
-from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows
 from xcloud.security.privacy import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"

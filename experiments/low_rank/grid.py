@@ -67,7 +67,7 @@ def quick() -> Iterator[tuple[str, str, int | None]]:
 
 
 def table3() -> Iterator[tuple[str, str, int | None]]:
-    for task in ("mrpc", "cola", "stsb", "squad"):
+    for task in ("mrpc", "cola", "stsb", "squad", "sst2", "qnli"):
         yield task, "unsplit", None
         for layer in (5, 0):
             for cut in ("svd r8", "svd r16", "svd r32", "pca r96, few bits"):

@@ -9,6 +9,7 @@ import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 
 FILE = "claims.toml"
+PATTERNS = ("rules", "cells", "quotes")  # may stand for several: _each
 UNKNOWN = "unknown"
 
 ResultRow = Mapping[str, Any]
@@ -53,11 +55,18 @@ class Figure:
     where: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
-        """None without any seed that has what is needed."""
+        """None without any seed that has what is needed. The error of one seed is over its test
+        samples; of a difference as if the two were drawn apart, which is wider than it is."""
         values = self.values(rows)
-        if len(values) == 1 and not (self.minus or self.over):
-            errors = Figure(self.row, f"{self.column}_error", where=self.where).values(rows)
-            return Estimate(values[0], errors[0] if errors else None, 1)
+        if len(values) == 1 and not self.over:
+            sides = [side for side in (self.row, self.minus) if side]
+            errors = [
+                error
+                for side in sides
+                for error in Figure(side, f"{self.column}_error", where=self.where).values(rows)
+            ]
+            known = len(errors) == len(sides)
+            return Estimate(values[0], math.hypot(*errors) if known else None, 1)
         return Estimate.of(values) if values else None
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
@@ -210,8 +219,30 @@ def read_claims(path: Path) -> dict[str, Claim]:
     return {name: _claim(name, entry) for name, entry in data.items()}
 
 
+def _each(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An entry with for = {block = [0, 5]} stands for as many as it has values, each with its
+    value in place of {block}."""
+    made = []
+    for entry in entries:
+        names = entry.get("for", {})
+        for values in product(*names.values()):
+            filled = {f"{{{k}}}": str(v) for k, v in zip(names, values, strict=True)}
+            made.append(_filled({k: v for k, v in entry.items() if k != "for"}, filled))
+    return made
+
+
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(v, words) for key, v in value.items()}
+    if isinstance(value, str):
+        for word, text in words.items():
+            value = value.replace(word, text)
+    return value
+
+
 def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
     try:
+        entry = {key: _each(v) if key in PATTERNS else v for key, v in entry.items()}
         rules = [Rule(**{**rule, "figure": Figure(**rule["figure"])}) for rule in entry["rules"]]
         cells = [
             Cell(**{k: Figure(**v) if isinstance(v, dict) else v for k, v in cell.items()})  # type: ignore[arg-type]

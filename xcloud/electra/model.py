@@ -76,6 +76,13 @@ class MultilingualElectra:
         size = self.discriminator.backbone.describe()
         return f"{self.text.describe()}; generators {generators} → discriminator {size}"
 
+    @property
+    def data(self) -> str:
+        return "; ".join(
+            f"{name}: {'+'.join(own.parts)} of {self.text.of(own.source).describe()}"
+            for name, own in self.generators.items()
+        )
+
     def check(self, producers: Sequence[str]) -> None:
         if set(producers) != set(self.generators):
             raise ConfigError(
@@ -101,7 +108,7 @@ class MultilingualElectra:
         report(f"texts: {stream.describe()}")
         encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
         packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
-        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream)
+        return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
 
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
         settings, tokenizer = self.discriminator, self._tokenizer(context)

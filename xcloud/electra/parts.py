@@ -12,9 +12,9 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -38,9 +38,9 @@ from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for
 from xcloud.training.trained_module import TrainedModule
-from xcloud.training.trainer import diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them
@@ -106,61 +106,58 @@ class DiscriminatorSettings:
     precision: Literal["fp32", "bf16", "auto"] = "auto"
 
 
+@dataclass
 class _Learner(StatefulParts):
     """A network on one rank, and what trains it: nothing where it is frozen."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        settings: Generator | DiscriminatorSettings,
-        packing: IdPacking,
-        tokenizer: Tokenizer,
-        context: OneWayContext,
-        is_frozen: bool = False,
-    ) -> None:
-        network.to(context.device).train(not is_frozen).requires_grad_(not is_frozen)
-        self._packing, self._tokenizer, self._context = packing, tokenizer, context
-        self._num_steps, self._device = context.num_steps, context.device
-        self._autocast = autocast_for(settings.precision, context.device)
-        self._rule = settings.optimizer
-        self._optimizer = None if is_frozen else self._rule.build(network.parameters())
-        self._trained = TrainedModule(network, self._optimizer)
+    network: Any
+    settings: Any
+    packing: IdPacking
+    tokenizer: Tokenizer
+    context: OneWayContext
+
+    def __post_init__(self) -> None:
+        is_trained = not getattr(self.settings, "frozen", False)
+        self.network.to(self.context.device).train(is_trained).requires_grad_(is_trained)
+        self._num_steps, self._device = self.context.num_steps, self.context.device
+        self._autocast = autocast_for(self.settings.precision, self._device)
+        rule, parameters = self.settings.optimizer, self.network.parameters()
+        self._optimizer = rule.build(parameters) if is_trained else None
+        self._trained = TrainedModule(self.network, self._optimizer)
 
     def parts(self) -> dict[str, Stateful]:
         return {"network": self._trained}
 
     def _update(self, number: int) -> None:
+        rule: Optimizer = self.settings.optimizer
         if self._optimizer is None:
             return
-        if self._rule.clip_norm:
-            nn.utils.clip_grad_norm_(self._trained.module.parameters(), self._rule.clip_norm)
+        if rule.clip_norm:
+            nn.utils.clip_grad_norm_(self.network.parameters(), rule.clip_norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rule.learning_rate_at(number, self._num_steps)
+            group["lr"] = rule.learning_rate_at(number, self._num_steps)
         self._optimizer.step()
 
 
+@dataclass
 class GeneratorRank(_Learner):
-    def __init__(
-        self,
-        encoder: Encoder,
-        settings: Generator,
-        packing: IdPacking,
-        tokenizer: Tokenizer,
-        context: OneWayContext,
-        stream: TextStream,
-    ) -> None:
-        super().__init__(encoder, settings, packing, tokenizer, context, settings.frozen)
-        self._encoder, self._settings, self._stream = encoder, settings, stream
-        self._starts_V = torch.tensor(tokenizer.word_starts()) if settings.whole_words else None
+    network: Encoder
+    settings: Generator
+    stream: TextStream = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        words = self.tokenizer.word_starts() if self.settings.whole_words else None
+        self._starts_V = None if words is None else torch.tensor(words)
 
     @property
     def parameters_module(self) -> nn.Module | None:
-        return None if self._settings.frozen else self._encoder
+        return None if self.settings.frozen else self.network
 
     def produce(self, number: int) -> Fed:
         """Texts, masks, ids and dropout depend on seed, cloud, group rank and number alone."""
-        settings, special = self._settings, self._tokenizer.token_ids
-        ids_R, counts_B = self._stream.batch(number)
+        settings, special = self.settings, self.tokenizer.token_ids
+        ids_R, counts_B = self.stream.batch(number)
         draw = torch.Generator().manual_seed(self._random("masks", number))
         masked_M = choose_masked(ids_R, special, settings.mask_share, draw, self._starts_V)
         with (
@@ -170,18 +167,18 @@ class GeneratorRank(_Learner):
         ):
             ids_R, masked_M = ids_R.to(self._device), masked_M.to(self._device)
             packing, temperature = Packing(counts_B.to(self._device)), settings.temperature
-            made = corrupt(self._encoder, ids_R, packing, masked_M, special, temperature, draw)
+            made = corrupt(self.network, ids_R, packing, masked_M, special, temperature, draw)
         if not settings.frozen:
             torch.autograd.backward(made.loss)
         loss = float(made.loss.detach())
         if not math.isfinite(loss):
             raise diverged(
-                f"the loss of batch {number} of producer {self._context.cloud!r} is {loss}",
+                f"the loss of batch {number} of producer {self.context.cloud!r} is {loss}",
                 "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
             )
         inner_C = inner_rows(counts_B)
         ids_C, replaced_C = made.ids_R.cpu()[inner_C], made.replaced_R.cpu()[inner_C]
-        payload = self._packing.pack(CorruptedTexts(ids_C, counts_B - 2, replaced_C))
+        payload = self.packing.pack(CorruptedTexts(ids_C, counts_B - 2, replaced_C))
         return Fed(payload, len(counts_B), len(inner_C), loss)
 
     def replan(self, num_steps: int) -> None:
@@ -192,44 +189,40 @@ class GeneratorRank(_Learner):
 
     def finish(self, run_dir: Path) -> None:
         """Export a trained generator as a BertForMaskedLM, in its own cloud."""
-        if self._settings.frozen:
+        if self.settings.frozen:
             return
-        folder = run_dir / MODEL_DIR / f"generator_{self._context.cloud}"
-        export_bert(self._encoder, folder, self._tokenizer.token_ids.pad)
-        self._tokenizer.save_pretrained(folder, self._encoder.config.max_positions)
+        folder = run_dir / MODEL_DIR / f"generator_{self.context.cloud}"
+        export_bert(self.network, folder, self.tokenizer.token_ids.pad)
+        self.tokenizer.save_pretrained(folder, self.network.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
-        of = self._context
+        of = self.context
         return seed_of(of.seed, what, of.cloud, of.group_rank, number)
 
 
+@dataclass
 class DiscriminatorRank(_Learner):
+    network: Discriminator
+    settings: DiscriminatorSettings
+
     own_names = ("recent",)
 
-    def __init__(
-        self,
-        network: Discriminator,
-        settings: DiscriminatorSettings,
-        packing: IdPacking,
-        tokenizer: Tokenizer,
-        context: OneWayContext,
-    ) -> None:
-        super().__init__(network, settings, packing, tokenizer, context)
-        self._network, self._loss_weight = network, settings.loss_weight
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._step_sums: Counter[str] = Counter()
         self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
 
     @property
     def module(self) -> nn.Module:
-        return self._network
+        return self.network
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
         sums: Counter[str] = Counter()
         for producer, payload in payloads:
             try:
-                texts = self._packing.unpack(payload)
+                texts = self.packing.unpack(payload)
             except FrameError as error:
-                name = dict(enumerate(self._context.producers)).get(producer, producer)
+                name = dict(enumerate(self.context.producers)).get(producer, producer)
                 raise FrameError(f"a batch of producer {name!r} is refused: {error}") from error
             sums.update(self._learn(texts))
         self._step_sums.update(sums)
@@ -238,19 +231,19 @@ class DiscriminatorRank(_Learner):
     def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
         # Dropout depends on the batch itself, not on which rank consumes it, or when.
         content = zlib.crc32(texts.ids_R.numpy().tobytes())
-        dropout = seed_of(self._context.seed, "discriminator dropout", content)
+        dropout = seed_of(self.context.seed, "discriminator dropout", content)
         there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
         with seeded_on(self._device, dropout), self._autocast():
-            loss, counts = detect_replaced(self._network, there, self._tokenizer.token_ids)
+            loss, counts = detect_replaced(self.network, there, self.tokenizer.token_ids)
         torch.autograd.backward(loss)
         num_tokens = len(texts.ids_R)
         sums = float(loss.detach()), num_tokens, len(texts.counts_B), num_tokens, *counts
         return dict(zip(SUMS, sums, strict=True))
 
     def update(self, step: int, weight: float) -> None:
-        for parameter in self._network.parameters():
+        for parameter in self.network.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(self._loss_weight / weight)
+                parameter.grad.mul_(self.settings.loss_weight / weight)
         self._update(step)
         self._recent.append(self._step_sums)
         self._step_sums = Counter()
@@ -275,9 +268,9 @@ class DiscriminatorRank(_Learner):
     def export(self, run_dir: Path) -> None:
         """Write model/discriminator, a checkpoint with its tokenizer."""
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
-        network, pad = self._network, self._tokenizer.token_ids.pad
+        network, pad = self.network, self.tokenizer.token_ids.pad
         export_electra(network.encoder, network.dense, network.score, folder, pad)
-        self._tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
+        self.tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
 
     def evaluate(self) -> Scores:
         """Replaced-token detection over this rank's batches of the last steps: percent, and

@@ -127,19 +127,6 @@ def built(config: DictConfig, key: str) -> Any:
     return instantiate(OmegaConf.select(config, key), _convert_="all")
 
 
-def compressions(names: Sequence[str], conf_dir: Path) -> dict[str, Any]:
-    """Options of conf/compression, by name. Raises ConfigError, naming those that there are."""
-    there = {path.stem: path for path in sorted((conf_dir / "compression").glob("*.yaml"))}
-    for name in names:
-        if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ConfigError(
-                f"there is no compression {name!r}{hint} There are {', '.join(there)}"
-            )
-    return {name: instantiate(OmegaConf.load(there[name]), _convert_="all") for name in names}
-
-
 def read_plain(path: Path) -> Any:
     """A YAML file as plain containers. Raises ConfigError."""
     return OmegaConf.to_container(read_data(path))

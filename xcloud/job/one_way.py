@@ -15,7 +15,7 @@ from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
-from xcloud.parallel.one_way.feed import Feed
+from xcloud.parallel.one_way.plan import Feed
 from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.training.settings import Checkpoints, OnDivergence
 
@@ -63,10 +63,6 @@ class OneWayExperiment(Job):
             )
         fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
-
-    @property
-    def why_not_in_turns(self) -> str:
-        return "the producers of a one-way job run ahead of their consumer while others are timed"
 
     def statistics(self) -> OneWayStatistics:
         return OneWayStatistics(self.cluster)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
@@ -21,8 +21,14 @@ from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
-from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, put_off, rank_actions
-from xcloud.parallel.split_backward import DeferredWeights, can_wait
+from xcloud.parallel.schedule import (
+    Action,
+    ForwardOnly,
+    Schedule,
+    SplitBackward,
+    put_off,
+    rank_actions,
+)
 
 
 class SentRows(Protocol):
@@ -84,7 +90,7 @@ class _InFlight:
     received: Message | None
     send: Message | None
     loss: Tensor | None
-    weights: DeferredWeights | None
+    weights: SplitBackward | None
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
         with self.weights or nullcontext():
@@ -112,7 +118,7 @@ class Pipeline:
         self.rank, self.layout, self.stages, self.ports = rank, layout, stages, ports
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
         self._actions_of: dict[Schedule, list[Action]] = {}
-        self._layers_of: dict[int, list[nn.Module]] = {}  # whose weights can wait, by stage
+        self._splits_of: dict[tuple[Schedule, int], Callable[[], SplitBackward]] = {}
 
     @property
     def num_stages(self) -> int:
@@ -145,7 +151,7 @@ class Pipeline:
         now = Pass(step, first_micro_batch)
         actions = self._actions(schedule)
         in_flight: dict[tuple[int, int], _InFlight] = {}
-        deferred = {place: DeferredWeights(self._layers(place[0])) for place in put_off(actions)}
+        deferred = {p: self._split(schedule, p[0]) for p in put_off(actions)}
         loss = torch.zeros((), device=self.device)
         for action in actions:
             self.clock.place = now.place(action)
@@ -215,13 +221,13 @@ class Pipeline:
             )
         return self._actions_of[schedule]
 
-    def _layers(self, stage: int) -> list[nn.Module]:
-        if stage not in self._layers_of:
-            self._layers_of[stage] = can_wait(self.stages[stage])
-        return self._layers_of[stage]
+    def _split(self, schedule: Schedule, stage: int) -> SplitBackward:
+        if (schedule, stage) not in self._splits_of:
+            self._splits_of[schedule, stage] = schedule.splits(self.stages[stage])
+        return self._splits_of[schedule, stage]()
 
     def _forward(
-        self, action: Action, batch: Batch, now: Pass, weights: DeferredWeights | None = None
+        self, action: Action, batch: Batch, now: Pass, weights: SplitBackward | None = None
     ) -> _InFlight:
         received = self._receive(action, batch, now)
         kept = self._kept(action, now)
@@ -270,7 +276,7 @@ class Pipeline:
         received: Message | None,
         batch: Batch,
         now: Pass,
-        weights: DeferredWeights | None,
+        weights: SplitBackward | None,
     ) -> StageOutput:
         with self.clock.during("forward"):
             if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:

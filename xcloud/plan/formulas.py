@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.schedule import Schedule, most_kept
+from xcloud.parallel.one_forward_one_backward import most_kept
+from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Averaging
 from xcloud.plan.plans import Arranged, Plan
 from xcloud.plan.profile import AveragingCodec, Profile

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Schedule
@@ -110,10 +110,9 @@ def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
 
 def variants_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[Schedule]:
     """What may be tried of a schedule with so many micro-batches: it alone, or what it offers."""
-    same: Any = with_micro_batches(schedule, num_micro_batches)
-    offered = same.variants(num_stages) if hasattr(same, "variants") else [same]
+    same = with_micro_batches(schedule, num_micro_batches)
     found: dict[object, Schedule] = {}
-    for one in offered:  # some differ in name only
+    for one in same.variants(num_stages):  # some differ in name only
         ends = (one.actions(stage, num_stages) for stage in {0, num_stages - 1})
         found.setdefault(tuple(map(tuple, ends)), one)
     return list(found.values())

@@ -31,17 +31,15 @@ from xcloud.plan.profile import BoundaryCodec, Profile
 @dataclass(eq=False)
 class Pricer:
     """batch_size: samples of an update. passes: accumulation passes. arranged: by strategy.
-    bandwidth: of every line between clouds, in place of its own; for crossings. memory_bytes: what
-    a rank of a cloud has; a cloud that is not named has enough. steps: simulated; from 2 on the
-    last one is measured in steady state. crossing: by stage before a boundary, the share of the
-    samples that cross it (kept.py); all where it is not named."""
+    bandwidth: of every line between clouds, in place of its own; for crossings. steps: simulated;
+    from 2 on the last one is measured in steady state. crossing: by stage before a boundary, the
+    share of the samples that cross it (kept.py); all where it is not named."""
 
     profile: Profile
     arranged: Mapping[str, Arranged]
     batch_size: int
     passes: int = 1
     bandwidth: float | None = None
-    memory_bytes: Mapping[str, float] = field(default_factory=dict)
     steps: int = 2
     crossing: Mapping[int, float] = field(default_factory=dict)
 
@@ -120,13 +118,6 @@ class Pricer:
             dict(sorted(spent.items(), key=lambda entry: -entry[1])),
             compute_s,
         )
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether the ranks of all clouds have the memory."""
-        if not self.memory_bytes:
-            return True
-        needed = self.memory(plan)
-        return all(size <= self.memory_bytes.get(name, size) for name, size in needed.items())
 
     def estimate_s(self, plan: Plan) -> float:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the

@@ -163,10 +163,11 @@ class Fastest:
 
 
 def fastest(
-    pricer: Pricer, space: Space, keep: int, tries: int = TRIES, refined: int = REFINED
-) -> Fastest:
-    """Of the plans that fit into memory. Where strategy or compression vary, the best one of each
-    pair of them.
+    pricer: Pricer, space: Space, keep: int, tries: int = TRIES, refined: int = REFINED,
+    fits: Callable[[Plan], bool] = lambda plan: True,
+) -> Fastest:  # fmt: skip
+    """Of the plans that fit, as into memory. Where strategy or compression vary, the best one of
+    each pair of them.
 
     Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
     simulated with the first schedule that fits, and the fastest `refined` of them with all."""
@@ -189,7 +190,7 @@ def fastest(
     for groups in pairs.values():
         firsts = []
         for plan in sorted(groups, key=pricer.estimate_s):
-            first = next(filter(pricer.fits, options(plan)), None)
+            first = next(filter(fits, options(plan)), None)
             if first is not None:
                 firsts.append(_timed(pricer, first))
             if len(firsts) == tries:
@@ -200,7 +201,7 @@ def fastest(
             plan
             for *_, first in firsts[:refined]
             for plan in options(first)
-            if plan not in tried and pricer.fits(plan)
+            if plan not in tried and fits(plan)
         ]
         num_simulated += len(firsts) + len(others)
         timed = sorted([*firsts, *(_timed(pricer, plan) for plan in others)])

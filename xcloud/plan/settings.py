@@ -12,8 +12,10 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.comm.compression import Compression, Phased, Selectable
-from xcloud.parallel.schedule import Schedule, most_kept
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased, Selectable
+from xcloud.parallel.one_forward_one_backward import most_kept
+from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")

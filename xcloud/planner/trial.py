@@ -28,13 +28,15 @@ from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.transport import num_cores
-from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import FreelyCut, SplitModel
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.parallel.schedule import OneForwardOneBackward, Schedule, ZeroBubble, put_off
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
+from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs

@@ -23,8 +23,13 @@ from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
-from xcloud.security.gradient_attacks import Victim
-from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream
+from xcloud.security.observer import (
+    OBSERVATIONS_DIR,
+    AveragingWatch,
+    Observer,
+    ReadingStage,
+    Stream,
+)
 from xcloud.wire.ends import Ends
 
 
@@ -34,18 +39,20 @@ class LeakObservers(Part):
     of this rank reads one text."""
 
     observer: Observer
-    averaged: AveragingObserver | None
+    averaged: AveragingWatch | None
     reporter: Reporter
     run_dir: Path
 
     def before_pass(self, step: int, batches: Mapping[int, Batch]) -> None:
         for batch in batches.values():
             self.observer.batch(step, batch)
+            if self.averaged is not None:
+                self.averaged.batch(step, batch["ids"])
 
     def finish(self) -> None:
         with self.reporter.may_lose(OBSERVATIONS_DIR):
             if self.averaged is not None:
-                self.averaged.attack()
+                self.averaged.finish(self.run_dir)
             self.observer.write(self.run_dir)
 
 
@@ -124,19 +131,12 @@ def leak_observers(
     vocabularies = {name: data.vocabulary(name) for name in data.text_fields}
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
-        rank, cloud, layout.num_ranks, meter, job.training.max_steps, token_fields,
-        job.fields_of_cloud(cloud), layout.placement(rank).replica,
+        rank, cloud, layout.num_ranks, job.training.max_steps - meter.last_steps + 1,
+        meter.max_rows, token_fields, job.fields_of_cloud(cloud), layout.placement(rank).replica,
     )  # fmt: skip
-    return LeakObservers(observer, _averaged(job, observer, stages, data), reporter, run_dir)
-
-
-def _averaged(
-    job: Experiment, observer: Observer, stages: Mapping[int, Stage], data: TaskData
-) -> AveragingObserver | None:
-    layout = job.cluster
     texts = data.text_fields & job.model.fields(0, layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
-        return None
+        return LeakObservers(observer, None, reporter, run_dir)
     (text,) = texts
     stage, ids = stages[0], data.vocabulary(text)
 
@@ -147,5 +147,8 @@ def _averaged(
 
     words = torch.arange(ids.size)
     words = words[words != ids.pad]
-    victim = Victim(stage, run, words, job.task.max_length, job.strategy.traits.every)
-    return AveragingObserver(observer, victim, layout.num_replicas - 1)
+    reading = ReadingStage(stage, run, words, job.task.max_length, job.strategy.traits.every)
+    averaged = meter.averaged(observer, reading, layout.num_replicas - 1)
+    if averaged is None and rank == 0:
+        reporter.note("averages are not attacked; for that take security/meter=averages")
+    return LeakObservers(observer, averaged, reporter, run_dir)

@@ -1,5 +1,7 @@
-"""Measure how much text and labels an honest-but-curious cloud recovers from what it saw: run
-attacks.py on the observations of observer.py, after training (docs/privacy.md, section 3).
+"""Measure how much text and labels an honest-but-curious cloud recovers from what it saw: attack
+the observations of observer.py, after training (docs/privacy.md, section 3).
+
+Shapes of attacks: N samples or rows, D features, C classes.
 
 Labels, for every cloud that may not see them, from each kind of message it received or computed:
     norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. Several classes: mean of one
@@ -8,12 +10,11 @@ Labels, for every cloud that may not see them, from each kind of message it rece
 Text, for every cloud that may not see it, from activations it received:
     linear and network inverter guess each row's token -> fraction correct, without special
     tokens; the baseline is always the most frequent one.
-Averaging, for every replica that sees gradients or weight changes of another one: which tokens and
-    texts they were made from, guessed by gradient_attacks.py (F1 of distinct tokens, ROUGE-2).
-    Also where all replicas may read all texts: it says what one without them would learn.
 Attacks that learn are fitted on half of the samples (by sample, not by row) and judged on the
 other half. Each figure is the largest over attacks and messages, so a little above 0.5 by chance
-if samples are few. A low figure is no proof of privacy.
+if samples are few. Deterministic. A low figure is no proof of privacy.
+
+What replicas average is attacked by experiments/gradient_leaks (security/meter=averages).
 
 For a run on several machines, first copy the observations folders into one, then
     python -m xcloud leak-meter RUN_DIR
@@ -26,40 +27,75 @@ import json
 import math
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.security.attacks import (
-    auc,
-    direction_attack,
-    linear_inverter,
-    network_inverter,
-    norm_attack,
-    probe,
-    score,
-    spectral_attack,
-)
+from xcloud.base.settings import Positive, settings
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import GUESS, OBSERVATIONS_DIR, STEPS, TRUTH, Rows, Stream
+from xcloud.security.observer import (
+    OBSERVATIONS_DIR,
+    TRUTH,
+    AveragingWatch,
+    Observer,
+    ReadingStage,
+    Rows,
+    Stream,
+)
 
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
 FEWEST_SAMPLES = 20
+_NUM_KNOWN_POSITIVES = 16
+_PROBE_PENALTY = 1e-2
+_NETWORK_WIDTH = 256
+_NETWORK_EPOCHS = 12
+_NETWORK_BATCH = 256
+
+
+@settings("security.meter")
+class LeakMeter:
+    """Settings of the leak meter.
+
+    last_steps: keep the messages of this many updates, the last ones of training.
+    max_rows: rows kept of each kind of message, the newest.
+    keep: leave the observations in the run folder. They hold plain text and labels, so each rank's
+        file stays with that rank, and by default they are deleted once measured.
+    """
+
+    last_steps: Positive = 50
+    max_rows: Annotated[int, Field(ge=100)] = 20_000
+    keep: bool = False
+
+    def averaged(
+        self, observer: Observer, stage: ReadingStage, num_others: int
+    ) -> AveragingWatch | None:
+        """What watches a stage's averaging with `num_others` replicas; None: nobody, as here."""
+        return None
+
+    def measure(self, run_dir: Path) -> dict[str, Any]:
+        """See `measure`. Forgets what was observed, unless it is to be kept."""
+        found = measure(run_dir)
+        if not self.keep:
+            shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
+        return found
 
 
 Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or figure
 
 
 @dataclass
-class _Notes:
+class Observations:
     """The observations of all ranks: what each cloud saw, and the truth; of each sample the rows
     of its newest message."""
 
@@ -67,19 +103,16 @@ class _Notes:
     holds: dict[str, set[str]] = field(default_factory=dict)
     truth: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     special_ids: dict[str, list[int]] = field(default_factory=dict)
-    guesses: dict[str, dict[str, Rows]] = field(default_factory=dict)  # cloud -> "replica.attack"
-    batches: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # replica, step -> ids
-    covers: int = 1
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
     """For summary.json: the figures (None if there is nothing to recover), and under "leakage" the
-    attacks that they come from, on labels, text and averaging, by cloud and message.
+    attacks that they come from, on labels and text, by cloud and message.
 
     Raises DataError if observations are missing, naming the ranks.
     """
-    notes = _read(run_dir)
-    label, text, averaging = _labels(notes), _texts(notes), _averaging(notes)
+    notes = read_observations(run_dir)
+    label, text = _labels(notes), _texts(notes)
 
     def auc_of(kind: str) -> float | None:
         aucs = [value for by_message in label.values() for message, entry in by_message.items()
@@ -87,36 +120,25 @@ def measure(run_dir: Path) -> dict[str, Any]:
                 for name, value in entry.items() if name != "num_samples"]  # fmt: skip
         return max(aucs, default=None)
 
-    recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in _entries(text)]
-    guessed = [(e["tokens"], e["baseline"]) for e in _entries(averaging)]
+    recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in entries(text)]
     recovery = max(recoveries, key=lambda pair: pair[0], default=(None, None))
-    averaged = max(guessed, key=lambda pair: pair[0], default=(None, None))
     return {
         "label_leak_auc": auc_of(""),
         "label_leak_auc_gradient": auc_of(" gradient"),
         "label_leak_auc_activation": auc_of(" activation"),
         "token_recovery": recovery[0],
         "token_recovery_baseline": recovery[1],
-        "averaging_token_recovery": averaged[0],
-        "averaging_token_recovery_baseline": averaged[1],
-        "averaging_order_recovery": max(
-            (e["order"] for e in _entries(averaging) if "order" in e), default=None
-        ),
-        "leakage": {"label": label, "text": text, "averaging": averaging},
+        "leakage": {"label": label, "text": text},
     }
 
 
-def _entries(found: Found) -> Iterator[dict[str, float]]:
+def entries(found: Found) -> Iterator[dict[str, float]]:
     return (entry for by_message in found.values() for entry in by_message.values())
 
 
-def forget(run_dir: Path) -> None:
-    """Delete the observations: they hold text and labels."""
-    shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
-
-
-def _read(run_dir: Path) -> _Notes:
-    notes, parts, texts = _Notes(), dict[tuple[str, str], list[Rows]](), dict[str, list[Rows]]()
+def read_observations(run_dir: Path) -> Observations:
+    notes, texts = Observations(), dict[str, list[Rows]]()
+    parts: dict[tuple[str, str], list[Rows]] = {}
     files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
     if not files:
         raise DataError(
@@ -131,17 +153,11 @@ def _read(run_dir: Path) -> _Notes:
             num_ranks = about["num_ranks"]
             notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
             notes.special_ids |= about["special_ids"]
-            notes.covers = about["covers"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
                 rows = Rows(*(file.get_tensor(f"{name}/{part}") for part in Rows._fields))
                 kind, _, rest = name.partition(".")
                 if kind == TRUTH:
                     texts.setdefault(rest, []).append(rows)
-                elif kind == GUESS:
-                    notes.guesses.setdefault(about["cloud"], {})[rest] = rows
-                elif kind == STEPS:
-                    for sample, step in zip(rows.ids.tolist(), rows.rows.tolist(), strict=True):
-                        notes.batches.setdefault((about["replica"], step), set()).add(sample)
                 else:
                     parts.setdefault((about["cloud"], name), []).append(rows)
     notes.truth = {name: dict(Rows.join(some).pieces()) for name, some in texts.items()}
@@ -157,7 +173,7 @@ def _read(run_dir: Path) -> _Notes:
     return notes
 
 
-def _hidden(notes: _Notes, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
+def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict[int, Tensor]]]:
     """Cloud, kind of message and its rows by sample, of clouds that may not see a field."""
     for cloud, streams in notes.seen.items():
         if field not in notes.holds[cloud]:
@@ -165,7 +181,7 @@ def _hidden(notes: _Notes, field: str) -> Iterator[tuple[str, Stream, dict[int, 
                 yield cloud, stream, streams[stream]
 
 
-def _labels(notes: _Notes) -> Found:
+def _labels(notes: Observations) -> Found:
     """attack -> AUC."""
     if LABEL not in notes.truth:
         return {}  # not known here, or spans or tokens, which are no classes
@@ -211,7 +227,7 @@ def _attack_labels(
     return {**{k: round(v, 4) for k, v in means.items() if v == v}, "num_samples": len(ids)}
 
 
-def _texts(notes: _Notes) -> Found:
+def _texts(notes: Observations) -> Found:
     """linear, network, baseline: shares of tokens."""
     results: Found = {}
     for text in sorted(notes.truth.keys() - {LABEL}):
@@ -253,47 +269,6 @@ def _invert(
     }
 
 
-def _averaging(notes: _Notes) -> Found:
-    """By attack on which replica: scores."""
-    results: Found = {}
-    fields = [name for name in notes.truth if name in notes.special_ids]
-    if len(fields) != 1:
-        return results  # an averaging is attacked where one text is read
-    (text,) = fields
-    special = set(notes.special_ids[text])
-
-    def words_in(tokens: Tensor) -> list[int]:
-        return [token for token in tokens.tolist() if token not in special]
-
-    words = {sample: words_in(rows) for sample, rows in notes.truth[text].items()}
-    for cloud, guesses in notes.guesses.items():
-        for name, rows in sorted(guesses.items()):
-            replica, _, attack = name.partition(".")
-            guessed: dict[int, list[list[int]]] = {}
-            for step, tokens in rows.pieces():
-                guessed.setdefault(step, []).append(words_in(tokens))
-            batches = {step: _batch(notes, int(replica), step) for step in guessed}
-            judged = set[int]().union(*batches.values())
-            truth = {
-                step: [words[i] for i in sorted(ids)]
-                for step, ids in batches.items()
-                if ids and ids <= words.keys()
-            }
-            others = [tokens for sample, tokens in words.items() if sample not in judged]
-            if (found := score(attack, guessed, truth, others)) is not None:
-                in_words = f"{attack} of replica {replica}"
-                results.setdefault(cloud, {})[in_words] = found
-    return results
-
-
-def _batch(notes: _Notes, replica: int, step: int) -> set[int]:
-    """The samples that the replica trained on in the updates that its contribution at `step` sums
-    up; none where not all of them were noted."""
-    steps = range(step - notes.covers + 1, step + 1)
-    batches = [notes.batches.get((replica, number), set()) for number in steps]
-    return set[int]().union(*batches) if all(batches) else set()
-
-
 def _chosen(ids: Sequence[int], most: int) -> list[int]:
     """At most `most` ids, in an order independent of their content."""
     generator = torch.Generator().manual_seed(0)
@@ -307,12 +282,108 @@ def _mean(values: Sequence[float]) -> float:
     return sum(kept) / len(kept) if kept else math.nan
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
+    """Probability that a positive scores above a negative (a tie counts half); nan if either
+    class is missing."""
+    from sklearn.metrics import roc_auc_score
+
+    if bool(is_positive_N.all()) or not bool(is_positive_N.any()):
+        return float("nan")
+    return float(roc_auc_score(is_positive_N.numpy(), scores_N.nan_to_num().numpy()))
+
+
+def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
+    """AUC of the gradient norm (arXiv:2102.08504, section 3). Which class has the larger norm
+    is one bit, which the attacker is given."""
+    found = auc(norms_N, is_positive_N)
+    return max(found, 1 - found)
+
+
+def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
+    """AUC of the cosine to one sample known to be positive (ibid.), the mean over 16 of them."""
+    unit = F.normalize(vectors_ND.double(), dim=1)
+    positives = torch.nonzero(is_positive_N).flatten()
+    spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
+    found = []
+    for known in sorted(set(positives[spread].tolist())):
+        others = torch.arange(len(unit)) != known
+        found.append(auc(unit[others] @ unit[known], is_positive_N[others]))
+    return sum(found) / len(found)
+
+
+def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
+    """AUC of the projection on the direction of largest variance: uses no labels; the sign is
+    given (Sun et al., arXiv:2203.01451, use it on activations)."""
+    from sklearn.decomposition import PCA
+
+    projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
+    found = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
+    return max(found, 1 - found)
+
+
+def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classes: int) -> Tensor:
+    """Log-probabilities [unknown, C] of a logistic regression fitted on the known samples."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    known, unknown = features_ND[is_known_N].double(), features_ND[~is_known_N].double()
+    scores = torch.full((len(unknown), num_classes), -math.inf, dtype=torch.float64)
+    seen = torch.unique(classes_N[is_known_N])
+    if len(seen) == 1:
+        scores[:, seen] = 0.0
+        return scores
+    strength = 1 / (2 * _PROBE_PENALTY * len(known))
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
+    model.fit(known.numpy(), classes_N[is_known_N].numpy())
+    scores[:, seen] = torch.from_numpy(model.predict_log_proba(unknown.numpy()))
+    return scores
+
+
+def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
+    """The token guessed for each unknown row: linear discriminant of the tokens' mean rows, with
+    the known rows' shrunk covariance. Exact where a row is a linear map of its token's embedding.
+    """
+    known, seen = rows_ND[is_known_N].double(), tokens_N[is_known_N]
+    tokens, index, counts = torch.unique(seen, return_inverse=True, return_counts=True)
+    means = torch.zeros(len(tokens), known.shape[1], dtype=torch.float64)
+    means.index_add_(0, index, known)
+    means /= counts[:, None]
+    inside = known - means[index]
+    covariance = inside.T @ inside / len(known)
+    overall = (known - known.mean(0)).square().mean()
+    # A token seen once has no spread of its own, so part of the overall variance is added.
+    shrunk = covariance + (1e-2 * overall + 1e-12) * torch.eye(known.shape[1], dtype=torch.float64)
+    directions = torch.linalg.solve(shrunk, means.T)  # [D, tokens]
+    offsets = torch.log(counts / len(known)) - 0.5 * (means.T * directions).sum(0)
+    guessed: Tensor = tokens[(rows_ND[~is_known_N].double() @ directions + offsets).argmax(1)]
+    return guessed
+
+
+def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
+    """The token guessed for each unknown row by a network with one hidden layer."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.neural_network import MLPClassifier
+
+    known = rows_ND[is_known_N].float()
+    mean, spread = known.mean(0), known.std(0, correction=0).clamp(min=1e-9)
+    x = ((rows_ND.float() - mean) / spread).numpy()
+    network = MLPClassifier(
+        _NETWORK_WIDTH, batch_size=_NETWORK_BATCH, learning_rate_init=3e-3,
+        max_iter=_NETWORK_EPOCHS, random_state=0,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # so few epochs are meant
+        network.fit(x[is_known_N.numpy()], tokens_N[is_known_N].numpy())
+    return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
+
+
+def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
     parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir
     try:
-        leakage = measure(run_dir)
+        leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
     except DataError as error:
         print(f"xcloud: {error}", file=sys.stderr)
         return 1

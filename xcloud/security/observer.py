@@ -1,6 +1,6 @@
-"""Record what an honest-but-curious cloud sees of others, for the leak meter: messages at stage
-boundaries, and what other replicas give to an averaging, which a rank attacks itself after
-training, as it has the weights. Sends nothing: every rank writes a file in its own run folder.
+"""Record what an honest-but-curious cloud sees of others at stage boundaries, for the leak meter.
+Sends nothing: every rank writes a file in its own run folder. What other replicas give to an
+averaging is for a meter of its own (`LeakMeter.averaged`).
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
 """
@@ -9,42 +9,47 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.base.settings import Positive, settings
-from xcloud.security.attacks import TEXTS
 from xcloud.security.defences import LABEL
-from xcloud.security.gradient_attacks import Victim, attack_layers, changed_rows, raised_words
 
 OBSERVATIONS_DIR = "observations"
-TRUTH, GUESS, STEPS = "truth", "guess", "steps"
+TRUTH = "truth"
 
 
-@settings("security.meter")
-class LeakMeter:
-    """Settings of the leak meter.
+@dataclass(frozen=True)
+class ReadingStage:
+    """What an attacker on averages knows of a stage that reads text.
 
-    last_steps: keep the messages of this many updates, the last ones of training.
-    max_rows: rows kept of each kind of message, the newest.
-    averaging_steps: attack the gradients or weight changes that other replicas gave to so many
-        averagings, the last ones. Each keeps a copy of the stage that reads the text.
-    keep: leave the observations in the run folder. They hold plain text and labels, so each rank's
-        file stays with that rank, and by default they are deleted once measured.
+    run: computes it on token ids [N, S]. words_N: ids that may stand in a text (not padding).
+    covers: updates that one contribution sums up.
     """
 
-    last_steps: Positive = 50
-    max_rows: Annotated[int, Field(ge=100)] = 20_000
-    averaging_steps: Positive = 3
-    keep: bool = False
+    module: nn.Module
+    run: Callable[[Tensor], object]
+    words_N: Tensor
+    max_length: int
+    covers: int = 1
+
+
+class AveragingWatch(Protocol):
+    """Of one rank."""
+
+    def batch(self, step: int, ids: Tensor) -> None:
+        """Samples that this rank trains on."""
+
+    def received(self, step: int, replica: int, tensors: Mapping[str, Tensor]) -> None:
+        """See Terms.watch."""
+
+    def finish(self, run_dir: Path) -> None:
+        """After training: write what was seen below OBSERVATIONS_DIR."""
 
 
 class Stream(NamedTuple):
@@ -91,7 +96,8 @@ class Rows(NamedTuple):
 
 
 class Observer:
-    """One rank's observations.
+    """One rank's observations, from update `first_step` on; of each kind of message the newest
+    `max_rows` rows.
 
     token_fields: field -> (padding id, special token ids), for the text fields this rank may see.
     holds: all batch fields that this rank's cloud may see. replica: of the pipeline, this rank's.
@@ -102,14 +108,14 @@ class Observer:
         rank: int,
         cloud: str,
         num_ranks: int,
-        meter: LeakMeter,
-        last_step: int,
+        first_step: int,
+        max_rows: int,
         token_fields: Mapping[str, tuple[int, tuple[int, ...]]],
         holds: Iterable[str],
         replica: int = 0,
     ) -> None:
         special_ids = {field: ids for field, (_, ids) in token_fields.items()}
-        self._about = {
+        self.about = {
             "rank": rank,
             "cloud": cloud,
             "replica": replica,
@@ -118,20 +124,18 @@ class Observer:
             "special_ids": special_ids,
         }
         self._pads = {field: pad for field, (pad, _) in token_fields.items()}
-        self._from_step = last_step - meter.last_steps + 1
-        self._max_rows = meter.max_rows
-        self.averaging_steps, self.covers = meter.averaging_steps, 1  # updates that one sums up
+        self._first_step, self._max_rows = first_step, max_rows
         self._streams: dict[str, deque[Rows]] = {}
 
     def wants(self, step: int) -> bool:
-        return step >= self._from_step
+        return step >= self._first_step
 
     def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         """Record one tensor of a training message, [R, D], as decoded or computed here.
 
         What a cloud computes itself from text or labels that it holds is not recorded.
         """
-        if stream.how == "received" or not self._about["holds"]:
+        if stream.how == "received" or not self.about["holds"]:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts, flat)
 
@@ -139,15 +143,6 @@ class Observer:
         """A training batch of this rank."""
         if self.wants(step):
             self.truth(batch)
-            if self._pads:
-                self._add(STEPS, batch["ids"], None, torch.full_like(batch["ids"], step))
-
-    def guess(self, replica: int, attack: str, step: int, texts: Sequence[Sequence[int]]) -> None:
-        """Tokens that an attack on what another replica gave to an averaging recovers."""
-        texts = texts or [[]]
-        counts = torch.tensor([len(text) for text in texts], dtype=torch.int64)
-        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
-        self._add(f"{GUESS}.{replica}.{attack}", torch.full_like(counts, step), counts, tokens)
 
     def truth(self, batch: Mapping[str, Tensor]) -> None:
         """Record the text and labels that this rank may see: the attacks' ground truth."""
@@ -162,14 +157,13 @@ class Observer:
     def write(self, run_dir: Path) -> Path:
         folder = run_dir / OBSERVATIONS_DIR
         folder.mkdir(exist_ok=True)
-        path = folder / f"rank{self._about['rank']}.safetensors"
+        path = folder / f"rank{self.about['rank']}.safetensors"
         tensors = {
             f"{name}/{part}": value.contiguous()
             for name, messages in self._streams.items()
             for part, value in Rows.join(messages)._asdict().items()
         }
-        about = json.dumps(self._about | {"covers": self.covers})
-        save_file(tensors, path, metadata={"about": about})
+        save_file(tensors, path, metadata={"about": json.dumps(self.about)})
         return path
 
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
@@ -178,75 +172,3 @@ class Observer:
         messages.append(Rows(ids.clone(), wide, rows))
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self._max_rows:
             messages.popleft()
-
-
-@dataclass
-class _Seen:
-    step: int
-    replica: int
-    changes: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-class AveragingObserver:
-    """Keeps the contributions of the last merges, and attacks them when training is over.
-
-    One update or one merge at a time: what several of them show together is not tried.
-    """
-
-    def __init__(self, observer: Observer, victim: Victim, num_others: int) -> None:
-        self._observer, self._victim = observer, victim
-        observer.covers = victim.covers
-        self._seen: deque[_Seen] = deque(maxlen=observer.averaging_steps * num_others)
-
-    def received(self, step: int, replica: int, tensors: Mapping[str, Tensor]) -> None:
-        """Another replica's gradient or weight change, as decoded, by "stage.name"; the victim is
-        stage 0. A tensor of which only a part came (a share of its rows) is left out."""
-        if not self._observer.wants(step - self._victim.covers + 1):
-            return
-        own = dict(self._victim.module.named_parameters())
-        changes = {
-            name: tensors[f"0.{name}"].detach().float().cpu().clone()
-            for name, parameter in own.items()
-            if f"0.{name}" in tensors and tensors[f"0.{name}"].shape == parameter.shape
-        }
-        known = [seen.weights for seen in self._seen if seen.step == step]
-        weights = known[0] if known else {n: p.detach().clone() for n, p in own.items()}
-        self._seen.append(_Seen(step, replica, changes, weights))
-
-    def attack(self) -> None:
-        """Note what the attacks guess."""
-        for seen in self._seen:
-            with _holding(self._victim.module, seen.weights):
-                for name, guess in self._guesses(seen):
-                    self._observer.guess(seen.replica, name, seen.step, guess)
-        self._seen.clear()
-
-    def _guesses(self, seen: _Seen) -> Iterator[tuple[str, list[list[int]]]]:
-        victim = self._victim
-        num_words = int(victim.words_N.max()) + 1
-        for name, module in victim.module.named_modules():
-            change = seen.changes.get(f"{name}.weight")
-            if change is None or len(change) < num_words:
-                continue
-            if isinstance(module, nn.Embedding):
-                before = seen.weights[f"{name}.weight"].cpu() if victim.covers > 1 else None
-                yield "embedding_rows", [changed_rows(change, before).tolist()]
-            elif isinstance(module, nn.Linear):
-                yield "head_rows", [raised_words(change).tolist()]
-        found = attack_layers(victim, seen.changes)
-        yield "layer_inputs", [found.tokens.tolist()]
-        yield TEXTS, found.texts
-
-
-@contextmanager
-def _holding(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with the weights of another step."""
-    own = {name: (parameter, parameter.data) for name, parameter in module.named_parameters()}
-    try:
-        for name, (parameter, _) in own.items():
-            parameter.data = weights[name]
-        yield
-    finally:
-        for parameter, data in own.values():
-            parameter.data = data

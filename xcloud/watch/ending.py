@@ -17,7 +17,6 @@ from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
 from xcloud.record.tracking import Recording
 from xcloud.report.run_table import print_report
-from xcloud.security import leak_meter
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
 
 TRACE_FILE = "timeline.json"
@@ -77,13 +76,10 @@ def _measure_leaks(job: Job, run_dir: Path) -> dict[str, Any]:
     if job.leak_meter is None:
         return {}
     try:
-        leakage = leak_meter.measure(run_dir)
+        return job.leak_meter.measure(run_dir)
     except Exception as error:
         log.warning("%s is without its leak figures: %s", run_dir, error)
         return {}
-    if not job.leak_meter.keep:
-        leak_meter.forget(run_dir)
-    return leakage
 
 
 def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:

@@ -1,4 +1,5 @@
-"""Whose batch is consumed when: the plan of a one-way job. Pure arithmetic: no links, no data.
+"""How a consumer takes from its producers: what a user says (Feed), and whose batch is consumed
+when (ConsumptionPlan). Pure arithmetic: no links, no data.
 
 Every rank of the consumer keeps the same plan and gives it the same `Round` after every step, so
 they agree without another message; the first one sends the orders to the producers. A *source* is
@@ -11,22 +12,81 @@ producer makes nothing that was not ordered.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import Stateful, StatefulParts, rows_of, whole_numbers
-from xcloud.parallel.one_way.feed import Feed, Shares
+from xcloud.comm.state import StatefulParts, rows_of, whole_number, whole_numbers
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
 stand at the same number; it is kept until a rank of the consumer wants it."""
+
+
+@settings("feed")
+class Feed:
+    """How a consumer takes from its producers.
+
+    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. It must
+        cover what one step takes and what the round trip of the link takes meanwhile. null = twice
+        what one producer alone would have to give for a step, at least 8.
+    order: fixed = in turn by share, the same in every run of the same seed (bit-equal in one cloud
+        and across clouds as long as no producer is slow or lost); arrival = whoever has a batch
+        ready, nearest to the shares.
+    on_slow: what to do about a producer that is silent for slow_after_s. wait = wait for it (with
+        order=arrival: no producer may get more than run_ahead batches ahead of its share);
+        redistribute = the others take over its share until it has caught up.
+    on_dead: redistribute = the others take over its share; pause = wait for the user, who
+        continues without it or ends the run; stop = the run fails.
+    min_producers: start as soon as so many are ready, the others join later; null = all.
+    """
+
+    run_ahead: Annotated[int, Field(ge=1, le=4096)] | None = None
+    order: Literal["fixed", "arrival"] = "fixed"
+    on_slow: Literal["wait", "redistribute"] = "wait"
+    slow_after_s: Annotated[float, Field(gt=0.0)] = 30.0
+    on_dead: Literal["redistribute", "pause", "stop"] = "redistribute"
+    min_producers: Positive | None = None
+
+    @property
+    def most_ahead(self) -> int:
+        """run_ahead as a number; see `fitted`."""
+        return self.run_ahead or 8
+
+    def fitted(self, layout: OneWayLayout, batches_per_step: int) -> Feed:
+        """With a run_ahead in place of null. Raises ConfigError if these do not fit together."""
+        if batches_per_step % layout.num_consumers:
+            raise ConfigError(
+                f"training.batches_per_step is {batches_per_step}, which cannot be divided evenly "
+                f"among the consumer's {layout.num_consumers} ranks; make it a multiple of "
+                f"{layout.num_consumers}"
+            )
+        # Batches of each rank of the smallest producer, if it alone had to fill a step.
+        fewest = min(map(len, layout.sources))
+        needed = -(-(batches_per_step + fewest - 1) // fewest)
+        if self.run_ahead is not None and self.run_ahead < needed:
+            raise ConfigError(
+                f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
+                f"{batches_per_step} batches of a step with {fewest} ranks; set it to at least "
+                f"{needed}, better {2 * needed}"
+            )
+        if self.min_producers is not None and self.min_producers > len(layout.producers):
+            raise ConfigError(
+                f"feed.min_producers is {self.min_producers}, but only {len(layout.producers)} "
+                "clouds feed"
+            )
+        return replace(self, run_ahead=self.run_ahead or max(8, 2 * needed))
 
 
 class State(IntEnum):
@@ -74,10 +134,20 @@ class ConsumptionPlan(StatefulParts):
     numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by
     source and rank of the consumer. surplus, with order=fixed: of
     these that came too late for their slots and still wait to be used. slots, with order=fixed: by
-    rank of the consumer, the sources of its next batches.
+    rank of the consumer, the sources of its next batches. turns: by producer, what it is owed in
+    batches. promised: Order.num_planned, by producer and number.
     """
 
-    own_names = ("states", "counts", "slots", "numbers")
+    own_names = (
+        "states",
+        "counts",
+        "slots",
+        "numbers",
+        "has_started",
+        "turns",
+        "used_before",
+        "promised",
+    )
 
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
@@ -87,13 +157,16 @@ class ConsumptionPlan(StatefulParts):
         self.state = [State.ABSENT] * len(layout.producers)
         self.has_started = False  # enough were ready; the run does not wait for those to come
         self.producer_of = layout.producer_of
-        self._sources, self._shares = layout.sources, Shares(layout, num_batches)
+        self._sources, self._shares, self._num_batches = layout.sources, layout.shares, num_batches
+        self.turns = [0.0] * len(self.state)
+        self.promised: dict[tuple[int, int], int] = {}
+        self._used_before = [0] * len(self.state)  # by producer, when the rest was last divided
         pairs = len(self.producer_of), self.num_consumers
         self._counts = np.zeros((3, *pairs), dtype=np.int64)
         self.ordered, self.consumed, self.surplus = self._counts
         self.numbers = self.ordered.sum(1)
         self.slots = [deque[int]() for _ in range(self.num_consumers)]
-        self._num_slots = self._num_skipped = 0
+        self._num_slots = self._num_skipped = self._num_used = 0  # or skipped, then
 
     @property
     def active(self) -> list[int]:
@@ -119,9 +192,8 @@ class ConsumptionPlan(StatefulParts):
         least for its share among those that are able to feed. None = better wait. taken: batches
         this rank took since a producer last came or went, by producer."""
         able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
-        shares, total = self._shares.shares, sum(taken.get(p, 0) for p in able) + 1
-        whole = sum(shares[p] for p in able) or 1.0
-        ahead = {p: taken.get(p, 0) + 1 - total * shares[p] / whole for p in ready}
+        total, whole = sum(taken.get(p, 0) for p in able) + 1, self._together(able) or 1.0
+        ahead = {p: taken.get(p, 0) + 1 - total * self._shares[p] / whole for p in ready}
         if self.feed.on_slow == "wait" and len(able) > 1:
             most = self.feed.most_ahead
             ahead = {p: a for p, a in ahead.items() if a <= most or p not in able}
@@ -141,7 +213,8 @@ class ConsumptionPlan(StatefulParts):
         orders: list[Order] = []
         planned = Counter(source for slots in self.slots for source in slots)
         while active := self.active:
-            owed, consumer = self._shares.owed(active), self._num_slots % self.num_consumers
+            whole, consumer = self._together(active), self._num_slots % self.num_consumers
+            owed = {p: self.turns[p] + self._shares[p] / whole for p in active}
             chosen = max(owed, key=lambda p: (owed[p], -p))
             sources = self._sources[chosen]
             late = [source for source in sources if self.surplus[source, consumer] > 0]
@@ -149,7 +222,8 @@ class ConsumptionPlan(StatefulParts):
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.most_ahead:
                 break
-            self._shares.give(chosen, owed)
+            for p, turns in owed.items():
+                self.turns[p] = turns - (p == chosen)
             self.slots[consumer].append(source)
             self._num_slots += 1
             planned[source] += 1
@@ -180,16 +254,32 @@ class ConsumptionPlan(StatefulParts):
         self.ordered[source, consumer] += 1
         self.numbers[source] += 1
         number = int(self.numbers[source])
-        num_planned = self._shares.promise(p, number, self.active)
+        num_planned = self._promise(p, number)
         if self.numbers[self._sources[p]].min() >= number:
-            del self._shares.promised[p, number]
+            del self.promised[p, number]
         return Order(source, number, consumer, num_planned)
+
+    def _promise(self, p: int, number: int) -> int:
+        """Batches that each rank of an active producer will have made at the end: what it gave,
+        and its share of what is left among those that feed. The same for all ranks that make this
+        number, whenever each gets its order: ranks that average gradients need one learning rate.
+        """
+        is_whole = len(self.active) == len(self._shares)
+        together = 1.0 if is_whole else self._together(self.active)  # a sum may be rounded
+        num_left = max(0, self._num_batches - self._num_used)
+        to_come = num_left * self._shares[p] / together if together else 0.0
+        expected = math.ceil((self._used_before[p] + to_come) / len(self._sources[p]))
+        return self.promised.setdefault((p, number), max(1, expected))
+
+    def _together(self, producers: Sequence[int]) -> float:
+        """The share of these."""
+        return sum(self._shares[p] for p in producers)
 
     def levelling_orders(self) -> list[Order]:
         """For nobody: so that all ranks of a producer, which average their gradients, stand at
         the same number, to save or to end."""
         return [
-            Order(source, number, NOBODY, self._shares.promise(p, number, self.active))
+            Order(source, number, NOBODY, self._promise(p, number))
             for p, state in enumerate(self.state)
             if state is not State.DEAD
             for source in self._sources[p]
@@ -213,11 +303,11 @@ class ConsumptionPlan(StatefulParts):
             now = self._next_state(p, agreed)
             if now is not before:
                 self.state[p] = now
-                self._shares.turns[p] = 0.0
+                self.turns[p] = 0.0
                 changes[p] = (before, now)
         if changes or self.feed.order == "arrival":
-            used = [int(self.consumed[sources].sum()) for sources in self._sources]
-            self._shares.divide_anew(used, self._num_skipped)
+            self._used_before = [int(self.consumed[sources].sum()) for sources in self._sources]
+            self._num_used = sum(self._used_before) + self._num_skipped
         return changes
 
     def _next_state(self, p: int, agreed: Round) -> State:
@@ -237,16 +327,14 @@ class ConsumptionPlan(StatefulParts):
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
             self.state[p], sources = State.ABSENT, self._sources[p]
-            self._shares.forget(p)
+            self.turns[p] = 0.0
+            self.promised = {key: n for key, n in self.promised.items() if key[0] != p}
             highest = self.numbers[sources].max()
             self.ordered[sources, 0] += highest - self.numbers[sources]
             self.numbers[sources] = highest
             self.consumed[sources], self.surplus[sources] = self.ordered[sources], 0
             self.slots = [deque(s for s in slots if s not in sources) for slots in self.slots]
         return lost
-
-    def parts(self) -> dict[str, Stateful]:
-        return {"shares": self._shares}
 
     def own(self) -> Saved:
         """Between two steps."""
@@ -255,7 +343,11 @@ class ConsumptionPlan(StatefulParts):
             "states": torch.tensor([int(state) for state in self.state]),
             "counts": torch.tensor(self._counts),
             "slots": rows_of(2, slots),
-            "numbers": torch.tensor([self._num_slots, self._num_skipped, int(self.has_started)]),
+            "numbers": torch.tensor([self._num_slots, self._num_skipped, self._num_used]),
+            "has_started": int(self.has_started),
+            "turns": torch.tensor(self.turns, dtype=torch.float64),
+            "used_before": torch.tensor(self._used_before),
+            "promised": rows_of(3, [(*key, number) for key, number in self.promised.items()]),
         }
 
     def take(self, own: Saved) -> None:
@@ -268,4 +360,9 @@ class ConsumptionPlan(StatefulParts):
         for consumer, source in whole_numbers(own, "slots", -1, 2).tolist():
             self.slots[consumer].append(source)
         numbers = whole_numbers(own, "numbers", 3).tolist()
-        self._num_slots, self._num_skipped, self.has_started = *numbers[:2], bool(numbers[2])
+        self._num_slots, self._num_skipped, self._num_used = numbers
+        self.has_started = bool(whole_number(own, "has_started"))
+        self.turns = torch.as_tensor(own["turns"]).tolist()
+        self._used_before = whole_numbers(own, "used_before", len(self.state)).tolist()
+        promised = whole_numbers(own, "promised", -1, 3).tolist()
+        self.promised = {(p, number): num_planned for p, number, num_planned in promised}

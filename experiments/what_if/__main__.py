@@ -24,24 +24,29 @@ a million tokens or by the bytes of them that leave clouds (--by).
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from experiments.what_if.file import WhatIf, what_if_from, with_lines
+from experiments.what_if.planning import plan_what_if
+from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.job.config import compressions, read_plain
+from xcloud.job.config import read_plain
 from xcloud.plan.profile import Profile, read_profile
-from xcloud.plan.what_if import plan_what_if
-from xcloud.plan.what_if_file import WhatIf, what_if_from, with_lines
-from xcloud.report.plan_table import ORDERS, as_table, print_planned, ranked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m xcloud plan", description=__doc__,
+        prog="python -m experiments.what_if", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("file", type=Path, help="clouds, lines, prices and a model")
@@ -77,3 +82,20 @@ def profile_of(what_if: WhatIf, folder: Path) -> Profile:
         return with_lines(what_if, read_profile(folder / what_if.profile))
     found = compressions(what_if.search.compressors, project_root() / "conf")
     return what_if.model.profile(found, what_if.codecs, what_if.lines)
+
+
+def compressions(names: Sequence[str], conf_dir: Path) -> dict[str, Any]:
+    """Options of conf/compression, by name. Raises ConfigError, naming those that there are."""
+    there = {path.stem: path for path in sorted((conf_dir / "compression").glob("*.yaml"))}
+    for name in names:
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"there is no compression {name!r}{hint} There are {', '.join(there)}"
+            )
+    return {name: instantiate(OmegaConf.load(there[name]), _convert_="all") for name in names}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

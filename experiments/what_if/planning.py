@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
+from experiments.what_if.file import WhatIf
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile
 from xcloud.plan.search import Space, fastest, splits_of
-from xcloud.plan.what_if_file import WhatIf
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
 MOST_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated
@@ -73,11 +74,14 @@ class Planned:
 def plan_what_if(what_if: WhatIf, profile: Profile) -> Planned:
     """Raises ConfigError if nothing can be planned."""
     arranged, left_out = _arranged(what_if)
-    pricer = Pricer(
-        profile, arranged, what_if.batch_size,
-        memory_bytes={n: 1e9 * c.memory_gb for n, c in what_if.clouds.items() if c.memory_gb},
-        steps=1,
-    )  # fmt: skip
+    pricer = Pricer(profile, arranged, what_if.batch_size, steps=1)
+    most = {n: 1e9 * c.memory_gb for n, c in what_if.clouds.items() if c.memory_gb}
+
+    def fits(plan: Plan) -> bool:
+        """Whether the ranks of all clouds have the memory."""
+        needed = pricer.memory(plan) if most else {}
+        return all(size <= most.get(name, size) for name, size in needed.items())
+
     rows: list[WhatIfPlan] = []
     num_plans = num_simulated = 0
     names = [name for name in what_if.search.compressors if name in profile.compressors]
@@ -86,7 +90,7 @@ def plan_what_if(what_if: WhatIf, profile: Profile) -> Planned:
         if space is None:
             left_out[name] = why
             continue
-        best = fastest(pricer, space, len(names), TRIES, refined=0)
+        best = fastest(pricer, space, len(names), TRIES, refined=0, fits=fits)
         num_plans += best.num_plans
         num_simulated += best.num_simulated
         if not best.best:

@@ -1,5 +1,6 @@
 """Attacks on the gradient of a whole batch, or on a weight change: which tokens made it, and in
-which order. Pure tensor code: reads no file, knows no link. Of single messages: attacks.py.
+which order; and scores of the tokens that they guess. Pure tensor code: reads no file, knows no
+link. Of single messages: xcloud/security/leak_meter.py.
 
 Shapes: V words, H features of a layer's input, O outputs, N candidates, B texts, S positions,
 K dimensions of a row space.
@@ -13,16 +14,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcloud.security.observer import ReadingStage
+
+TEXTS = "texts"  # the attack that guesses whole texts; the others guess sets of tokens
 _LEAST_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less
 _LEAST_RANK_DROP = 10.0  # between neighbouring singular values; the last ones of noise vary more
 _CLEAR_DROP = 100.0  # whatever stands before it is no noise
@@ -116,19 +122,8 @@ class _AllSeen(Exception):
 
 
 @dataclass(frozen=True)
-class Victim:
-    """What an attacker knows of a stage that reads text.
-
-    module: with the weights that the gradients were computed with. run: computes it on token ids
-    [N, S]. words_N: ids that may stand in a text (not padding). covers: updates that one
-    contribution sums up.
-    """
-
-    module: nn.Module
-    run: Callable[[Tensor], object]
-    words_N: Tensor
-    max_length: int
-    covers: int = 1
+class Victim(ReadingStage):
+    """module: with the weights that the gradients were computed with."""
 
     def inputs(self, names: Sequence[str], ids_NS: Tensor) -> dict[str, Tensor]:
         """What linear layers read for these tokens: name -> [N, S, H]."""
@@ -280,3 +275,48 @@ def _steepest(scores_N: Tensor, least: float = _LEAST_DROP) -> int:
     if not len(drops) or float(drops.max()) < least:
         return 0
     return int(drops.argmax()) + 1
+
+
+def f1_of_sets(guessed: Sequence[int], true: Sequence[int]) -> float:
+    """Harmonic mean of the shares of guessed tokens that are true and of true ones guessed;
+    distinct tokens."""
+    return rouge([[*{*guessed}]], [[*{*true}]], 1)
+
+
+def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: int) -> float:
+    """ROUGE-N (F1) over runs of n neighbouring tokens of all texts together; n = 1 ignores
+    order, n = 2 needs it."""
+    runs = [
+        Counter(tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1))
+        for texts in (guessed, true)
+    ]
+    right = sum((runs[0] & runs[1]).values())
+    return 2 * right / (runs[0].total() + runs[1].total()) if right else 0.0
+
+
+def score(
+    attack: str,
+    guesses: Mapping[int, Sequence[Sequence[int]]],
+    truth: Mapping[int, Sequence[Sequence[int]]],
+    public: Sequence[Sequence[int]],
+) -> dict[str, float] | None:
+    """Means over the steps whose texts are known: tokens = F1 of the distinct tokens guessed,
+    baseline = that of guessing as many of the most frequent tokens of the `public` texts, order =
+    ROUGE-2 of guessed texts. None without a step to judge."""
+    counts = Counter(chain.from_iterable(public))
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    scores = []
+    for step in guesses.keys() & truth.keys():
+        true = [*{*chain.from_iterable(truth[step])}]
+        scores.append(
+            {
+                "tokens": f1_of_sets([*chain.from_iterable(guesses[step])], true),
+                "baseline": f1_of_sets(frequent[: len(true)], true),
+                "order": rouge(guesses[step], truth[step], 2),
+            }
+        )
+    if not scores:
+        return None
+    names = ("tokens", "baseline", *(["order"] if attack == TEXTS else []))
+    means = {name: round(fmean(found[name] for found in scores), 4) for name in names}
+    return means | {"num_updates": len(scores)}

@@ -20,7 +20,8 @@ from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
 from xcloud.comm.compressor import Compressor
 from xcloud.plan.profile import (
     AveragingCodec,
@@ -324,7 +325,7 @@ def what_if_from(table: Any) -> WhatIf:
     """From plain containers. Raises ConfigError naming the key."""
     given = dict(table) if isinstance(table, Mapping) else {"clouds": table}
     if "model" not in given:
-        raise ConfigError("model is missing; `python -m xcloud plan --help` shows a file")
+        raise ConfigError("model is missing; `python -m experiments.what_if --help` shows a file")
     if isinstance(clouds := given.get("clouds"), Mapping):
         shared = clouds.get(ALL) or {}
         given["clouds"] = {n: {**shared, **(c or {})} for n, c in clouds.items() if n != ALL}

@@ -1,0 +1,310 @@
+"""A finished run, opened for use: its text, and all its stages in this process, to translate or to
+write on with, or to be joined for peft and transformers. Nothing is sent; what would cross two
+clouds goes through the compressors that the run ended with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.project import MODEL_DIR, project_root
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.boundary import Message
+from xcloud.contracts.model import BuildContext, Stage
+from xcloud.contracts.task import SavedText, SavesText, UsedAs
+from xcloud.job.config import EXPERIMENT_FILE, read_job
+from xcloud.job.experiment import Experiment
+from xcloud.models.causal import CausalLM
+from xcloud.models.causal_stage import CausalStage, Past
+from xcloud.models.stages import TEXT, TYPES
+from xcloud.rank.export import exporting
+from xcloud.record.segments import check_is_run
+from xcloud.tasks.causal_text import CausalTokenizer
+from xcloud.tasks.translation import TranslationText
+
+UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """text: what the run's task left for use without its corpus."""
+
+    folder: Path
+    experiment: Experiment
+    text: SavedText
+
+    @staticmethod
+    def open(folder: Path, used_as: UsedAs) -> TrainedRun:
+        """Raises ConfigError or DataError if the folder holds no finished run of that kind."""
+        check_is_run(folder, EXPERIMENT_FILE)
+        job = read_job(folder / EXPERIMENT_FILE)
+        task = getattr(job, "task", None)  # a one-way job has none
+        if not isinstance(task, SavesText) or task.used_as != used_as:
+            raise ConfigError(f"{folder} is no run of a {used_as}: {job.headline}")
+        return TrainedRun(folder, cast(Experiment, job), task.saved_text(folder / MODEL_DIR))
+
+    def context(self) -> BuildContext:
+        """Builds on the CPU; a base of our own comes from the cache, or is made anew."""
+        return BuildContext(
+            seed=self.experiment.seed,
+            device=torch.device("cpu"),
+            cache_dir=project_root() / self.experiment.cache_dir,  # or absolute
+            vocabularies=self.text.vocabularies,
+            sentences=lambda name: [],
+            max_length=self.experiment.task.max_length,
+            report=lambda line: print(line, file=sys.stderr),
+        )
+
+    def parts(self) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+        """Architecture and tensors of each stage as exported. DataError if a file is missing."""
+        parts = []
+        for stage in range(self.experiment.cluster.num_stages):
+            path = self.folder / MODEL_DIR / f"stage{stage}.safetensors"
+            if not path.is_file():
+                raise DataError(
+                    f"there is no {path}: did that run finish? Of a run on several machines, copy "
+                    f"every cloud's {MODEL_DIR} files into one folder"
+                )
+            with safe_open(path, "pt") as file:
+                parts.append((json.loads(file.metadata()["architecture"]), load_file(path)))
+        return parts
+
+    def stages(self) -> list[Stage]:
+        """Each as it was trained, for evaluation."""
+        stages, parts = [], self.parts()
+        for number, (architecture, tensors) in enumerate(parts):
+            context = replace(self.context(), architecture=architecture)
+            stage = self.experiment.model.build_stage(number, len(parts), context)
+            try:
+                stage.load_exported(tensors)
+            except RuntimeError as error:
+                where = f"{self.folder / MODEL_DIR}, stage {number}"
+                raise DataError(f"{where} does not fit this experiment: {error}") from error
+            stages.append(stage.eval())
+        return stages
+
+    def carry(self, stage: int, message: Message, compressed: bool = True) -> Message:
+        """What arrives behind `stage` of what it sends. compressed: False leaves the compressors
+        out."""
+        layout = self.experiment.cluster
+        crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
+        compression = self.experiment.compression.at_boundary(stage)
+        compressor = compression.at(self.experiment.training.max_steps).forward
+        if compressor is None or not (crosses and compressed):
+            return message
+
+        def arrived(tensor: Tensor) -> Tensor:
+            return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
+
+        fields = self.experiment.boundaries[stage].fields
+        floating = {field.name for field in fields if field.dtype.is_floating_point}
+        return {n: arrived(t) if n in floating else t for n, t in message.items()}
+
+
+class Translator:
+    """Raises ConfigError or DataError if the folder holds no finished translation run."""
+
+    def __init__(self, run_dir: Path, compressed: bool = True) -> None:
+        self.run = TrainedRun.open(run_dir, "translation task")
+        self.text = cast(TranslationText, self.run.text)
+        self.stages, self.compressed = self.run.stages(), compressed
+
+    @torch.no_grad()
+    def translate(self, lines: Sequence[str]) -> list[str]:
+        batch = {"ids": torch.arange(len(lines)), "source": self.text.source_batch(lines)}
+        message: Message | None = None
+        for number, stage in enumerate(self.stages[:-1]):
+            sent = cast(Message, stage(message, batch).send)
+            message = self.run.carry(number, sent, self.compressed)
+        return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
+
+
+class Choice:
+    """How the next token is chosen. temperature 0: the most probable one. Else one is drawn from
+    softmax(logits / temperature), of the fewest tokens whose probabilities reach top_p
+    (arXiv:1904.09751); equal seeds draw alike."""
+
+    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+        self._temperature, self._top_p = temperature, top_p
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def of(self, logits_V: Tensor) -> int:
+        if not self._temperature:
+            return int(logits_V.argmax())
+        shares_V, words_V = (
+            (logits_V.double() / self._temperature).softmax(0).sort(descending=True)
+        )
+        kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self._top_p)
+        return int(words_V[torch.multinomial(kept_V, 1, generator=self._draw)])
+
+
+@dataclass(frozen=True)
+class Writer:
+    """carry(stage, message): what arrives behind a stage of what it sends. cached: each token goes
+    through the stages once; else with all before it, each time."""
+
+    stages: Sequence[CausalStage]
+    carry: Callable[[int, Message], Message]
+    cached: bool = True
+
+    def tokens(self, ids: Sequence[int], choice: Choice) -> Iterator[int]:
+        """What follows, without end."""
+        text, new = list(ids), list(ids)
+        pasts = [Past() if self.cached else None for _ in self.stages]
+        while True:
+            given = torch.tensor([new if self.cached else text])
+            batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
+            message: Message | None = None
+            with torch.no_grad():
+                for number, stage in enumerate(self.stages[:-1]):
+                    message = self.carry(number, stage(message, batch, pasts[number]).send)
+                logits_BV = self.stages[-1].next_words(message, batch, pasts[-1])
+            new = [choice.of(logits_BV[0])]
+            text += new
+            yield new[0]
+
+
+class Generator:
+    """A trained run that writes on. Raises ConfigError or DataError if the folder holds no
+    finished run of a causal language model."""
+
+    def __init__(self, run_dir: Path, compressed: bool = True, cached: bool = True) -> None:
+        run = TrainedRun.open(run_dir, "causal language model")
+        self._tokenizer = cast(CausalTokenizer, run.text)
+        self.between = "\n" if self._tokenizer.learns_chats else ""  # question and answer
+        stages = cast(list[CausalStage], run.stages())
+        self._writer = Writer(stages, partial(run.carry, compressed=compressed), cached)
+        config = stages[-1].architecture["config"]
+        self._longest = int(config["max_position_embeddings"])
+
+    def pieces(
+        self, prompt: str, max_new_tokens: int, choice: Choice | None = None
+    ) -> Iterator[str]:
+        """What follows the prompt, up to the end token, as it comes."""
+        tokenizer = self._tokenizer
+        given = tokenizer.prompt(prompt)
+        ids, written = list(given), tokenizer.decode(given)
+        if len(given) >= self._longest:
+            raise DataError(
+                f"the prompt has {len(given)} tokens; the model has {self._longest} positions"
+            )
+        following = self._writer.tokens(given, choice or Choice())
+        for _ in range(min(max_new_tokens, self._longest - len(given))):
+            token = next(following)
+            if token == tokenizer.token_ids.eos:
+                break
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            # Later tokens may change what the last ones mean: a character of several bytes.
+            if text.startswith(written) and not text.endswith(UNFINISHED):
+                yield text[len(written) :]
+                written = text
+        yield tokenizer.decode(ids)[len(written) :]
+
+
+def join(run_dir: Path, out: Path) -> None:
+    """Raises ConfigError or DataError if `run_dir` holds no finished run of a causal language
+    model, or one of which a part is missing."""
+    run = TrainedRun.open(run_dir, "causal language model")
+    parts = run.parts()
+    tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
+    model = cast(CausalLM, run.experiment.model)
+    with exporting(out):
+        for folder in model.join(tensors, parts[-1][0], run.context(), out):
+            cast(CausalTokenizer, run.text).save(folder)
+
+
+def parser_of(command: Callable[..., None]) -> argparse.ArgumentParser:
+    """With the command's docstring, and the run's folder as its first argument."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m xcloud {command.__name__}",
+        description=inspect.getdoc(command),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="output folder of a finished run")
+    return parser
+
+
+def translate(words: Sequence[str]) -> None:
+    """Translate lines with a trained run: python -m xcloud translate RUN "Una línea." ["Otra."]
+
+    RUN is a run's output folder. All stages run in this process; the message between two clouds
+    goes through the run's compressors, as in training (--uncompressed omits them).
+    With no text, lines are read from standard input.
+    """
+    parser = parser_of(translate)
+    parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
+    parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
+    arguments = parser.parse_args(words)
+    translator = Translator(arguments.run, not arguments.uncompressed)
+    if arguments.text:
+        print("\n".join(translator.translate(arguments.text)))
+        return
+    for line in sys.stdin:
+        print(translator.translate([line.strip()])[0], flush=True)
+
+
+def export(words: Sequence[str]) -> None:
+    """Join the parts of a trained causal language model: python -m xcloud export RUN [--out DIR]
+
+    RUN is a run's output folder. Every cloud writes its own part (RUN/model/stageN.safetensors);
+    of a run on several machines copy all parts into one folder first. Adapters become a folder
+    that peft loads, with the base beside them if the run made it; all weights one that
+    transformers loads.
+    """
+    parser = parser_of(export)
+    parser.add_argument("--out", type=Path, help="where to write (default: RUN/joined)")
+    arguments = parser.parse_args(words)
+    out: Path = arguments.out or arguments.run / "joined"
+    join(arguments.run, out)
+    print(out)
+
+
+def generate(words: Sequence[str]) -> None:
+    """Try a trained causal language model: python -m xcloud generate RUN "Once upon" ["Who?"]
+
+    RUN is a run's output folder, with the parts of all clouds in it. It writes on as it goes: the
+    most probable token each time, or one drawn (--temperature, --top-p, --seed). The message
+    between two clouds goes through the run's compressors, as it did in training (--uncompressed
+    leaves them out). A model that has learned chats takes the text as a question.
+
+    Keys and values of earlier tokens are kept, so after the prompt one row crosses for each token.
+    A compressor that looks at all rows together (low rank, top-k) sees another matrix then than in
+    training; --no-cache sends the whole text for each token, as an evaluation does.
+    """
+    parser = parser_of(generate)
+    parser.add_argument("text", nargs="+", help="what to go on from")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: no drawing (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of what share it is drawn from")
+    parser.add_argument("--seed", type=int, default=0, help="of drawing")
+    parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
+    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    arguments = parser.parse_args(words)
+    if arguments.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be 1 or more, got {arguments.max_new_tokens}")
+    if not 0 <= arguments.temperature < float("inf"):
+        parser.error(f"--temperature must be 0 or more, got {arguments.temperature}")
+    if not 0 < arguments.top_p <= 1:
+        parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
+    generator = Generator(arguments.run, not arguments.uncompressed, not arguments.no_cache)
+    for text in arguments.text:
+        choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
+        print(text, end=generator.between, flush=True)
+        for piece in generator.pieces(text, arguments.max_new_tokens, choice):
+            print(piece, end="", flush=True)
+        print(flush=True)
