@@ -135,7 +135,6 @@ class AbNet(EncoderDecoder):
         return self.encoder.width()
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        self._check_stage(stage, num_stages)
         is_last, architecture = stage == num_stages - 1, context.architecture
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
         if architecture is None:
