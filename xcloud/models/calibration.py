@@ -8,7 +8,7 @@ Shapes: R rows (tokens that are not padding), H features, K = rank features, P a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -84,9 +84,10 @@ def measured_basis(
     else:
         whose, batch = "the owner's", dict(context.samples(split.calibration_texts))
         batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
+    measured = replace(split, freeze_bottom=False, head_rank=None, anchor=split.anchor_kind)
     described = {
         "code": CODE_VERSION,
-        "settings": asdict(split) | {"anchor": split.anchor_kind},
+        "settings": asdict(measured),
         "places": split.num_places(context.max_length),
         "config": lower.architecture,
         "seed": context.seed if split.method == "identity" else None,
