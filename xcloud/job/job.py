@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,6 +23,7 @@ from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.job.places import Places
+from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot, Planning
@@ -32,7 +32,8 @@ from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
 from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.policy import Visibility
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Checkpoints, Training
 
 
@@ -163,11 +164,6 @@ class Job(Names, ABC):
             **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
-    @property
-    def why_not_in_turns(self) -> str:
-        """Why its steps cannot be timed in turns with those of other jobs; "" if they can."""
-        return ""
-
     def statistics(self) -> RunStatistics:
         """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
@@ -252,7 +248,7 @@ class Job(Names, ABC):
 @settings(kw_only=True)
 class PipelineJob(Job):
     """What runs where and how it trains. cluster: once built, with the replicas that the strategy
-    makes."""
+    makes. parts: of every rank, around an update, besides those that the settings ask for."""
 
     task: SkipValidation[Task]
     model: SkipValidation[SplitModel]
@@ -262,6 +258,7 @@ class PipelineJob(Job):
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
+    parts: Mapping[str, SkipValidation[FurtherPart]] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Self:
@@ -280,9 +277,15 @@ class PipelineJob(Job):
         return ties is not None and bool(ties(self.cluster.num_stages))
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the boundary after `stage`."""
-        cloud_of = partial(self.cluster.stage_cloud, replica=replica)
-        return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
+        """By direction, of the boundary after `stage`. One acts where a message goes from a cloud
+        that holds the protected data (forward: what the first stage reads; backward: what the last
+        one reads) to one that does not. Later messages are computed from protected ones."""
+        last = self.cluster.num_stages - 1
+        first_cloud, here, there, last_cloud = (
+            self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
+        )
+        leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
+        return {way: d for way, d in self.security.chosen_defences.items() if leaves[way]}
 
     @property
     def boundaries(self) -> dict[int, Boundary]:
