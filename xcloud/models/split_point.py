@@ -21,6 +21,8 @@ from xcloud.cluster.frame import TensorSpec
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import EncoderLayer
 
+Anchor = Literal["none", "mean", "position"]
+
 
 @settings("split")
 class Split:
@@ -65,7 +67,7 @@ class Split:
     rank: Positive | None = 8
     method: Literal["svd", "identity", "pca", "orthogonal"] = "svd"
     linear: Literal["feed_forward_output", "attention_output"] = "feed_forward_output"
-    anchor: Literal["none", "mean", "position"] | None = None
+    anchor: Anchor | None = None
     whiten: bool = False
     freeze_bottom: bool = False
     calibration: Literal["own", "public"] = "own"
@@ -113,8 +115,13 @@ class Split:
         return self.layer or 0
 
     @property
-    def anchor_kind(self) -> str:
-        usual = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": "position"}
+    def anchor_kind(self) -> Anchor:
+        usual: dict[str, Anchor] = {
+            "svd": "none",
+            "identity": "none",
+            "pca": "mean",
+            "orthogonal": "position",
+        }
         return self.anchor or usual[self.method]
 
     def num_places(self, max_length: int) -> int:
