@@ -136,15 +136,6 @@ class Experiment(PipelineJob):
         return getattr(self.model, "is_pretrained", False) and not self.is_elastic
 
     @property
-    def why_not_in_turns(self) -> str:
-        if not self.strategy.traits.is_apart:
-            return ""
-        return (
-            f"strategy={self.strategy.name} averages between some steps and sends beside others, "
-            "which turns would miss or hide (compare samples_per_s)"
-        )
-
-    @property
     def essential_ranks(self) -> frozenset[int]:
         if self.is_elastic and self.strategy.traits.may_leave:
             return self.saving_ranks

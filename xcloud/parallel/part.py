@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from xcloud.comm.state import Stateful, StatefulParts
 from xcloud.comm.step_clock import StepClock
@@ -74,6 +74,13 @@ class Part(Director, StatefulParts):
 
     def close(self, is_finished: bool) -> None:
         """After that meeting. is_finished: the run has made all its updates."""
+
+
+class FurtherPart(Protocol):
+    """A part of one's own, made by `parts` of the config: +parts.NAME._target_=my.module.Class."""
+
+    def join(self, context: Any) -> Part:
+        """Of this rank. context: its RankContext (rank/role.py)."""
 
 
 F = TypeVar("F", bound=Callable[..., None])

@@ -24,7 +24,6 @@ from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
-from xcloud.rank.interleaved import join_turns
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
@@ -127,7 +126,7 @@ class Features:
         training = job.training
         before = [
             DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
-            join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
+            *(own.join(context) for own in job.parts.values()),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
