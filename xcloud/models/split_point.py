@@ -18,8 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import EncoderLayer
+from xcloud.models.encoder import EncoderLayer, Packing
 
 Anchor = Literal["none", "mean", "position"]
 
