@@ -41,19 +41,14 @@ class Stateful(Protocol):
 
 class StatefulParts:
     """Base class of what has stateful parts, values of its own, or both. A subclass gives parts by
-    name, and `own`, `own_names` and `take` for its values; saving and restoring stand here only.
+    name, and `own_names`, with `own` and `take` for values that are no whole numbers under these
+    names; saving and restoring stand here only.
 
         class Trainer(StatefulParts):
             own_names = ("step",)
 
             def parts(self) -> Mapping[str, Stateful]:
                 return {"network": self._network, "exchange": self._exchange}
-
-            def own(self) -> State:
-                return {"step": self._step}
-
-            def take(self, own: State) -> None:
-                self._step = whole_number(own, "step")
     """
 
     own_names: Collection[str] = ()
@@ -64,11 +59,13 @@ class StatefulParts:
         return {}
 
     def own(self) -> State:
-        return {}
+        return {name: getattr(self, name) for name in self.own_names}
 
     def take(self, own: State) -> None:
         """Restore what `own` returned, checked by whole_number and the like: called before the
         parts are restored, also where a state has none of these values. Raises ValueError."""
+        for name in self.own_names:
+            setattr(self, name, whole_number(own, name))
 
     @property
     def state_owner(self) -> str:

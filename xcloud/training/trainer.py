@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import TrainingDiverged
-from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
+from xcloud.comm.state import Stateful, StatefulParts
 from xcloud.parallel.control import Reply, Signal, StageSums
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part, StepReport
@@ -128,15 +128,9 @@ class Trainer(StatefulParts):
         """From the next update on. All ranks call it between the same two."""
         self.schedule = schedule
 
-    def own(self) -> State:
+    def parts(self) -> dict[str, Stateful]:
         """Batches, learning rates and dropout follow from the seed and the number of the update;
         channels have their state in the wiring."""
-        return {"num_updates": self.num_updates}
-
-    def take(self, own: State) -> None:
-        self.num_updates = whole_number(own, "num_updates")
-
-    def parts(self) -> dict[str, Stateful]:
         parts: dict[str, Stateful] = {"guard": self.guard, "exchange": self.exchange}
         for number, stage in self.stages.items():
             parts[f"stage {number}"] = stage.trained
@@ -245,7 +239,7 @@ class Trainer(StatefulParts):
 
 
 @dataclass
-class DivergenceGuard:
+class DivergenceGuard(StatefulParts):
     """What happens to an update whose loss or gradient is not finite. The check comes before the
     optimizer, and every rank that shares the update has its own copy, which counts alike: so
     parameters and moments are as before it everywhere.
@@ -257,6 +251,8 @@ class DivergenceGuard:
     on_divergence: OnDivergence = "stop"
     max_skips_in_a_row: int = 10
     num_in_a_row: int = 0
+
+    own_names = ("num_in_a_row",)
 
     def skips(self, what: str, is_finite: bool) -> bool:
         """Whether to leave the update out. what: such as "the loss or gradient of step 3".
@@ -278,12 +274,6 @@ class DivergenceGuard:
                 f"training.max_skips_in_a_row is {self.max_skips_in_a_row}",
             )
         return True
-
-    def state_dict(self) -> State:
-        return {"num_in_a_row": self.num_in_a_row}
-
-    def load_state_dict(self, state: State) -> None:
-        self.num_in_a_row = whole_number(state, "num_in_a_row")
 
     def note(self, what: str) -> str:
         """For the user, after `skips` returned True."""
