@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 # Before hydra looks for plugins: our launcher of sweeps.
@@ -50,12 +51,13 @@ def main(config: DictConfig) -> None:
     from xcloud.job.overrides import compose_follow_up
     from xcloud.launch.local import run
     from xcloud.planner.planning import planned
+    from xcloud.survive.resume import check_can_go_on
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         # The launcher keeps the folder of a point that can go on. It says why one failed, and goes
         # on with the next.
-        run(config, run_dir, resumes=True, more_follows=True)
+        run(config, run_dir, resumes=check_can_go_on, more_follows=True)
         return
     with exit_codes():
         chosen = planned(config, run_dir) if is_planned(config) else config
@@ -71,14 +73,16 @@ def go_on(words: list[str]) -> None:
     """The rest of a run, and of the one that follows it."""
     with exit_codes():
         from xcloud.base.errors import ConfigError
-        from xcloud.job.overrides import compose_follow_up
-        from xcloud.launch.local import resumed, run
+        from xcloud.job.overrides import compose_follow_up, resumed
+        from xcloud.launch.local import run
+        from xcloud.survive.resume import check_can_go_on
 
         asked = [word for word in words if word.startswith(RESUME)]
         overrides = [word for word in words if word not in (*asked, ANEW)]
         if len(asked) > 1 or any(word.startswith("-") for word in overrides):
             raise ConfigError("to go on with a run: python run.py resume=FOLDER [key=value ...]")
         run_dir = Path(asked[0].removeprefix(RESUME))
+        can_go_on = partial(check_can_go_on, anew=ANEW in words)
         config, has_more = resumed(run_dir, overrides, CONF)
         following = compose_follow_up(config, CONF, run_dir, own=False)
         if not has_more and following is None:
@@ -86,9 +90,9 @@ def go_on(words: list[str]) -> None:
                 f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
             )
         if has_more:
-            run(config, run_dir, True, following is not None, ANEW in words)
+            run(config, run_dir, can_go_on, following is not None)
         if following is not None:
-            run(following, run_dir / "follow_up", resumes=True, anew=ANEW in words)
+            run(following, run_dir / "follow_up", can_go_on)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +23,12 @@ from omegaconf import OmegaConf
 from benchmarks.namespaces import ADDRESSES, INTERFACE
 from tests.forks import Child, become
 from xcloud.base.errors import XcloudError
+from xcloud.job.overrides import resumed
 from xcloud.launch import local
 from xcloud.launch import processes as launch
 from xcloud.record.checkpoints import CHECKPOINTS_DIR, CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
+from xcloud.survive.resume import check_can_go_on
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = "chaos.log"  # in each run folder: what launcher, torchrun or a machine's ranks print
@@ -236,9 +239,9 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
     """The exit codes of run.py."""
     try:
         if (run_dir / EVENTS_FILE).exists():
-            found, has_more = local.resumed(run_dir, [], ROOT / "conf")
+            found, has_more = resumed(run_dir, [], ROOT / "conf")
             if has_more:
-                local.run(found, run_dir, resumes=True, anew=True)
+                local.run(found, run_dir, resumes=partial(check_can_go_on, anew=True))
         else:
             local.run(OmegaConf.create(config), run_dir)
     except XcloudError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
 from xcloud.parallel.schedule import Action, Schedule
-from xcloud.plan.costs import FREE, Costs, Transfer
+from xcloud.plan.costs import FREE, Costs, Direction, Transfer
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines
 from xcloud.plan.prediction import Prediction, Simulator
 
@@ -42,8 +42,8 @@ class UniformCosts(Costs):
     def action_s(self, rank: int, action: Action) -> float:
         return super().action_s(rank, action._replace(stage=0))
 
-    def message_bytes(self, message: Transfer) -> int:
-        return NUM_BYTES
+    def direction(self, message: Transfer) -> Direction:
+        return Direction(NUM_BYTES)
 
     def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
         line: LinkProfile = self._line  # type: ignore[attr-defined]
@@ -151,6 +151,6 @@ def simulate(
     transfers_block: bool = False,
     **settings: Any,
 ) -> Prediction:
-    """One simulation. settings: as of StepProgram."""
+    """One simulation. settings: as of Simulator."""
     kind = BlockingSimulator if transfers_block else Simulator
     return kind(schedule, layout, **settings).run(costs)

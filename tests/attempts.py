@@ -13,18 +13,16 @@ from typing import Any
 from tests.pipelines import in_threads
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
-from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
 from xcloud.job.places import Places
-from xcloud.join.agreement import judge
 from xcloud.parallel.control import Signal
 from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
+from xcloud.survive.resume import RankCheckpoints, newest_common
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
 from xcloud.training.settings import Checkpoints
 
 SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
@@ -59,10 +57,8 @@ class Attempt:
             RankCheckpoints(self.folder, r.number, places_of(r), self.settings) for r in self.ranks
         ]
         tables = {h.rank: h.table() for h in self.holders}
-        verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
-        if verdict.kind != "go":
-            raise ConfigError(verdict.text)
-        self.from_step, self.note, self.attempt = verdict.from_step, verdict.text, time.time_ns()
+        self.from_step, self.note = newest_common(tables, lambda rank: f"rank {rank}")
+        self.attempt = time.time_ns()
         self.checkpointers: dict[int, Checkpointer] = {}
         self.ready = threading.Barrier(len(self.ranks))
 
@@ -79,7 +75,7 @@ class Attempt:
             load_states(parts, state, "a rank")
         if self.from_step:
             self.folder.delete_after(self.from_step, number)
-        about = {**holder.about(self.attempt), "facts": {"data": "1"}}
+        about = about_part(holder.places, holder.settings, self.attempt, {"data": "1"})
         clock, step_s = time.monotonic, self.step_s
         if step_s is not None:
             clock = lambda: step_s * trainer.num_updates  # noqa: E731

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.translation_models import context
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Message, Stage
 from xcloud.models.causal import CausalLM
-from xcloud.models.checkpoint import quiet
 
 WORDS, WIDTH, BLOCKS = 40, 16, 4
 SIZES: dict[str, Any] = {
@@ -52,8 +51,7 @@ def theirs(kind: str, **changes: Any) -> Any:
 def saved(kind: str, folder: Path, **changes: Any) -> Any:
     """theirs(), and its folder filled."""
     network = theirs(kind, **changes)
-    with quiet():
-        network.save_pretrained(folder)
+    network.save_pretrained(folder)
     return network
 
 

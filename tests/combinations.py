@@ -28,8 +28,10 @@ from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.transport import Gloo
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression, PerBoundary, Phase, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
@@ -39,7 +41,8 @@ from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
-from xcloud.join.joining import join
+from xcloud.join.compared import table_of
+from xcloud.join.joining import join, meet_here
 from xcloud.launch import rank_process
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
@@ -52,10 +55,10 @@ from xcloud.plan.settings import Autopilot
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
-from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
+from xcloud.security.defences import GaussianNoise, MaxNorm
 from xcloud.security.policy import Visibility
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
-from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
+from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training
 
@@ -193,9 +196,9 @@ FACTORS: dict[str, dict[str, Any]] = {
         "cloud": CloudPrivacy(clip=0.5, noise=0.1),
     },
     "defences": {
-        "none": Defences(),
-        "gaussian": Defences(forward=GaussianNoise(1.0, 0.01)),
-        "max_norm": Defences(backward=MaxNorm()),
+        "none": {},
+        "gaussian": {"forward": GaussianNoise(1.0, 0.01)},
+        "max_norm": {"backward": MaxNorm()},
     },
     "on_divergence": {"stop": "stop", "skip": "skip"},
     "evaluate_every": {"0": 0, "2": 2},
@@ -334,17 +337,18 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    holders = {rank: RankCheckpoints.of(job, rank, run_dir, {}) for rank in ranks}
-    held = {rank: held_in(holders[rank].table()) for rank in job.saving_ranks}
+    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.saving_ranks}
     step, _ = newest_common(held, str)
 
     def one(rank: int) -> None:
         transport: Any = world.transport(rank)
         verdict = Verdict(from_step=step, attempt=1)
         if job.is_elastic:
-            transport, verdict = join(job, {}, rank, run_dir, holders[rank].table())
+            meet = partial(meet_here, job, rank, run_dir)
+            meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
+            transport = Gloo().transport(meeting)
         process = rank_process.Process(StopSignal())
-        rank_process.live(job, run_dir, verdict, holders[rank], process, transport)
+        rank_process.live(job, run_dir, {}, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 

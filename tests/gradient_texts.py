@@ -12,7 +12,7 @@ from tests.causal_models import build as build_causal
 from tests.causal_models import where as where_causal
 from xcloud.contracts.model import Batch, Stage
 from xcloud.models.causal import CausalLM
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 
 TEXTS = [[3, 9, 4, 11], [20, 21, 9]]
 

@@ -324,8 +324,8 @@ def test_a_stage_is_saved_and_built_again_without_texts_or_checkpoint(tmp_path: 
             save_file(stage.state_dict(), tmp_path / f"{number}.safetensors")
             architecture = json.loads(json.dumps(stage.architecture))
             known = {("source", "target")[number]: IDS}
-            where = context(tmp_path, vocabularies=known)
-            empty = model.empty_stage(number, 2, where, architecture)
+            where = context(tmp_path, vocabularies=known, architecture=architecture)
+            empty = model.build_stage(number, 2, where)
             empty.load_state_dict(load_file(tmp_path / f"{number}.safetensors"))
             again.append(empty)
         assert torch.equal(run_joined(again, BATCH), run_joined(stages, BATCH))

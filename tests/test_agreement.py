@@ -25,8 +25,9 @@ from xcloud.cluster.transport import Meeting
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
 from xcloud.join.agreement import MAX_BYTES, Verdict, agree, decode_table, encode_table
+from xcloud.join.compared import MAX_VALUE, PATH, Table, compared_settings, table_of
 from xcloud.launch import processes as launch
-from xcloud.survive.changes import MAX_VALUE, PATH, compared_settings, make_table
+from xcloud.survive.resume import newest_common
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
 
@@ -35,7 +36,7 @@ def nobody(ranks: frozenset[int]) -> frozenset[int]:
     return frozenset()
 
 
-def verdicts(*tables: dict[str, str], refused_with: Refused = nobody) -> list[Verdict]:
+def verdicts(*tables: Table, refused_with: Refused = nobody) -> list[Verdict]:
     """Of each rank, by what they write into a store: a thread for each."""
     store = HashStore()
     num_ranks = len(tables)
@@ -45,7 +46,8 @@ def verdicts(*tables: dict[str, str], refused_with: Refused = nobody) -> list[Ve
     def one(rank: int) -> Verdict:
         meeting = Meeting(rank, num_ranks, store, within_s=20.0)
         try:
-            return agree(job, meeting, tables[rank])
+            held = tables[rank].get("held", {})
+            return agree(job, meeting, tables[rank], held, newest_common)
         except ConfigError as error:
             return Verdict("stop", (), str(error))
 
@@ -60,6 +62,10 @@ def settings(**changed: Any) -> dict[str, Any]:
         "training": {"_target_": "xcloud.training.settings.Training", "clip_norm": 1.0},
     }
     return plain | changed
+
+
+def changed(table: Table, **sections: dict[str, str]) -> Table:
+    return {**table, **{name: {**table.get(name, {}), **new} for name, new in sections.items()}}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def settings(**changed: Any) -> dict[str, Any]:
 def test_a_difference_is_named_with_both_values_in_every_rank(
     mine: dict[str, Any], theirs: dict[str, Any], said: str
 ) -> None:
-    found = verdicts(make_table(settings(**mine)), make_table(settings(**theirs)))
+    found = verdicts(table_of(settings(**mine)), table_of(settings(**theirs)))
 
     assert [verdict.kind for verdict in found] == ["stop", "stop"]
     assert found[0] == found[1]
@@ -92,8 +98,8 @@ def test_a_difference_is_named_with_both_values_in_every_rank(
 
 
 def test_of_three_ranks_the_one_that_differs_is_named_and_all_hear_it() -> None:
-    same = make_table(settings())
-    found = verdicts(same, same, make_table(settings(seed=7)))
+    same = table_of(settings())
+    found = verdicts(same, same, table_of(settings(seed=7)))
 
     assert {verdict.kind for verdict in found} == {"stop"}
     assert "seed is 1 in rank 0 (cloud a), 7 in rank 2 (cloud c)" in found[1].text
@@ -111,7 +117,7 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
             cluster={"name": cloud, "clouds": {"a": {"device": cloud}}},
         )  # fmt: skip
 
-    tables = make_table(of("a")), make_table(of("b"))
+    tables = table_of(of("a")), table_of(of("b"))
 
     assert verdicts(*tables) == [Verdict(), Verdict()]
     for secret in ("/home", "/secret", "./bert", "train.a"):  # no local path leaves the machine
@@ -119,8 +125,8 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
 
 
 def test_the_name_of_a_checkpoint_is_compared_and_a_path_equals_any() -> None:
-    def table(name: str) -> dict[str, str]:
-        return make_table(settings(encoder={"name_or_path": name}))
+    def table(name: str) -> Table:
+        return table_of(settings(encoder={"name_or_path": name}))
 
     bert = table("google-bert/bert-base-cased")
     assert "encoder.name_or_path is" in verdicts(bert, table("minilm"))[0].text
@@ -133,7 +139,7 @@ def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
     for file, text in zip(files, ("1", "2", "1"), strict=True):
         file.write_text(text)
     one, two, same = (
-        make_table(settings(text={"tokenizer": {"path": str(file)}})) for file in files
+        table_of(settings(text={"tokenizer": {"path": str(file)}})) for file in files
     )
 
     assert "text.tokenizer.path is" in verdicts(one, two)[0].text
@@ -142,11 +148,11 @@ def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
 
 
 def test_other_code_is_named_by_file_and_commit_and_another_release_by_number() -> None:
-    mine = make_table(settings())
-    theirs = {
-        **mine, "code xcloud/comm/channel.py": "0", "fact release of xcloud": '"9.9"',
-        "info commit": '"abc"',
-    }  # fmt: skip
+    mine = table_of(settings())
+    theirs = changed(
+        mine, code={"xcloud/comm/channel.py": "0"}, fact={"release of xcloud": '"9.9"'},
+        info={"commit": '"abc"'},
+    )  # fmt: skip
 
     text = verdicts(mine, theirs)[1].text
 
@@ -156,32 +162,33 @@ def test_other_code_is_named_by_file_and_commit_and_another_release_by_number() 
 
 
 def test_the_modules_of_targets_outside_the_package_are_code_too() -> None:
-    assert "code module tests.toy" not in make_table(settings())
-    assert "code module tests.toy" in make_table(settings(task={"_target_": "tests.toy.ToyTask"}))
+    assert "module tests.toy" not in table_of(settings())["code"]
+    target = {"_target_": "tests.toy.ToyTask"}
+    assert "module tests.toy" in table_of(settings(task=target))["code"]
 
 
 def test_another_torch_is_noted_and_another_commit_of_the_same_code_is_not() -> None:
-    mine = make_table(settings())
+    mine = table_of(settings())
 
-    found = verdicts(mine, {**mine, "info torch": '"1.0+cpu"'})
+    found = verdicts(mine, changed(mine, info={"torch": '"1.0+cpu"'}))
     assert [verdict.kind for verdict in found] == ["go", "go"]
     assert '"1.0+cpu" in rank 1 (cloud b)' in found[0].text
 
-    assert verdicts(mine, {**mine, "info commit": '"abc"'}) == [Verdict(), Verdict()]
+    assert verdicts(mine, changed(mine, info={"commit": '"abc"'})) == [Verdict(), Verdict()]
 
 
 def test_a_refused_rank_does_not_end_the_others_where_they_suffice() -> None:
-    same = make_table(settings())
-    found = verdicts(same, same, make_table(settings(seed=2)), refused_with=lambda ranks: ranks)
+    same = table_of(settings())
+    found = verdicts(same, same, table_of(settings(seed=2)), refused_with=lambda ranks: ranks)
 
-    assert [verdict.kind for verdict in found] == ["go", "go", "refused"]
+    assert {verdict.kind for verdict in found} == {"go"}
     assert {verdict.refused for verdict in found} == {(2,)}
     assert "seed is 1 in rank 0 (cloud a), 2 in rank 2 (cloud c)" in found[2].text
 
 
 def test_a_rank_with_another_layout_ends_all_as_it_cannot_join_them() -> None:
-    def table(n: int) -> dict[str, str]:
-        return make_table(settings(cluster={"clouds": {"a": {"num_ranks": n}}}))
+    def table(n: int) -> Table:
+        return table_of(settings(cluster={"clouds": {"a": {"num_ranks": n}}}))
 
     found = verdicts(table(1), table(1), table(2), refused_with=lambda ranks: ranks)
 
@@ -204,11 +211,12 @@ def test_a_producer_is_refused_whole_and_only_where_the_others_suffice() -> None
 @pytest.mark.parametrize(
     "data",
     [
-        "", "3", "[" * 100_000, '{"setting a": {"b": "c"}}', '{"setting a": 1}',
-        '{"other a": "b"}',
-        json.dumps({"setting a": "\x1b[2J"}), json.dumps({"setting a": "two\nlines"}),
-        json.dumps({"setting \xff": "b"}), json.dumps({"setting a": "x" * (MAX_VALUE + 1)}),
-        json.dumps({"setting a": "b"}) + " " * MAX_BYTES,
+        "", "3", "[" * 100_000, '{"setting": {"a": {"b": "c"}}}', '{"setting": {"a": 1}}',
+        '{"other": {"a": "b"}}', '{"setting": "a"}',
+        json.dumps({"setting": {"a": "\x1b[2J"}}), json.dumps({"setting": {"a": "two\nlines"}}),
+        json.dumps({"setting": {"\xff": "b"}}),
+        json.dumps({"setting": {"a": "x" * (MAX_VALUE + 1)}}),
+        json.dumps({"setting": {"a": "b"}}) + " " * MAX_BYTES,
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(data: str) -> None:
@@ -217,21 +225,31 @@ def test_nonsense_is_refused(data: str) -> None:
 
 
 def test_a_rank_that_sends_nonsense_is_named_to_all() -> None:
-    mine = make_table(settings())
-    found = verdicts(mine, mine, {"nonsense": "x"}, refused_with=lambda ranks: ranks)
+    mine = table_of(settings())
+    found = verdicts(mine, mine, {"nonsense": {"x": "y"}}, refused_with=lambda ranks: ranks)
 
     assert {verdict.kind for verdict in found} == {"stop"}
     assert "rank 2 (cloud c) sent no table of settings" in found[1].text
 
 
 def test_long_values_are_cut_and_still_compared_and_too_many_are_refused() -> None:
-    mine, theirs = (make_table(settings(text="x" * 5000 + end)) for end in "ab")
+    mine, theirs = (table_of(settings(text="x" * 5000 + end)) for end in "ab")
     assert decode_table(encode_table(mine), "rank 1") == mine
     text = verdicts(mine, theirs)[0].text
     assert "text is" in text and len(text) < 2000
 
     with pytest.raises(ConfigError, match="too many to compare"):
-        encode_table(make_table(settings(many=list(range(10_000)))))
+        encode_table(table_of(settings(many=list(range(10_000)))))
+
+
+def test_a_long_reason_why_a_rank_has_no_part_of_a_checkpoint_is_cut_and_told_to_all() -> None:
+    mine = table_of(settings())
+    good, bad = "ok agreed 7", f"bad agreed model.size is {'9' * 300}"
+
+    found = verdicts(changed(mine, held={"4": good}), changed(mine, held={"4": bad}))
+
+    assert {verdict.kind for verdict in found} == {"stop"}
+    assert "step 4: rank 1 (cloud b): model.size is 9999" in found[0].text
 
 
 # --- real ranks, each with a folder and a file of its own

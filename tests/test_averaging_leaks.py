@@ -17,7 +17,7 @@ from tests.replicas import connected
 from xcloud.comm.compressor import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.observer import Observer

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
 from tests.translation_models import IDS, context, texts
@@ -171,10 +172,7 @@ def test_what_we_export_is_read_by_transformers_and_by_us(tmp_path: Path) -> Non
     ours.load_part(weights)
     export_bert(ours, tmp_path / "out", pad=1)
 
-    with checkpoint.quiet():
-        theirs, loading = BertForMaskedLM.from_pretrained(
-            tmp_path / "out", output_loading_info=True
-        )
+    theirs, loading = BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     ids = padded_ids(1)
     packing = Packing.of(ids, 1)
@@ -184,6 +182,22 @@ def test_what_we_export_is_read_by_transformers_and_by_us(tmp_path: Path) -> Non
     torch.testing.assert_close(scores, packing.pack(expected), atol=1e-5, rtol=1e-5)
 
     _, again = read_weights(str(tmp_path / "out"))
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_norms_under_their_first_names_are_read(tmp_path: Path) -> None:
+    saved(tmp_path, "bert")
+    _, weights = read_weights(str(tmp_path))
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    _, again = read_weights(str(tmp_path))
+    assert "bert.embeddings.LayerNorm.gamma" in tensors
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
@@ -273,8 +287,7 @@ def test_the_real_minilm_gives_what_transformers_gives() -> None:
     spec = importlib.util.find_spec(MINILM)
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "model"
-    with checkpoint.quiet():
-        model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
     found, weights = read_weights(str(folder))
     ours = Encoder(found.config, head=False).eval()
     ours.load_part(weights)

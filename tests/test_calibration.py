@@ -60,7 +60,7 @@ def test_the_basis_is_that_of_the_principal_components(tmp_path: Path, weights: 
 
 def test_whitened_features_have_variance_one(tmp_path: Path, weights: Weights) -> None:
     basis = measured(weights, tmp_path, method="pca", whiten=True)
-    sent = rows(weights)[0] @ basis.encode.T - basis.offset
+    sent = rows(weights)[0] @ basis.encode.T - basis.anchor @ basis.encode.T
     covariance = sent.T @ sent / len(sent)
     torch.testing.assert_close(covariance, torch.eye(5), atol=1e-3, rtol=1e-3)
 

@@ -15,7 +15,7 @@ from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_base import NextTokenPretraining, OwnCausal
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 
 
 def own(**changes: Any) -> OwnCausal:

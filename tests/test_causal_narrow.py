@@ -25,9 +25,9 @@ from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import NO_TOKEN, BuildContext, Stage, TokenIds
 from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage
-from xcloud.models.lora import Lora
-from xcloud.models.split_point import ProjectionTop, Split
+from xcloud.models.split_point import Projection, Split
 
 LINES = [[words(9, 1), words(4, 2)], [words(5, 4)], [words(2, 6), words(1, 7), words(3, 8)]]
 IDS = TokenIds(24, NO_TOKEN, 1, 2, NO_TOKEN)
@@ -92,7 +92,7 @@ def test_what_crosses_is_narrow_and_starts_at_the_principal_components(
     _, _, components = torch.linalg.svd(around.double(), full_matrices=False)
     best = (around.double() @ components[:5].T @ components[:5]).float() + rows.mean(0)
     top = stages[1].cut
-    assert isinstance(top, ProjectionTop)
+    assert isinstance(top, Projection)
     torch.testing.assert_close(top(sent["hidden"], None).detach(), best, rtol=1e-3, atol=1e-3)
 
 
@@ -104,8 +104,8 @@ def test_the_projections_are_trained_beside_adapters_and_a_frozen_base(tmp_path:
         loss_of(stages, batch_of(*LINES)).backward()
         trained = [{n for n, p in s.named_parameters() if p.grad is not None} for s in stages]
         assert model.boundary(0, 3, 16).gradient_returns is not freeze
-        assert any("cut.encode" in name for name in trained[0]) is not freeze
-        assert any("cut.decode" in name for name in trained[1]) and "cut.anchor" in trained[1]
+        assert any("cut.linear" in name for name in trained[0]) is not freeze
+        assert any("cut.linear" in name for name in trained[1]) and "cut.shift" in trained[1]
         assert bool(trained[0]) is not freeze and all("cut" not in name for name in trained[2])
         assert all("lora_" in name or "cut." in name for names in trained for name in names)
         assert stages[0].training is not freeze
@@ -124,7 +124,10 @@ def test_a_trained_cut_is_read_back_from_its_parts(tmp_path: Path) -> None:
         base = replace(at(tmp_path), vocabularies={"text": IDS}, samples=lambda count: {})
         if lora is None:  # whole: from nothing but the file
             shutil.rmtree(tmp_path)
-        again = [model.empty_stage(n, 2, base, s.architecture) for n, s in enumerate(stages)]
+        again = [
+            model.build_stage(n, 2, replace(base, architecture=stage.architecture))
+            for n, stage in enumerate(stages)
+        ]
         for made, stage in zip(again, stages, strict=True):
             made.load_exported({n: t.clone() for n, t in stage.exported().items()})
         batch = batch_of(*LINES)

@@ -1,5 +1,5 @@
-"""Going on with something changed: every cell of run/changes.TABLE, on small jobs in threads over
-links in memory where there is one, and else on what decides."""
+"""Going on with something changed: every cell of survive/changes.TABLE, on small jobs in threads,
+over links in memory where there is one, and else on what decides."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,9 +22,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
 from xcloud.job.config import job_from_config
+from xcloud.job.overrides import resumed
 from xcloud.job.places import Place, Places
-from xcloud.join.agreement import judge
-from xcloud.launch.local import resumed
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
@@ -32,7 +31,8 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive import changes as table
 from xcloud.survive.changes import COLUMNS, TABLE, changes, outcome_of
-from xcloud.survive.resume import RankCheckpoints, check_can_go_on
+from xcloud.survive.resume import RankCheckpoints, check_can_go_on, newest_common
+from xcloud.survive.saving import about_part
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training
 from xcloud.use import Generator, Translator
@@ -61,10 +61,7 @@ class Attempt:
             places = Places.held(layout, rank.strategy, LAST)
             self.holders.append(RankCheckpoints(self.folder, number, places, settings))
         tables = {h.rank: h.table() for h in self.holders}
-        verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
-        if verdict.kind != "go":
-            raise ConfigError(verdict.text)
-        self.from_step, self.note = verdict.from_step, verdict.text
+        self.from_step, self.note = newest_common(tables, lambda rank: f"rank {rank}")
         for holder, rank in zip(self.holders, made, strict=True) if self.from_step else ():
             parts = {"trainer": rank.trainer, "channels": rank.wiring}
             load_states(parts, holder.restore(self.from_step, states_of(parts), {})[0], "a rank")
@@ -74,7 +71,7 @@ class Attempt:
             in_threads([lambda r=rank, s=step: r.update(s) for rank in self.ranks])
             for holder, rank in zip(self.holders, self.ranks, strict=True):
                 if step % 2 == 0:
-                    about = {**holder.about(7), "facts": {}}
+                    about = about_part(holder.places, holder.settings, 7, {})
                     self.folder.write(step, holder.rank, stored(rank.state_dict()), about)
                     self.folder.mark_agreed(step, 0, {})
 
@@ -157,7 +154,14 @@ def test_every_cell_is_what_decides(row: str, column: str) -> None:
 
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).parent.parent / "docs" / "surviving.md").read_text("utf-8")
-    assert table.markdown() in page
+    lines = ["| changed since | what happens | but |", "| --- | --- | --- |"]
+    for name, row in TABLE.items():
+        others: dict[str, list[str]] = {}
+        for column, outcome in row.others.items():
+            others.setdefault(str(outcome or "has none"), []).append(column)
+        but = "; ".join(f"{', '.join(columns)}: {said}" for said, columns in others.items())
+        lines.append(f"| {name} | {row.usual} | {but} |")
+    assert "\n".join(lines) in page
 
 
 @pytest.mark.parametrize("column", STRATEGIES)
@@ -286,8 +290,9 @@ def test_each_rank_of_a_sharded_stage_gets_its_own_part_again(tmp_path: Path) ->
             "trainer.num_updates": 5, "trainer.guard.num_in_a_row": 0,
             f"trainer.stage {stage}.values.w": torch.full((2,), float(rank)),
         }  # fmt: skip
-        about = {**sharded(tmp_path, rank).about(7), "facts": {}}
-        sharded(tmp_path, rank).folder.write(5, rank, state, about)
+        holder = sharded(tmp_path, rank)
+        about = about_part(holder.places, holder.settings, 7, {})
+        holder.folder.write(5, rank, state, about)
     for rank, (num_b, source) in enumerate([(2, 0.0), (2, 1.0), (2, 2.0), (2, 2.0)]):
         found, _ = sharded(tmp_path, rank, num_b).restore(5, {}, {})
         stage = 0 if rank < 2 else 1
@@ -319,12 +324,12 @@ def test_a_run_without_a_checkpoint_begins_anew_only_if_that_is_asked_for(tmp_pa
 def test_a_refusal_names_the_key_and_what_to_set_it_back_to_once(tmp_path: Path) -> None:
     experiment = job_from_config(OmegaConf.create(toy_config("two_clouds")))
     for rank in (0, 1):
-        holder = RankCheckpoints.of(experiment, rank, tmp_path, {"training": {"batch_size": 16}})
-        about = {**holder.about(7), "facts": {}}
-        holder.folder.write(5, rank, {"x": rank}, about)
-        holder.folder.mark_agreed(5, 0, {})
+        folder = CheckpointFolder(tmp_path)
+        about = about_part(experiment.places, {"training.batch_size": "16"}, 7, {})
+        folder.write(5, rank, {"x": rank}, about)
+        folder.mark_agreed(5, 0, {})
     with pytest.raises(ConfigError) as refused:
-        check_can_go_on(experiment, tmp_path, {"training": {"batch_size": 8}})
+        check_can_go_on(experiment, tmp_path, {"training.batch_size": "8"})
     assert str(refused.value) == (
         f"{tmp_path} cannot go on. training.batch_size is 8: that would be another run; set "
         "training.batch_size back to 16, or start a new run"

@@ -15,7 +15,7 @@ from tests.translation_models import batch_of as pairs_of
 from tests.translation_models import build as build_parts
 from tests.translation_models import context, run_joined, texts
 from xcloud.models.causal import CausalLM
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 from xcloud.models.transformer import Transformer
 from xcloud.parallel.one_forward_one_backward import DeferredWeights, can_wait
 from xcloud.rank.meters import SavedTensors

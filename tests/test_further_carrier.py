@@ -29,9 +29,9 @@ from xcloud.cluster.link_end import (
 from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.join.joining import join
+from xcloud.join.compared import table_of
+from xcloud.join.joining import join, meet_here
 from xcloud.launch import rank_process
-from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 
 _LENGTH = struct.Struct("<Q")
@@ -118,10 +118,10 @@ def test_a_run_goes_through_the_carrier_that_the_config_names(
     (ours := tmp_path / "sockets").mkdir()
 
     def one(rank: int) -> None:
-        holder = RankCheckpoints.of(job, rank, ours, {})
-        transport, verdict = join(job, {}, rank, ours, holder.table())
+        meeting, verdict = join(job, table_of({}), rank, ours, partial(meet_here, job, rank, ours))
+        transport = job.cluster.carrier.transport(meeting)
         process = rank_process.Process(StopSignal())
-        rank_process.live(job, ours, verdict, holder, process, transport)
+        rank_process.live(job, ours, {}, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in range(2)])
     run(job_of(wan="free"), tmp_path / "memory", monkeypatch)

@@ -20,7 +20,6 @@ from xcloud.parallel.control import send_report
 from xcloud.rank.role import RankContext, Role
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import join_audit
-from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 from xcloud.watch.monitor import Monitor
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
@@ -125,9 +124,8 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     in_threads(
         [
             partial(
-                rank_process.live, job, tmp_path, Verdict(),
-                RankCheckpoints.of(job, rank, tmp_path, {}), rank_process.Process(StopSignal()),
-                world.transport(rank),
+                rank_process.live, job, tmp_path, {}, Verdict(),
+                rank_process.Process(StopSignal()), world.transport(rank),
             )
             for rank in range(2)
         ]

@@ -12,8 +12,8 @@ from tests.causal_models import KINDS, build, saved, where, words
 from xcloud import use
 from xcloud.comm.boundary import Message
 from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage
-from xcloud.models.lora import Lora
 from xcloud.use import Choice, Writer
 
 

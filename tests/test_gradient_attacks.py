@@ -28,7 +28,7 @@ from tests.causal_models import WIDTH, WORDS, words
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
 from xcloud.contracts.model import Stage
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 
 READ = {3, 9, 4, 20, 21}  # no later word of its text reads the last one, and no loss needs it
 EMBEDDINGS, HEAD = "network.model.embed_tokens.weight", "network.lm_head.weight"

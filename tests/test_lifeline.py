@@ -17,9 +17,8 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import Meeting, meeting_store
 from xcloud.join import failure_detector as failure_detector
-from xcloud.join.elastic import _life, _watch
 from xcloud.join.failure_detector import FailureDetector, _Line, _Word
-from xcloud.join.joining import of_this_attempt
+from xcloud.join.restarts import _life, _watch, of_this_attempt
 
 STORE_TIMEOUT = timedelta(seconds=30)
 

@@ -59,7 +59,7 @@ def test_full_rank_in_the_attention_is_the_block_without_its_skip() -> None:
 def test_a_projection_of_full_rank_is_the_whole_block(method: Any) -> None:
     rotation = torch.linalg.qr(torch.randn(H, H))[0]
     anchor = torch.randn(8, H)
-    basis = Basis(rotation, rotation.T.contiguous(), anchor, anchor @ rotation.T)
+    basis = Basis(rotation, rotation.T.contiguous(), anchor)
     bottom, top = halves(Split(0, H, method, anchor="position"), basis)
 
     whole = block()(rows(), PACKING)
@@ -91,19 +91,19 @@ def test_clouds_that_compute_the_factors_apart_agree_on_the_signs() -> None:
 def test_orthonormal_projections_stay_so_while_they_are_trained() -> None:
     rotation = torch.linalg.qr(torch.randn(H, 4))[0].T.contiguous()
     nothing = torch.zeros(8, H)
-    basis = Basis(rotation, rotation.T.contiguous(), nothing, nothing @ rotation.T)
+    basis = Basis(rotation, rotation.T.contiguous(), nothing)
     bottom, top = halves(Split(0, 4, "orthogonal"), basis)
-    torch.testing.assert_close(bottom.encode.weight, rotation, atol=1e-5, rtol=1e-5)
-    for parameter in (*bottom.encode.parameters(), *top.decode.parameters()):
+    torch.testing.assert_close(bottom.linear.weight, rotation, atol=1e-5, rtol=1e-5)
+    for parameter in (*bottom.linear.parameters(), *top.linear.parameters()):
         parameter.mul_(0.9).add_(0.1 * torch.randn_like(parameter))
 
     torch.testing.assert_close(
-        bottom.encode.weight @ bottom.encode.weight.T, torch.eye(4), atol=1e-5, rtol=1e-5
+        bottom.linear.weight @ bottom.linear.weight.T, torch.eye(4), atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(
-        top.decode.weight.T @ top.decode.weight, torch.eye(4), atol=1e-5, rtol=1e-5
+        top.linear.weight.T @ top.linear.weight, torch.eye(4), atol=1e-5, rtol=1e-5
     )
-    assert not torch.allclose(bottom.encode.weight, rotation, atol=1e-2)
+    assert not torch.allclose(bottom.linear.weight, rotation, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,11 @@ def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_n
 
     assert public.boundary(0, 2, 16).start == ()
     assert tuple(TensorSpec.of(tensor) for tensor in bottom.hand_over()) == promised
-    assert not top.state_dict()["layers.cut.decode.weight"].any(), "it sees no text to measure"
+    assert not top.state_dict()["layers.cut.linear.weight"].any(), "it sees no text to measure"
     top.take_over(bottom.hand_over())
-    weight = top.state_dict()["layers.cut.decode.weight"]
+    weight = top.state_dict()["layers.cut.linear.weight"]
     assert torch.equal(weight, bottom.hand_over()[0])
-    assert weight.shape == alone.state_dict()["layers.cut.decode.weight"].shape
+    assert weight.shape == alone.state_dict()["layers.cut.linear.weight"].shape
 
 
 def test_only_rank_features_of_a_row_cross() -> None:
@@ -292,8 +292,9 @@ def test_an_exported_stage_comes_back(tmp_path: Path, way: str, num_stages: int)
     again = []
     for number, stage in enumerate(stages):
         about = json.loads(json.dumps(stage.architecture))
-        at = where(tmp_path, vocabularies={"text": IDS} if number == 0 else {})
-        empty = made.empty_stage(number, num_stages, at, about)
+        known = {"text": IDS} if number == 0 else {}
+        at = where(tmp_path, vocabularies=known, architecture=about)
+        empty = made.build_stage(number, num_stages, at)
         empty.load_state_dict(stage.state_dict())
         again.append(empty)
 

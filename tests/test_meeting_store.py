@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import LinkTimeout
-from xcloud.join.joining import attempt_of, of_this_attempt
+from xcloud.join.restarts import attempt_of, of_this_attempt
 
 
 def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:

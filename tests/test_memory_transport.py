@@ -21,13 +21,12 @@ from xcloud.comm.compression import Compression
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.join.agreement import Verdict
 from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.one_way.plan import Order
+from xcloud.parallel.one_way import Order
 from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker
-from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 
 TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
@@ -148,10 +147,9 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     )  # fmt: skip
 
     def context(rank: int) -> RankContext[OneWayExperiment]:
-        reporter, holder = Reporter(rank, "", print), RankCheckpoints.of(job, rank, tmp_path, {})
         return RankContext(
-            job, torch.device("cpu"), reporter, lambda *_: None, Verdict(), holder, StopSignal(),
-            transport=world.transport(rank),
+            job, {}, tmp_path, torch.device("cpu"), Reporter(rank, "", print), lambda *_: None,
+            Verdict(), StopSignal(), world.transport(rank),
         )  # fmt: skip
 
     consumer, *producers = (

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from xcloud.record.rank_state import error_file
 from xcloud.record.summary import read_summary
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import audit_file
+from xcloud.survive.resume import check_can_go_on
 from xcloud.watch.monitor import Monitor, main
 
 
@@ -90,7 +92,7 @@ def test_the_experiment_file_is_replaced_once_the_ranks_have_taken_the_state_ove
     monkeypatch.setattr(local, "LocalRanks", FakeRanks)
     longer = OmegaConf.create(toy_config("two_clouds", ["training.max_steps=12"]))
     with pytest.raises(RunFailed):
-        local.run(longer, tmp_path, resumes=True, anew=True)
+        local.run(longer, tmp_path, resumes=partial(check_can_go_on, anew=True))
     assert configs.read_job(file).max_steps == expected
     assert list(tmp_path.glob("*.yaml")) == [file]
 

@@ -20,6 +20,7 @@ from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
 from xcloud.rank.one_way.one_way_rank import OneWayRank
 from xcloud.security.wire_audit import compact
+from xcloud.survive.resume import check_can_go_on
 
 pytestmark = pytest.mark.slow
 ONE = {"disc": cloud(1), "one": cloud(1, 1.0)}
@@ -327,7 +328,7 @@ def test_a_job_that_was_asked_to_end_resumes_bit_for_bit(
         start(tmp_path / "cut", WIDE, **groups)
     asking.join()
     config = OmegaConf.create(feed_config(WIDE, **groups))
-    summary = run(config, tmp_path / "cut", resumes=True)
+    summary = run(config, tmp_path / "cut", resumes=check_can_go_on)
 
     assert summary["num_resumes"] == 1 and summary["num_steps"] == 60
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

@@ -130,8 +130,8 @@ def test_costs_of_several_stages_add_up_and_a_slow_rank_takes_longer() -> None:
     assert costs.action_s(1, Action("backward", 1, 0)) == 8.0
     assert costs.action_s(0, Action("weights", 1, 3)) == 1.0
     there, back = (Transfer(way, 0, 0, 0, 1) for way in ("forward", "backward"))
-    assert (costs.message_bytes(there), costs.compress_s(back)) == (10, 0.3)
-    assert costs.decompress_s(there) == 0.2
+    assert costs.direction(there) == Direction(10, 0.1, 0.2)
+    assert costs.direction(back) == Direction(20, 0.3, 0.4)
     assert Costs([1.0], [1.0]).update(0, (0,)) == Update()
     assert Costs([1.0], [1.0]).action_s(0, Action("weights", 0, 0)) == 0
 

@@ -27,7 +27,7 @@ from xcloud.cluster.transport import GlooCollectives
 from xcloud.comm.compressor import Nothing
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
-from xcloud.models.lora import Lora
+from xcloud.models.causal_network import Lora
 from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work, local_part
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
-from xcloud.models.text_heads import (
+from xcloud.models.low_rank_split import (
     SampleHead,
     SpanHead,
     pool,

@@ -122,8 +122,9 @@ def test_a_stage_is_saved_without_its_sinusoids_and_built_again(tmp_path: Path) 
         state = stage.state_dict()
         assert "embeddings.positions" not in state
         save_file(state, tmp_path / f"{number}.safetensors")
-        where = context(tmp_path, vocabularies={("source", "target")[number]: IDS})
-        empty = MODEL.empty_stage(number, 2, where, {})
+        known = {("source", "target")[number]: IDS}
+        where = context(tmp_path, vocabularies=known, architecture={})
+        empty = MODEL.build_stage(number, 2, where)
         empty.load_state_dict(load_file(tmp_path / f"{number}.safetensors"))
         again.append(empty)
     assert torch.equal(run_joined(again, BATCH), run_joined(stages, BATCH))

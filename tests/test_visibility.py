@@ -144,8 +144,8 @@ def test_defences_and_meter_are_chosen_by_name() -> None:
         "security/meter=attack",
     )  # fmt: skip
 
-    assert found.security.defences.label == "gaussian(0.1)+marvell(2)"
-    assert found.defences_in_force == found.security.defences.label
+    assert found.security.defences_label == "gaussian(0.1)+marvell(2)"
+    assert found.defences_in_force == found.security.defences_label
     assert "defences: gaussian(0.1)+marvell(2)" in found.headline
     assert found.security.meter is not None and found.security.meter.last_steps == 50
 

@@ -23,12 +23,12 @@ from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.join import joining
 from xcloud.join.agreement import Verdict
-from xcloud.launch import rank_process, several_machines, torchrun, worker
+from xcloud.launch import failures, rank_process, several_machines, torchrun, worker
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import StopSignal
+from xcloud.survive.saving import StopSignal, about_part
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
 
@@ -53,9 +53,8 @@ class Noting(Role[Any]):
 
 
 def live(job: Job, run_dir: Path, verdict: Verdict) -> None:
-    holder = RankCheckpoints.of(job, 0, run_dir, {})
     process, transport = rank_process.Process(StopSignal()), MemoryWorld().transport(0)
-    rank_process.live(job, run_dir, verdict, holder, process, transport)
+    rank_process.live(job, run_dir, {}, verdict, process, transport)
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
@@ -83,7 +82,7 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
 ) -> None:
     role = type("Told", (Noting,), {"called": (called := [])})
     monkeypatch.setattr(rank_process, "role_of", lambda job, rank: role)
-    refused = Verdict("refused", (0,), "seed is 1 here, 2 there")
+    refused = Verdict("go", (0,), "seed is 1 here, 2 there")
 
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
         live(job_from_config(CONFIG), tmp_path, refused)
@@ -103,10 +102,11 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
-    monkeypatch.setattr(joining, "meet", lambda *all: called.append("join"))
+    monkeypatch.setattr(rank_process, "meet_here", lambda *all: called.append("join"))
     monkeypatch.setattr(joining, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
+    CheckpointFolder(tmp_path).write(1, 0, {}, {})
     with pytest.raises(SystemExit):
         worker.main([str(tmp_path), "--rank", "0"])
     assert called == ["table", "join"]
@@ -124,9 +124,9 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
 
     monkeypatch.setattr(rank_process, "role_of", lambda job, rank: Going)
     job = job_from_config(CONFIG)
-    folder, about = CheckpointFolder(tmp_path), RankCheckpoints.of(job, 0, tmp_path, {}).about(7)
+    folder = CheckpointFolder(tmp_path)
     for step in (5, 9):
-        folder.write(step, 0, {}, {**about, "facts": {}})
+        folder.write(step, 0, {}, about_part(job.places, {}, 7, {}))
     live(job, tmp_path, Verdict(from_step=from_step))
     assert folder.steps() == left
 
@@ -161,7 +161,7 @@ def test_ranks_meet_in_their_run_folder_whatever_its_name(name: str, tmp_path: P
     run_dir = tmp_path / name
     run_dir.mkdir()
     job = job_from_config(OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)})))
-    joining.meet(job, 0, run_dir, None).write("here", "yes")
+    joining.meet_here(job, 0, run_dir).write("here", "yes")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "rendezvous" in {path.name for path in run_dir.iterdir()}
@@ -173,15 +173,15 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
     try:
         raise ConfigError("max_steps is negative") from KeyError("cause")
     except ConfigError as error:
-        rank_process.write_failure(tmp_path, 3, error)
+        failures.write_failure(tmp_path, 3, error)
     assert capsys.readouterr().err == "xcloud: rank 3: max_steps is negative\n"
     kept = json.loads((tmp_path / "rank3.error.json").read_text())
     assert kept["message"] == "max_steps is negative" and "KeyError" in "".join(kept["traceback"])
 
-    rank_process.write_failure(tmp_path, 3, LinkClosed("what follows from it"))
+    failures.write_failure(tmp_path, 3, LinkClosed("what follows from it"))
     assert json.loads((tmp_path / "rank3.error.json").read_text()) == kept
     assert not capsys.readouterr().err
-    rank_process.write_failure(tmp_path, 4, ValueError("a defect"))
+    failures.write_failure(tmp_path, 4, ValueError("a defect"))
     assert "ValueError: a defect" in capsys.readouterr().err
 
 

@@ -12,7 +12,8 @@ from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wir
 from xcloud.base.errors import TrainingDiverged
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.compression import Compression, Phased, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.compressor import Chain
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage

@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -87,8 +87,8 @@ class TrainedRun:
         """Each as it was trained, for evaluation."""
         stages, parts = [], self.parts()
         for number, (architecture, tensors) in enumerate(parts):
-            model, context = self.experiment.model, self.context()
-            stage = model.empty_stage(number, len(parts), context, architecture)
+            context = replace(self.context(), architecture=architecture)
+            stage = self.experiment.model.build_stage(number, len(parts), context)
             try:
                 stage.load_exported(tensors)
             except RuntimeError as error:

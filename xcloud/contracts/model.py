@@ -157,6 +157,7 @@ class BuildContext(BuildPlace):
     deal: called with each block of the stage as soon as it is complete, by a model that can build
         block by block: deals it over the ranks that share the stage, where they do, and moves it
         to the device.
+    architecture: of an exported stage, from whose file the stage will be filled.
     """
 
     vocabularies: Mapping[str, TokenIds]
@@ -166,6 +167,7 @@ class BuildContext(BuildPlace):
     head: Head | None = None
     samples: Callable[[int], Batch] = field(default=lambda count: {})
     deal: Callable[[nn.Module], None] = field(default=lambda block: None)
+    architecture: Architecture | None = None
 
 
 class SplitModel(Protocol):
@@ -185,15 +187,8 @@ class SplitModel(Protocol):
         """What crosses from `stage` to `stage + 1`, without building anything."""
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        """The stage with its initial weights, which depend on the seed but not on the cluster."""
-
-    def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
-    ) -> Stage:
-        """The stage with arbitrary weights, to be filled from an exported file.
-
-        architecture: the exported stage's `architecture`.
-        """
+        """The stage with its initial weights, which depend on the seed but not on the cluster; or,
+        where the context has an exported stage's architecture, arbitrary ones."""
 
 
 @runtime_checkable

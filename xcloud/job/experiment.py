@@ -37,7 +37,7 @@ class Experiment(PipelineJob):
             )
         layout = self.cluster
         if layout.num_replicas > 1:
-            _ = self.compression.averaging_label  # raises for one that cannot be
+            _ = self.compression.averaged.averaging_label  # raises for one that cannot be
         for boundary in self.compression.boundaries:
             if boundary >= layout.num_stages - 1:
                 raise ConfigError(
@@ -48,7 +48,6 @@ class Experiment(PipelineJob):
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
             self._check_visibility(replica, fields)
-        self.security.defences.check(fields[layout.num_stages - 1])
         for feature in FEATURES:
             feature.check(self)
         if self.autopilot is not None:
@@ -78,7 +77,7 @@ class Experiment(PipelineJob):
             return "off"
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
             return "none" if compression.is_identity else compression.label
-        averaging = compression.averaging_label
+        averaging = compression.averaged.averaging_label
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
@@ -89,12 +88,11 @@ class Experiment(PipelineJob):
     @property
     def defences_in_force(self) -> str:
         """The defences' label; "off" where no boundary is one that they act on, "none" if none."""
-        defences = self.security.defences
-        if not defences.label:
+        if not self.security.chosen_defences:
             return "none"
         boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
         acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
-        return defences.label if acts else "off"
+        return self.security.defences_label if acts else "off"
 
     @property
     def leak_meter(self) -> LeakMeter | None:
@@ -118,7 +116,7 @@ class Experiment(PipelineJob):
             parts.append(f"keeps up to {self.training.activation_cache_mb} MB of frozen rows")
         if self.strategy_in_force:
             parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
-        if defences := self.security.defences.label:
+        if defences := self.security.defences_label:
             off = " (off: nothing they protect leaves its cloud)"
             parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
         if self.security.privacy is not None:

@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -280,9 +279,15 @@ class PipelineJob(Job):
         return ties is not None and bool(ties(self.cluster.num_stages))
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the boundary after `stage`."""
-        cloud_of = partial(self.cluster.stage_cloud, replica=replica)
-        return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
+        """By direction, of the boundary after `stage`. One acts where a message goes from a cloud
+        that holds the protected data (forward: what the first stage reads; backward: what the last
+        one reads) to one that does not. Later messages are computed from protected ones."""
+        last = self.cluster.num_stages - 1
+        first_cloud, here, there, last_cloud = (
+            self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
+        )
+        leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
+        return {way: d for way, d in self.security.chosen_defences.items() if leaves[way]}
 
     @property
     def boundaries(self) -> dict[int, Boundary]:

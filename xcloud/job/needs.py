@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.activation_cache import decodes_rows_alone
-from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
 from xcloud.parallel.schedule import put_off
@@ -109,6 +110,11 @@ whole_stages = Plain(
     lambda job: bool(_shards(job)),
     "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
     "leave shard out",
+)
+noise_without_labels = Plain(
+    lambda job: job.security.chosen_defences["forward"].needs_labels,
+    "it needs labels, which are not available there",
+    "use it backward",
 )
 whole_replicas = Plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
@@ -322,9 +328,15 @@ FEATURES: Sequence[Feature] = (
     ),
     Feature(
         "security.defences.backward={.label}",
-        lambda job: job.security.defences.backward,
+        lambda job: job.security.defences.get("backward"),
         {labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
         "choose security/defences/backward=max_norm or gaussian_noise",
+    ),
+    Feature(
+        "security.defences.forward={.label}",
+        lambda job: job.security.defences.get("forward"),
+        {noise_without_labels: "acts at evaluation too"},
+        "choose security/defences/forward=max_norm or gaussian_noise",
     ),
     Feature(
         "security/privacy=cloud",

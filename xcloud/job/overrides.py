@@ -22,7 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.job.config import job_from_config, plain_settings, read_checked, this_clouds_policy
+from xcloud.job.config import (
+    EXPERIMENT_FILE,
+    job_from_config,
+    plain_settings,
+    read_checked,
+    read_job,
+    this_clouds_policy,
+)
+from xcloud.record.segments import EVENTS_FILE, check_is_run
+from xcloud.record.summary import read_summary
 
 
 @contextlib.contextmanager
@@ -71,6 +80,18 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).strip().splitlines()[0]) from error
     return config
+
+
+def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
+    """The config that a run goes on with: its own, with `overrides`; and whether anything is left
+    to do. Raises ConfigError."""
+    check_is_run(run_dir, f"{EVENTS_FILE}*")
+    file = run_dir / EXPERIMENT_FILE
+    config = with_overrides(file, overrides, conf_dir)
+    job = job_from_config(config)
+    if read_summary(run_dir).get("status") == "finished":
+        return config, job.max_steps > read_job(file).max_steps
+    return config, True
 
 
 def explained(error: Exception, overrides: Sequence[str], conf_dir: Path) -> list[str]:

@@ -24,39 +24,38 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.transport import Meeting
 from xcloud.job.job import Job
-from xcloud.survive.changes import MAX_VALUE, PATH
-from xcloud.survive.resume import HELD, held_in, newest_common
+from xcloud.join.compared import MAX_VALUE, PATH, Table
 
 MAX_BYTES = 1 << 18
 _MAX_LINES = 8192
 _MAX_SHOWN = 8
 _MAX_TEXT = 16_384
 
-Table = Mapping[str, str]
-"""As returned by compared.make_table."""
 _PRINTABLE = r"^[ -~]*$"
-_TABLE = TypeAdapter(
-    Annotated[
-        dict[
-            Annotated[
-                str,
-                StringConstraints(pattern=rf"^(setting|code|fact|info|{HELD.strip()}) [ -~]*$"),
-            ],
-            Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_VALUE)],
-        ],
-        Field(max_length=_MAX_LINES),
-    ]
-)
+_KEY = Annotated[str, StringConstraints(pattern=_PRINTABLE)]
+_VALUE = Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_VALUE)]
+_SECTION = Annotated[dict[_KEY, _VALUE], Field(max_length=_MAX_LINES)]
+_TABLE = TypeAdapter(dict[Literal["setting", "code", "fact", "info", "held"], _SECTION])
+
+NameOf = Callable[[int], str]
+"""Of a rank, for messages."""
+
+Held = Mapping[str, str]
+"""Of a rank's checkpoints a line each, by step."""
+
+Newest = Callable[[Mapping[int, Held], NameOf], tuple[int, str]]
+"""By what the ranks hold the step that all go on from, 0 for the start, and a note for the user.
+Raises ConfigError."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's answer to one rank. kind: go = start; stop = the run ends; refused = this rank
-    ends, and the run continues without it and the other `refused` ranks. text: the reason or,
-    with `go`, a note for the user; may be empty. from_step: of the checkpoint that all go on from;
-    0 = from the start. attempt: a number that no other attempt at this run has."""
+    """Rank 0's answer. kind: go = start; stop = the run ends. refused: ranks that end, while the
+    run continues without them. text: the reason or, with `go`, a note for the user; may be empty.
+    from_step: of the checkpoint that all go on from; 0 = from the start. attempt: a number that no
+    other attempt at this run has."""
 
-    kind: Literal["go", "stop", "refused"] = "go"
+    kind: Literal["go", "stop"] = "go"
     refused: tuple[Annotated[int, Field(ge=0)], ...] = ()
     text: Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=_MAX_TEXT)] = ""
     from_step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
@@ -66,24 +65,23 @@ class Verdict:
 _VERDICT = TypeAdapter(Verdict)
 
 
-def agree(job: Job, meeting: Meeting, mine: Table) -> Verdict:
+def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -> Verdict:
     """Compare with all ranks; where ranks may begin at any time, with those that save, and the
     others with rank 0. Every rank calls it first.
 
-    mine: what this rank runs (compared.make_table), and its checkpoints (RankCheckpoints.table).
-    Raises ConfigError in every rank that cannot go on; a rank of a producer that is refused while
-    the others suffice finds `kind == "refused"` instead, as it must still join the wiring before
-    it may leave.
+    mine: what this rank runs (compared.table_of). Raises ConfigError in every rank that cannot go
+    on, but in one that is `refused`, which must still join the wiring before it may leave.
     """
     rank, everyone = meeting.rank, range(meeting.num_ranks)
     compared = job.saving_ranks if meeting.is_open else everyone
+    mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
         meeting.write(f"table.{rank}", encode_table(mine))
 
     def name_of(rank: int) -> str:
         return rank_name(job, rank)
 
-    def table_of(rank: int) -> dict[str, str]:
+    def table_of(rank: int) -> Table:
         return decode_table(meeting.read(f"table.{rank}", rank), name_of(rank))
 
     if rank == 0:
@@ -94,17 +92,16 @@ def agree(job: Job, meeting: Meeting, mine: Table) -> Verdict:
                 tables[peer] = table_of(peer)
             except FrameError as error:  # the other ranks must be told too
                 unread[peer] = str(error)
-        judged, attempt = judge(tables, unread, name_of, job.refused_with), time.time_ns()
-        for peer, verdict in judged.items():
-            told = replace(verdict, text=_printable(verdict.text), attempt=attempt)
-            meeting.write(f"verdict.{peer}", json.dumps(asdict(told)))
+        told = judge(tables, unread, name_of, job.refused_with)
+        if told.kind == "go":
+            told = _from_checkpoint(told, tables, name_of, newest)
+        told = replace(told, text=_printable(told.text), attempt=time.time_ns())
+        meeting.write("verdict", json.dumps(asdict(told)))
     elif rank not in compared:
-        theirs = {key: v for key, v in table_of(0).items() if not key.startswith(HELD)}
-        own = judge({0: theirs, rank: mine}, {}, name_of, job.refused_with)[rank]
-        if own.kind != "go":
+        own = judge({0: table_of(0), rank: mine}, {}, name_of, job.refused_with)
+        if own.kind == "stop":
             raise ConfigError(own.text)
-    of = rank if rank in compared else 0
-    verdict = decode_verdict(meeting.read(f"verdict.{of}", 0))
+    verdict = decode_verdict(meeting.read("verdict", 0))
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
     return verdict
@@ -113,108 +110,82 @@ def agree(job: Job, meeting: Meeting, mine: Table) -> Verdict:
 def judge(
     tables: Mapping[int, Table],
     unread: Mapping[int, str],
-    name_of: Callable[[int], str],
+    name_of: NameOf,
     refused_with: Callable[[frozenset[int]], frozenset[int]],
-) -> dict[int, Verdict]:
-    """Verdicts by rank. tables: of all ranks except `unread`, whose tables are invalid."""
-    everyone = [*tables, *unread]
-    others = [rank for rank in tables if rank != 0]
-    differing: dict[str, list[int]] = {}  # key -> ranks, other than rank 0 has it
-    for rank in others:
-        for key in _differences(tables[0], tables[rank]):
-            differing.setdefault(key, []).append(rank)
-    noted = {key: ranks for key, ranks in differing.items() if key.startswith("info ")}
-    bad = frozenset(r for k, ranks in differing.items() if k not in noted for r in ranks)
-    bad |= frozenset(unread)
+) -> Verdict:
+    """tables: of all ranks except `unread`, whose tables are invalid."""
+    differing = {section: _differing(tables, section) for section in ("setting", "fact", "code")}
+    bad = frozenset(unread).union(*(r for keys in differing.values() for r in keys.values()))
     if not bad:
-        torches = _describe_values("info torch", tables, noted.get("info torch", ()), name_of)
-        text = f"clouds run different builds of torch: {torches}" if torches else ""
-        return _start(tables, everyone, (), text, name_of)
+        others = _differing(tables, "info").get("torch", ())
+        torches = _describe_values("info", "torch", tables, others, name_of)
+        return Verdict(text=torches and f"clouds run different builds of torch: {torches}")
 
     said = list(unread.values())
-    shown = [key for key in sorted(differing) if key.startswith(("setting ", "fact "))]
-    for key in shown[:_MAX_SHOWN]:
-        said.append(
-            f"{key.split(' ', 1)[1]} is {_describe_values(key, tables, differing[key], name_of)}"
-        )
+    shown = [(s, key) for s in ("fact", "setting") for key in sorted(differing[s])]
+    for section, key in shown[:_MAX_SHOWN]:
+        ranks = differing[section][key]
+        said.append(f"{key} is {_describe_values(section, key, tables, ranks, name_of)}")
     if len(shown) > _MAX_SHOWN:
         said.append(f"and {len(shown) - _MAX_SHOWN} more settings")
-    files = [key for key in sorted(differing) if key.startswith("code ")]
-    if files:
-        said.append(_describe_code(files, tables, differing, name_of))
+    if files := differing["code"]:
+        ranks = sorted({rank for others in files.values() for rank in others})
+        more = f" and {len(files) - _MAX_SHOWN} more" if len(files) > _MAX_SHOWN else ""
+        commits = _describe_values("info", "commit", tables, ranks, name_of)
+        said.append(
+            f"the code of {_names(ranks, name_of)} is not that of {name_of(0)}, in "
+            f"{', '.join(sorted(files)[:_MAX_SHOWN])}{more} (commit {commits})"
+        )
     text = (
         f"the ranks do not run the same experiment: {'; '.join(said)}. All clouds need the same "
         "experiment file and the same code of xcloud; copy both from one place and start again. "
         "Paths, caches, devices and trackers may differ."
     )
     # A rank with another layout cannot even join the process groups.
-    fits = not unread and not any(key.startswith("setting cluster.") for key in differing)
+    fits = not unread and not any(key.startswith("cluster.") for key in differing["setting"])
     refused = refused_with(bad) if fits else frozenset()
-    if not refused:
-        return {rank: Verdict("stop", (), text) for rank in everyone}
-    return _start(tables, everyone, tuple(sorted(refused)), text, name_of)
+    return Verdict("go" if refused else "stop", tuple(sorted(refused)), text)
 
 
-def _start(
-    tables: Mapping[int, Table],
-    everyone: Sequence[int],
-    refused: tuple[int, ...],
-    text: str,
-    name_of: Callable[[int], str],
-) -> dict[int, Verdict]:
+def _from_checkpoint(
+    verdict: Verdict, tables: Mapping[int, Table], name_of: NameOf, newest: Newest
+) -> Verdict:
     """All but the refused ranks begin, or go on from the newest checkpoint that all of them
     hold."""
-    held = {rank: held_in(table) for rank, table in tables.items() if rank not in refused}
+    held = {r: table.get("held", {}) for r, table in tables.items() if r not in verdict.refused}
+    if not any(held.values()):
+        return verdict
     try:
-        step, note = newest_common(held, name_of)
+        step, note = newest(held, name_of)
     except ConfigError as error:
-        return {rank: Verdict("stop", (), str(error)) for rank in everyone}
-    text = "; ".join(filter(None, (text, note)))
-    return {
-        rank: Verdict("refused" if rank in refused else "go", refused, text, step)
-        for rank in everyone
-    }
+        return Verdict("stop", text=str(error))
+    return replace(verdict, text="; ".join(filter(None, (verdict.text, note))), from_step=step)
 
 
-def _differences(mine: Table, theirs: Table) -> list[str]:
-    return [
-        key
-        for key in mine.keys() | theirs.keys()
-        if not key.startswith(HELD)
-        and PATH not in (mine.get(key), theirs.get(key))
-        and mine.get(key) != theirs.get(key)
-    ]
+def _differing(tables: Mapping[int, Table], section: str) -> dict[str, list[int]]:
+    """Ranks that have something else there than rank 0, by key."""
+    found: dict[str, list[int]] = {}
+    mine = tables[0].get(section, {})
+    for rank, table in tables.items():
+        theirs = table.get(section, {})
+        for key in mine.keys() | theirs.keys():
+            values = mine.get(key), theirs.get(key)
+            if values[0] != values[1] and PATH not in values:
+                found.setdefault(key, []).append(rank)
+    return found
 
 
 def _describe_values(
-    key: str, tables: Mapping[int, Table], ranks: Sequence[int], name_of: Callable[[int], str]
+    section: str, key: str, tables: Mapping[int, Table], ranks: Sequence[int], name_of: NameOf
 ) -> str:
     """'1 in rank 0 (a), 2 in rank 1 (b)'; empty if no rank differs."""
     holders: dict[str, list[int]] = {}
-    for rank in (0, *ranks):
-        holders.setdefault(tables[rank].get(key, "not set"), []).append(rank)
-    if not ranks:
-        return ""
+    for rank in (0, *ranks) if ranks else ():
+        holders.setdefault(tables[rank][section].get(key, "not set"), []).append(rank)
     return ", ".join(f"{value} in {_names(held, name_of)}" for value, held in holders.items())
 
 
-def _describe_code(
-    files: Sequence[str],
-    tables: Mapping[int, Table],
-    differing: Mapping[str, list[int]],
-    name_of: Callable[[int], str],
-) -> str:
-    ranks = sorted({rank for key in files for rank in differing[key]})
-    names = [key.split(" ", 1)[1] for key in files]
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    commits = _describe_values("info commit", tables, ranks, name_of)
-    return (
-        f"the code of {_names(ranks, name_of)} is not that of {name_of(0)}, in "
-        f"{', '.join(names[:_MAX_SHOWN])}{more} (commit {commits})"
-    )
-
-
-def _names(ranks: Sequence[int], name_of: Callable[[int], str]) -> str:
+def _names(ranks: Sequence[int], name_of: NameOf) -> str:
     more = f" and {len(ranks) - _MAX_SHOWN} more ranks" if len(ranks) > _MAX_SHOWN else ""
     return ", ".join(name_of(rank) for rank in ranks[:_MAX_SHOWN]) + more
 
@@ -227,20 +198,20 @@ def rank_name(job: Job, rank: int) -> str:
 
 def encode_table(table: Table) -> str:
     """JSON. Raises ConfigError for an experiment that is too large to compare."""
-    text = json.dumps(table)
-    if len(text) > MAX_BYTES or len(table) > _MAX_LINES:
+    text, num_lines = json.dumps(table), sum(map(len, table.values()))
+    if len(text) > MAX_BYTES or num_lines > _MAX_LINES:
         raise ConfigError(
-            f"this experiment has {len(table)} settings and files in {len(text):,} bytes, too "
+            f"this experiment has {num_lines} settings and files in {len(text):,} bytes, too "
             f"many to compare between clouds (at most {_MAX_LINES} and {MAX_BYTES:,}); move long "
             "lists into files"
         )
     return text
 
 
-def decode_table(text: str, sender: str) -> dict[str, str]:
+def decode_table(text: str, sender: str) -> Table:
     """Raises FrameError for anything but what encode_table makes."""
     try:
-        return _TABLE.validate_json(text if len(text) <= MAX_BYTES else "")
+        return _TABLE.validate_json(text if len(text) <= MAX_BYTES else "")  # type: ignore
     except ValidationError as error:
         raise FrameError(
             f"{sender} sent no table of settings and digests: {_why(error)}"

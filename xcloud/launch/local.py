@@ -7,8 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,23 @@ from omegaconf import DictConfig
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.job.overrides import with_overrides
+from xcloud.join.compared import compared_settings
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.rank_state import forget_launcher, note_attempt
-from xcloud.record.segments import EVENTS_FILE, check_is_run, has_events
-from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.survive.resume import check_can_go_on
+from xcloud.record.segments import has_events
+from xcloud.record.summary import SUMMARY_FILE
 from xcloud.watch.monitor import Monitor
 
+CanGoOn = Callable[[Job, Path, Mapping[str, str]], None]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run(
     config: DictConfig,
     run_dir: Path,
-    resumes: bool = False,
+    resumes: CanGoOn | None = None,
     more_follows: bool = False,
-    anew: bool = False,
 ) -> dict[str, Any]:
     """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
     cause when a rank fails, RunStopped on the first Ctrl+C, SIGTERM or SIGUSR1, once the ranks
@@ -43,11 +41,11 @@ def run(
     summary.json says what happened. A first signal after the ranks have ended waits until the
     record is written, and changes nothing else; a second one ends that too.
 
-    resumes: an earlier run in run_dir goes on, if there is one; with anew it may begin again
-    there, if it has no checkpoint. more_follows: this process has more to run, so a signal while
+    resumes: an earlier run in run_dir goes on, if there is one and this check of it raises nothing
+    (survive/resume.py). more_follows: this process has more to run, so a signal while
     the record is written raises RunStopped as well.
     """
-    job = _checked_job(config, run_dir, resumes, anew)
+    job = _checked_job(config, run_dir, resumes)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / configs.EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
@@ -81,7 +79,7 @@ def run(
     return summary
 
 
-def _checked_job(config: DictConfig, run_dir: Path, resumes: bool, anew: bool) -> Job:
+def _checked_job(config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> Job:
     """Raises ConfigError for what cannot run here."""
     job = configs.job_from_config(config)
     if job.plan is not None:
@@ -93,8 +91,8 @@ def _checked_job(config: DictConfig, run_dir: Path, resumes: bool, anew: bool) -
             f"with it: python run.py resume={run_dir}"
         )
     _check_devices(job)
-    if resumes and has_events(run_dir):
-        check_can_go_on(job, run_dir, configs.plain_settings(config), anew)
+    if resumes is not None and has_events(run_dir):
+        resumes(job, run_dir, compared_settings(configs.plain_settings(config)))
     return job
 
 
@@ -131,18 +129,6 @@ def _cause(error: BaseException, run_dir: Path) -> str:
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
     return "the run was ended from outside"
-
-
-def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
-    """The config that a run goes on with: its own, with `overrides`; and whether anything is left
-    to do. Raises ConfigError."""
-    check_is_run(run_dir, f"{EVENTS_FILE}*")
-    file = run_dir / configs.EXPERIMENT_FILE
-    config = with_overrides(file, overrides, conf_dir)
-    job = configs.job_from_config(config)
-    if read_summary(run_dir).get("status") == "finished":
-        return config, job.max_steps > configs.read_job(file).max_steps
-    return config, True
 
 
 def _check_devices(job: Job) -> None:
@@ -213,21 +199,3 @@ class StopSignals:
         with contextlib.suppress(OSError):  # not print: it may be what was interrupted
             os.write(2, f"\n{doing}; once more, to end at once\n".encode())
         self._on_first()
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """A terminated sweep ends its runs and says so, like an interrupted one."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

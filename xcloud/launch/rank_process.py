@@ -6,28 +6,27 @@ failed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Transport
+from xcloud.cluster.transport import Gloo, Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, agree
-from xcloud.join.joining import join
+from xcloud.join.agreement import Verdict
+from xcloud.join.compared import Table, table_of
+from xcloud.join.joining import join, meet_here
+from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import role_of
@@ -37,24 +36,19 @@ from xcloud.record.rank_state import RankState, error_file
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.security.wire_audit import audit_file, write_rank_audit
-from xcloud.survive.changes import make_table
-from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 
-EXIT_FAILED = 1
-EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
 LAST_WORDS_S = 0.3
 
 
-@dataclass(frozen=True)
 class Process:
     """What a rank's process has beside the rank. asked: whether it is to end early. state: what it
     does at the moment, for python -m xcloud status; None: nobody asks. Here the launcher of this
     machine looks after the ranks."""
 
-    asked: StopSignal
-    state: RankState | None = None
+    def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
+        self.asked, self.state = asked, state
 
     def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
         """This rank has all its links."""
@@ -71,13 +65,14 @@ class Process:
 def live(
     job: Job,
     run_dir: Path,
+    settings: Mapping[str, str],
     verdict: Verdict,
-    holder: RankCheckpoints,
     process: Process,
     transport: Transport,
 ) -> bool:
-    """One rank's life, whatever its role, once the ranks have compared what they run. transport:
-    joins it to the others. Returns whether the run has ended early, as asked."""
+    """One rank's life, whatever its role, once the ranks have compared what they run. settings: as
+    they have compared them. transport: joins it to the others. Returns whether the run has ended
+    early, as asked."""
     rank, layout, is_resumed = transport.rank, job.cluster, has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
@@ -88,8 +83,9 @@ def live(
     )  # fmt: skip
     device, take = _device_of(job, rank), intake.take if intake else lambda peer, frame: None
     context = RankContext(
-        job, device, reporter, take, verdict, holder, process.asked, transport, is_resumed
-    )
+        job, settings, run_dir, device, reporter, take, verdict, process.asked, transport,
+        is_resumed,
+    )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
@@ -119,7 +115,7 @@ def live(
 
 
 def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
-    if verdict.kind == "refused":
+    if role.rank in verdict.refused:
         raise ConfigError(verdict.text)
     if role.rank == 0 and verdict.text and not verdict.refused:
         reporter.note(verdict.text)
@@ -130,7 +126,7 @@ def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
 
 
 def live_in_threads(
-    job: Job, settings: Mapping[str, Any], run_dir: Path, asked: StopSignal, state: RankState
+    job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState
 ) -> bool:
     """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
     rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
@@ -140,10 +136,9 @@ def live_in_threads(
         own = RankState(run_dir, rank) if rank else state
         try:
             transport = world.transport(rank)
-            holder = RankCheckpoints.of(job, rank, run_dir, settings)
-            table = {**make_table(settings), **holder.table()}
-            verdict = agree(job, transport.meeting, table)
-            is_stopped = live(job, run_dir, verdict, holder, Process(asked, own), transport)
+            _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
+            process = Process(asked, own)
+            is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
             if rank:
                 own.close(STOPPED if is_stopped else DONE)
             ended.put(is_stopped)
@@ -174,9 +169,11 @@ def _device_of(job: Job, rank: int) -> torch.device:
     return device
 
 
-class RankProcess:
-    """Started by the launcher of this machine, which has checked what it gives its ranks, and
-    looks after them. says: whether it prints what it does."""
+class RankProcess(Process):
+    """Started by the launcher of this machine, which has checked what it gives its ranks. says:
+    whether it prints what it does."""
+
+    state: RankState
 
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
 
@@ -185,9 +182,9 @@ class RankProcess:
         run_dir.mkdir(parents=True, exist_ok=True)
         for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
             stale.unlink(missing_ok=True)  # of an earlier run in this folder
-        self.state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
-        self.process = Process(StopSignal(), self.state)
-        self.process.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
+        state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
+        super().__init__(StopSignal(), state)
+        self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
     def main(self) -> NoReturn:
         """Ends the process itself."""
@@ -210,27 +207,23 @@ class RankProcess:
         """Returns whether the run has ended early, as asked."""
         _set_threads()
         config = configs.read_config(self.file)
-        job, settings = self.read(config), configs.plain_settings(config)
+        job, table = self.read(config), table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.essential_ranks
-        holder = RankCheckpoints.of(job, self.rank, self.run_dir, settings)
-        held = holder.table()  # reads whole files: before the others wait for this rank
-        transport, verdict = self.join(job, settings, held)
+        meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
         self.begin(job, config)
         if job.cluster.num_processes < job.cluster.num_ranks:
-            asked = self.process.asked
-            is_stopped = live_in_threads(job, settings, self.run_dir, asked, self.state)
+            is_stopped = live_in_threads(job, table, self.run_dir, self.asked, self.state)
         else:
-            is_stopped = live(job, self.run_dir, verdict, holder, self.process, transport)
+            transport = (job.cluster.carrier or Gloo()).transport(meeting)
+            is_stopped = live(job, self.run_dir, table["setting"], verdict, self, transport)
         self.end(is_stopped)
         return is_stopped
 
     def read(self, config: Any) -> Job:
         return configs.job_from_config(config)
 
-    def join(
-        self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
-    ) -> tuple[Transport, Verdict]:
-        return join(job, settings, self.rank, self.run_dir, held)
+    def meet(self, job: Job) -> Meeting:
+        return meet_here(job, self.rank, self.run_dir)
 
     def begin(self, job: Job, config: Any) -> None:
         """All ranks have agreed to run it."""
@@ -241,35 +234,6 @@ class RankProcess:
     def fail(self, error: BaseException) -> int:
         """Returns the exit code."""
         return write_failure(self.run_dir, self.rank, error)
-
-
-def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
-    """Say in a file what went wrong here; returns the exit code."""
-    text = str(error)
-    # Who refuses a frame has lost nobody: the refusal is the cause.
-    is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
-    # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
-    peer_lost = is_lost or (
-        isinstance(error, RuntimeError)
-        and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
-    )
-    expected = isinstance(error, XcloudError)
-    message = (text if expected else f"{type(error).__name__}: {text}").strip()
-    lines = traceback.format_exception(error)
-    failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
-    if error_file(run_dir, rank).exists():  # another thread has named the first cause
-        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
-    # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
-    with contextlib.suppress(OSError):
-        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
-    with contextlib.suppress(OSError):
-        said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
-        print(said, end="", file=sys.stderr, flush=True)
-    return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
-
-
-def failed(error: BaseException) -> str:
-    return f"has failed: {str(error)[:300]}"
 
 
 def _set_threads() -> None:

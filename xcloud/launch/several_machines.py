@@ -9,43 +9,26 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.project import MODEL_DIR
-from xcloud.cluster.transport import Transport
+from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, rank_name
+from xcloud.join.agreement import rank_name
 from xcloud.join.failure_detector import FailureDetector
-from xcloud.join.joining import join
-from xcloud.launch.rank_process import Process, RankProcess, failed, write_failure
+from xcloud.join.restarts import meet_under_torchrun
+from xcloud.launch.failures import failed, write_failure
+from xcloud.launch.rank_process import RankProcess
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 TABLE_WITHIN_S = 30.0  # of a run that has failed
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchedProcess(Process):
-    """It watches the other ranks itself."""
-
-    detector: FailureDetector
-
-    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
-        super().enter(role, last_words)
-        self.detector.met(role.needs, role.lives, last_words)
-
-    def leave(self) -> None:
-        self.detector.leave()
-
-    def stand_aside(self) -> None:
-        self.detector.stand_aside()
 
 
 class TorchrunProcess(RankProcess):
@@ -59,27 +42,38 @@ class TorchrunProcess(RankProcess):
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
         self._cloud = cloud
         self._monitor: subprocess.Popen[bytes] | None = None
-        self._failure_detector: FailureDetector | None = None
+        self._detector: FailureDetector | None = None
 
     def read(self, config: Any) -> Job:
         job = configs.shared_job(config, self.run_dir)  # the file comes from elsewhere
         _check_cloud(job, self.rank, self._cloud)
         return job
 
-    def join(
-        self, job: Job, settings: Mapping[str, Any], held: Mapping[str, str]
-    ) -> tuple[Transport, Verdict]:
-        detector = self._failure_detector = FailureDetector(
+    def meet(self, job: Job) -> Meeting:
+        self._detector = FailureDetector(
             self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
             self._end_alone, partial(is_needed, job, self.rank) if job.is_elastic else bool,
         )  # fmt: skip
-        self.process = WatchedProcess(self.process.asked, self.state, detector=detector)
-        joined = join(job, settings, self.rank, self.run_dir, held, detector)
-        _check_started(job)
-        _check_unfinished(job, self.run_dir)
-        return joined
+        return meet_under_torchrun(job, self.rank, self.run_dir, self._detector)
+
+    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
+        super().enter(role, last_words)
+        self.detector.met(role.needs, role.lives, last_words)
+
+    def leave(self) -> None:
+        self.detector.leave()
+
+    def stand_aside(self) -> None:
+        self.detector.stand_aside()
+
+    @property
+    def detector(self) -> FailureDetector:
+        assert self._detector is not None, "there is one once the ranks meet"
+        return self._detector
 
     def begin(self, job: Job, config: Any) -> None:
+        _check_started(job)
+        _check_unfinished(job, self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
             print(job.headline, flush=True)
@@ -98,8 +92,8 @@ class TorchrunProcess(RankProcess):
                 )  # fmt: skip
 
     def fail(self, error: BaseException) -> int:
-        if self._failure_detector is not None:
-            self._failure_detector.close()
+        if self._detector is not None:
+            self._detector.close()
         code = super().fail(error)
         self._await_table()
         return code

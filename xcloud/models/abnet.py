@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.model import Architecture, BuildContext, Stage
+from xcloud.contracts.model import BuildContext, Stage
 from xcloud.models.attention import CrossAttention, LayerCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
@@ -149,10 +149,9 @@ class AbNet(EncoderDecoder):
     def source_width(self) -> int:
         return self.encoder.width()
 
-    def _stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture | None
-    ) -> Stage:
-        is_last = stage == num_stages - 1
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        self._check_stage(stage, num_stages)
+        is_last, architecture = stage == num_stages - 1, context.architecture
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
         if architecture is None:
             where = replace(context, setting=f"model.{side}")

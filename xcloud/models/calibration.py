@@ -22,10 +22,9 @@ from xcloud.hub import key_of, make_once
 from xcloud.models.attention import Packing
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, Split, largest_entry_sign
-from xcloud.models.stages import TEXT, TYPES
-from xcloud.models.text_heads import orthonormal_rows
+from xcloud.models.stages import TEXT, TYPES, seeded
 
-CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
+CODE_VERSION = 4  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32
 RARE_ROWS = 10.0  # shrinkage: a position seen this often weighs its own mean by one half
 
@@ -114,6 +113,14 @@ def measured_basis(
     return Basis(**load_file(path))
 
 
+def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:
+    """[K, H], random but reproducible from seed and names."""
+    with seeded(seed, *names):
+        drawn = torch.randn(hidden, rank, dtype=torch.float64)
+    columns: Tensor = torch.linalg.qr(drawn)[0]
+    return columns.T.float().contiguous()
+
+
 def _random_rows(split: Split, hidden: int, seed: int) -> Tensor:
     assert split.rank is not None
     return orthonormal_rows(split.rank, hidden, seed, "cut", split.block)
@@ -121,7 +128,7 @@ def _random_rows(split: Split, hidden: int, seed: int) -> Tensor:
 
 def _around(encode: Tensor, anchor: Tensor) -> Basis:
     """With the transpose of E for D."""
-    return Basis(encode, encode.T.contiguous(), anchor, anchor @ encode.T)
+    return Basis(encode, encode.T.contiguous(), anchor)
 
 
 def _public_batch(
@@ -156,7 +163,7 @@ def _measure(
         f"cut in block {split.block}: {split.rank} features keep {100 * share:.1f} % of the "
         "variance"
     )
-    return Basis(encode, decode, anchor, anchor @ encode.T)
+    return Basis(encode, decode, anchor)
 
 
 class _Moments:

@@ -31,6 +31,7 @@ from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
+    Lora,
     Part,
     config_of,
     laid_out,
@@ -41,7 +42,6 @@ from xcloud.models.causal_network import (
     write_checkpoint,
 )
 from xcloud.models.causal_stage import CausalStage, same_attention
-from xcloud.models.lora import Lora
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, Split, make_cut
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
@@ -156,18 +156,39 @@ class CausalLM(TextModel):
         )
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        return self._read(stage, num_stages, context, measures=True)
+        """Beside LoRA a file holds the adapters only, so the rest is read from the base."""
+        if (about := context.architecture) is not None:
+            context = replace(context, max_length=int(about["max_length"]))
+            if self.lora is None:
+                config = config_of(about["config"])
+                part = self._part(config, stage, num_stages)
+                return self._stage(network_of(config, part), part, stage, context, None)
+        # Checked before anything is made.
+        self._part(self._config(context.max_length), stage, num_stages)
+        name = self.checkpoint or str(self._own.folder(context))
+        if context.group_rank == 0:
+            context.report(f"stage {stage}: reading its part of {name}")
+        config = read_config(name)
+        ids = context.vocabularies.get(TEXT)
+        if ids is not None and ids.size > config.vocab_size:
+            raise ConfigError(
+                f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
+                f"{ids.size}: use the checkpoint's own tokenizer"
+            )
+        part, basis = self._part(config, stage, num_stages), None
+        if about is None:
+            sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
+            basis = basis_of(self.split, stage, sizes, lower, self._public_text, context)
+        network = laid_out(config, part)
+        built = self._stage(network, part, stage, context, basis)
 
-    def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
-    ) -> Stage:
-        """Beside LoRA the file holds the adapters only, so the rest is read from the base."""
-        context = replace(context, max_length=int(architecture["max_length"]))
-        if self.lora is not None:
-            return self._read(stage, num_stages, context, measures=False)
-        config = config_of(architecture["config"])
-        part = self._part(config, stage, num_stages)
-        return self._stage(network_of(config, part), part, stage, context, None)
+        def end_block(prefix: str, block: nn.Module) -> None:
+            if self.lora is not None:
+                self.lora.draw(prefix, block, context.seed)
+            context.deal(block)
+
+        load_weights(network, name, end_block)
+        return built
 
     def join(
         self,
@@ -204,39 +225,6 @@ class CausalLM(TextModel):
         self.lora.adapter_config(config, str(base)).save_pretrained(out)
         return folders
 
-    def _read(
-        self, stage: int, num_stages: int, context: BuildContext, *, measures: bool
-    ) -> Stage:
-        """From the checkpoint. measures: False leaves the projections of a split at zero, to be
-        filled from a file."""
-        # Checked before anything is made.
-        self._part(self._config(context.max_length), stage, num_stages)
-        name = self.checkpoint or str(self._own.folder(context))
-        if context.group_rank == 0:
-            context.report(f"stage {stage}: reading its part of {name}")
-        config = read_config(name)
-        ids = context.vocabularies.get(TEXT)
-        if ids is not None and ids.size > config.vocab_size:
-            raise ConfigError(
-                f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
-                f"{ids.size}: use the checkpoint's own tokenizer"
-            )
-        part = self._part(config, stage, num_stages)
-        basis = None
-        if measures:
-            sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
-            basis = basis_of(self.split, stage, sizes, lower, self._public_text, context)
-        network = laid_out(config, part)
-        built = self._stage(network, part, stage, context, basis)
-
-        def end_block(prefix: str, block: nn.Module) -> None:
-            if self.lora is not None:
-                self.lora.draw(prefix, block, context.seed)
-            context.deal(block)
-
-        load_weights(network, name, end_block)
-        return built.to(context.device)
-
     def _lower(self, name: str) -> Stage:
         """The blocks of a checkpoint up to the cut one and with it."""
         config = read_config(name)
@@ -259,22 +247,18 @@ class CausalLM(TextModel):
             self.lora.add_to(network)
         elif self.embeddings == "freeze":
             kind, base = KINDS[config.model_type], network.base_model
-            for name in (kind.embeddings, *kind.first):
-                getattr(base, name).requires_grad_(False)
-            getattr(network, HEAD).requires_grad_(False)
+            ends = [getattr(base, name) for name in (kind.embeddings, *kind.first)]
+            for end in (*ends, getattr(network, HEAD)):
+                end.requires_grad_(False)
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
-        about = {
-            "max_length": max_length,
-            "lora": self.lora is not None,
-            "config": json.loads(config.to_json_string()),
-        }
+        about = {"lora": self.lora is not None, "config": json.loads(config.to_json_string())}
         return CausalStage(
             network,
             part,
             self.vocabulary_chunk,
-            about,
+            about | {"max_length": max_length},
             make_cut(self.split, stage, config.hidden_size, max_length, basis),
             self.split.handed_over(stage, basis),
             frozen=self._freezes(stage),

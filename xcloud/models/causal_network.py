@@ -1,6 +1,6 @@
 """Parts of a `transformers` causal language model (its embeddings, some of its blocks, its head),
-and their weights: drawn from a seed, read from a checkpoint, written as one. What a stage computes
-is causal_stage.py's.
+and their weights: drawn from a seed, read from a checkpoint, written as one. Beside them LoRA's
+adapters, by `peft`. What a stage computes is causal_stage.py's.
 
 The network is laid out on torch's "meta" device, which costs no memory; what other stages hold is
 taken out, and only what is left is given memory and weights, one block after another. Names stay
@@ -9,33 +9,34 @@ those of the whole model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from safetensors import safe_open
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models.checkpoint import fetch, quiet, raw_config
+from xcloud.base.settings import Positive, between, check, settings
+from xcloud.models.checkpoint import WeightFiles, raw_config
 from xcloud.models.stages import seeded
 
 HEAD = "lm_head"
+ADAPTER = "default"  # what peft calls the only adapter of a network
+PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parts of a model type are called. base, embeddings, blocks, norm: module names.
+    """What the parts of a model type are called. embeddings, blocks, norm: module names.
 
     first: other modules that only the first stage runs (learned positions, their dropout).
     by_type: its forward takes a mask for each type of layer. old_head: the head's name in files.
     """
 
-    base: str = "model"
     embeddings: str = "embed_tokens"
     blocks: str = "layers"
     norm: str = "norm"
@@ -54,12 +55,11 @@ KINDS: Mapping[str, Kind] = {
     "qwen3": QWEN,
     "gemma2": QWEN,
     "gemma3_text": QWEN,
-    "gpt2": Kind("transformer", "wte", "h", "ln_f", ("wpe", "drop")),
+    "gpt2": Kind("wte", "h", "ln_f", ("wpe", "drop")),
     "gpt_neox": Kind(
-        "gpt_neox", "embed_in", norm="final_layer_norm", first=("emb_dropout",),
-        old_head="embed_out",
+        "embed_in", norm="final_layer_norm", first=("emb_dropout",), old_head="embed_out"
     ),
-}  # fmt: skip
+}
 
 
 class Elsewhere(nn.Module):
@@ -123,7 +123,7 @@ def laid_out(config: Any, part: Part) -> Any:
 
     # Only eager attention knows the soft cap of Gemma 2's scores.
     way = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-    with quiet(), torch.device("meta"):
+    with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=way, dtype=torch.float32
         )
@@ -133,8 +133,7 @@ def laid_out(config: Any, part: Part) -> Any:
         if number not in part.blocks:
             blocks[number] = Elsewhere()
     if not part.is_first:
-        setattr(base, kind.embeddings, Elsewhere())
-        for name in kind.first:
+        for name in (kind.embeddings, *kind.first):
             setattr(base, name, NoPositions() if name == "wpe" else Elsewhere())
     if not part.is_last:
         setattr(base, kind.norm, Elsewhere())
@@ -162,31 +161,21 @@ def tie(network: Any) -> None:
 
 def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, block), also of those that stand elsewhere."""
-    kind, base = KINDS[network.config.model_type], network.base_model
-    for number, block in enumerate(getattr(base, kind.blocks)):
-        yield f"{kind.base}.{kind.blocks}.{number}", block
-
-
-def linear_names(config: Any) -> list[str]:
-    """Last names of the matrices in a block, which LoRA may adapt."""
-    from transformers.pytorch_utils import Conv1D
-
-    _, block = next(blocks_of(laid_out(config, Part(range(1), False, False))))
-    linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
-    return sorted({name.rsplit(".", 1)[-1] for name in linears})
+    blocks = KINDS[network.config.model_type].blocks
+    for number, block in enumerate(getattr(network.base_model, blocks)):
+        yield f"{network.base_model_prefix}.{blocks}.{number}", block
 
 
 def draw_weights(network: Any, seed: int) -> None:
     """Start weights as the model type draws them, one stream for each block, so that the layout
     does not change them."""
-    kind, base = KINDS[network.config.model_type], network.base_model
-    ends = (kind.embeddings, *kind.first, kind.norm)
-    held = {f"{kind.base}.{name}": getattr(base, name) for name in ends}
-    held |= {**dict(blocks_of(network)), HEAD: getattr(network, HEAD)}
+    kind, prefix = KINDS[network.config.model_type], network.base_model_prefix
+    ends = [f"{prefix}.{name}" for name in (kind.embeddings, *kind.first, kind.norm)]
+    blocks = dict(blocks_of(network))
     with torch.no_grad():
-        for name, module in held.items():
+        for name in (*ends, *blocks, HEAD):
             with seeded(seed, "causal", name):
-                for inner in module.modules():
+                for inner in network.get_submodule(name).modules():
                     network._init_weights(inner)
 
 
@@ -200,19 +189,15 @@ def load_weights(
     end_block: called with the name of each block and the block, as soon as it is full.
     """
     files = WeightFiles(name_or_path)
-    kind = KINDS[network.config.model_type]
-    words = f"{kind.base}.{kind.embeddings}.weight"
+    kind, prefix = KINDS[network.config.model_type], f"{network.base_model_prefix}."
     is_tied = ties_embeddings(read_config(name_or_path))
 
     def place_of(name: str) -> str:
-        names = [name, name.removeprefix(f"{kind.base}.")]  # of a file of the headless model
-        names += [name.replace(HEAD, kind.old_head)]
+        # The second is of a file of the headless model.
+        names = [name, name.removeprefix(prefix), name.replace(HEAD, kind.old_head)]
         if name == f"{HEAD}.weight" and is_tied:
-            names += [words, words.removeprefix(f"{kind.base}.")]
-        place = next((given for given in names if given in files), None)
-        if place is None:
-            raise DataError(f"checkpoint {name_or_path!r} has no weights {name}")
-        return place
+            names += [f"{prefix}{kind.embeddings}.weight", f"{kind.embeddings}.weight"]
+        return files.first_of(*names)
 
     def fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         for name, parameter in parameters:
@@ -228,24 +213,24 @@ def load_weights(
             parameter.copy_(tensor)
 
     with torch.no_grad():
-        for prefix, block in blocks_of(network):
+        for name, block in blocks_of(network):
             give_memory(network, block)
-            fill(block.named_parameters(prefix))
+            fill(block.named_parameters(name))
             if end_block is not None and not isinstance(block, Elsewhere):
-                end_block(prefix, block)
+                end_block(name, block)
         give_memory(network, network)
         tie(network)
-        blocks = tuple(f"{prefix}." for prefix, _ in blocks_of(network))
+        blocks = tuple(f"{name}." for name, _ in blocks_of(network))
         fill((n, p) for n, p in network.named_parameters() if not n.startswith(blocks))
 
 
 def write_checkpoint(network: Any, folder: Path) -> None:
     """A whole model as a folder that transformers loads. Its own save_pretrained writes on rank 0
     of a process group only, and any cloud may make a base."""
-    kind = KINDS[network.config.model_type]
     folder.mkdir(parents=True, exist_ok=True)
     network.config.architectures = [type(network).__name__]
     (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))
+    kind = KINDS[network.config.model_type]
     tensors = {  # a tied matrix once
         name.replace(HEAD, kind.old_head): parameter.detach().cpu().contiguous()
         for name, parameter in network.named_parameters()
@@ -253,28 +238,107 @@ def write_checkpoint(network: Any, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-class WeightFiles:
-    """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub. A shard is
-    looked for when something in it is asked for, so others' shards are not fetched."""
+@settings("model.lora")
+class Lora:
+    """Low-rank adapters beside frozen matrices (Hu et al., arXiv:2106.09685):
+    y = W x + (alpha / r) B A x, A drawn, B zero at the start.
 
-    def __init__(self, name_or_path: str) -> None:
-        self._name = name_or_path
-        try:
-            index = self._file("model.safetensors.index.json")
-            self._shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except DataError:  # one file then
-            with safe_open(self._file("model.safetensors"), "pt") as file:
-                self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+    r: rank. alpha: scale, of which alpha / r counts. dropout: in front of A.
+    targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
+        takes for this type of model. layers: blocks that get adapters, from 0; None: all. Below
+        the first of them nothing is trained, and no gradient comes back over a boundary there.
+    """
 
-    def _file(self, name: str) -> Path:
-        from transformers.utils.hub import cached_file
+    r: Positive = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Field(ge=0.0, le=0.99)] = 0.0
+    targets: Annotated[Sequence[str], Field(min_length=1)] | None = None
+    layers: Annotated[Sequence[int], Field(min_length=1)] | None = None
 
-        return Path(fetch(self._name, lambda at, **where: str(cached_file(at, name, **where))))
+    def check(self, config: Any) -> None:
+        """Raise ConfigError for a matrix or a block that the model has not."""
+        matrices = _linear_names(config)
+        if unknown := sorted(set(self.targets_in(config)) - set(matrices)):
+            raise ConfigError(
+                f"model.lora.targets: a block of this {config.model_type} has no "
+                f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
+            )
+        for layer in self.layers or ():
+            check("model.lora.layers", layer, between(0, config.num_hidden_layers - 1))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._shards
+    def targets_in(self, config: Any) -> list[str]:
+        if self.targets is not None:
+            return list(self.targets)
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
 
-    def tensor(self, name: str) -> Tensor:
-        with safe_open(self._file(self._shards[name]), "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        if config.model_type not in usual:
+            raise ConfigError(
+                f"peft names no usual matrices for {config.model_type}; set model.lora.targets to "
+                f"some of {', '.join(_linear_names(config))}"
+            )
+        return sorted(usual[config.model_type])
+
+    def layers_in(self, config: Any) -> frozenset[int]:
+        return frozenset(range(config.num_hidden_layers) if self.layers is None else self.layers)
+
+    def add_to(self, network: Any) -> None:
+        """Freeze the network and put trained adapters beside its targets, in place; `draw` starts
+        them."""
+        from peft import inject_adapter_in_model
+
+        layers, targets = self.layers_in(network.config), self.targets_in(network.config)
+        names = [
+            name
+            for number, (prefix, block) in enumerate(blocks_of(network))
+            if number in layers
+            for name, _ in block.named_modules(prefix=prefix)
+            if name.rsplit(".", 1)[-1] in targets
+        ]
+        network.requires_grad_(False)
+        if names:  # else a stage without adapted blocks
+            with seeded(0, "replaced by draw"):
+                inject_adapter_in_model(self._settings(network.config, names), network, ADAPTER)
+
+    def draw(self, prefix: str, block: nn.Module, seed: int) -> None:
+        """Start the adapters of a block called `prefix`. It depends on the seed and their own name
+        alone."""
+        from peft.tuners.lora import LoraLayer
+
+        for name, module in block.named_modules(prefix=prefix):
+            if isinstance(module, LoraLayer):
+                with seeded(seed, "lora", name):
+                    module.reset_lora_parameters(ADAPTER, True)  # type: ignore[no-untyped-call]
+
+    def adapter_config(self, config: Any, base: str) -> Any:
+        """What peft writes beside the adapter's tensors. base: folder or hub id of the model."""
+        about = self._settings(config, self.targets_in(config))
+        if self.layers is not None:
+            about.layers_to_transform = sorted(self.layers)
+            about.layers_pattern = KINDS[config.model_type].blocks
+        about.base_model_name_or_path, about.inference_mode = base, True
+        return about
+
+    def _settings(self, config: Any, targets: Sequence[str]) -> Any:
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout,
+            target_modules=list(targets), task_type="CAUSAL_LM",
+            fan_in_fan_out=config.model_type == "gpt2",  # its matrices are stored transposed
+        )  # fmt: skip
+
+
+def _linear_names(config: Any) -> list[str]:
+    """Last names of the matrices in a block, which LoRA may adapt."""
+    from transformers.pytorch_utils import Conv1D
+
+    _, block = next(blocks_of(laid_out(config, Part(range(1), False, False))))
+    linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
+    return sorted({name.rsplit(".", 1)[-1] for name in linears})
+
+
+def adapter_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' tensors under the names that peft gives them in a file."""
+    for name, tensor in network.state_dict().items():
+        if ".lora_" in name:
+            yield PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."), tensor

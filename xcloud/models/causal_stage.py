@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -28,9 +29,8 @@ from xcloud.contracts.model import (
     StageOutput,
 )
 from xcloud.models.attention import Packing
-from xcloud.models.causal_network import HEAD, KINDS, Part, ties_embeddings
-from xcloud.models.lora import adapter_tensors
-from xcloud.models.split_point import ProjectionBottom, ProjectionTop
+from xcloud.models.causal_network import HEAD, KINDS, Part, adapter_tensors, ties_embeddings
+from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES
 
 Masks = Tensor | None | dict[str, Tensor | None]
@@ -85,24 +85,14 @@ def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) 
 
 
 class Past:
-    """What a part's blocks keep of the tokens so far: keys and values, and where tokens stand.
-    Samples of equal length, without padding."""
+    """What a part's blocks keep of the tokens so far: keys and values. Samples are one document
+    each, of equal length."""
 
     def __init__(self) -> None:
         from transformers import DynamicCache
 
         self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
-        self.places_BS: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return 0 if self.places_BS is None else self.places_BS.shape[1]
-
-    def add(self, places_BS: Tensor) -> Tensor:
-        """Places of all tokens, these last."""
-        before = [] if self.places_BS is None else [self.places_BS]
-        self.places_BS = torch.cat([*before, places_BS], 1)
-        return self.places_BS
+        self.length = 0
 
 
 def run(
@@ -116,7 +106,9 @@ def run(
     past: of the tokens before these, which are added to it."""
     cache, seen_BS = None, places_BS
     if past is not None:
-        cache, seen_BS = past.keys_and_values, past.add(places_BS)
+        past.length += places_BS.shape[1]
+        cache = past.keys_and_values
+        seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
     masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
     output = network.base_model(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
@@ -160,8 +152,7 @@ class CausalStage(Stage):
         return cast(nn.Parameter, tied.weight)
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        assert isinstance(self.cut, ProjectionTop)
-        self.cut.start(*tensors)
+        cast(Projection, self.cut).start(*tensors)
 
     def exported(self) -> dict[str, Tensor]:
         """What training changes, under the names of peft or transformers: adapters, or all."""
@@ -188,10 +179,10 @@ class CausalStage(Stage):
         """past: of the tokens before those of the batch, which are added to it; None: the batch
         has all."""
         packing, rows = self._rows(received, batch, past)
-        if not self._part.is_last:
-            return StageOutput(_message(packing, rows))
-        losses, _ = self._losses(rows, packing, batch)
-        return StageOutput(loss=losses.sum())
+        if self._part.is_last:
+            return StageOutput(loss=self._losses(rows, packing, batch)[0].sum())
+        counts, places = packing.counts.to(torch.int16), packing.positions.to(torch.int16)
+        return StageOutput({"counts": counts, "places": places, "hidden": rows.float()})
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
@@ -213,9 +204,7 @@ class CausalStage(Stage):
         """Logits [B, V] of what follows each sample."""
         packing, rows = self._rows(received, batch, past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
-        logits = self._head(last_BH)
-        softcap = self._softcap
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return _logits(last_BH, self._head.weight, self._softcap)
 
     def _rows(
         self, received: Message | None, batch: Batch, past: Past | None = None
@@ -232,12 +221,10 @@ class CausalStage(Stage):
         else:
             packing = Packing(received["counts"], received["places"].long())
             hidden = received["hidden"]
-            if isinstance(self.cut, ProjectionTop):
-                hidden = self.cut(hidden, packing)
-            rows_BSH = packing.unpack(hidden)
+            rows_BSH = packing.unpack(hidden if self.cut is None else self.cut(hidden, packing))
         places_BS = packing.unpack(packing.positions)
         rows = packing.pack(run(self.network, places_BS, ids_BS, rows_BSH, past))
-        if isinstance(self.cut, ProjectionBottom):
+        if self.cut is not None and self._part.is_first:
             rows = self.cut(rows, packing)
         return packing, rows
 
@@ -263,14 +250,6 @@ class CausalStage(Stage):
         return cap
 
 
-def _message(packing: Packing, rows: Tensor) -> Message:
-    return {
-        "counts": packing.counts.to(torch.int16),
-        "places": packing.positions.to(torch.int16),
-        "hidden": rows.float(),
-    }
-
-
 def chunked_cross_entropy(
     rows_RH: Tensor,
     words_VH: Tensor,
@@ -280,8 +259,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """float32 [R]: -log softmax(rows @ words')[label] of each row, in nats, words being [V, H].
 
-    Only [R, C] logits exist at any time, C = `chunk`: the forward keeps the running maximum and
-    sum of a row, the backward computes each piece again from rows and words.
+    Only [R, C] logits exist at any time, C = `chunk`: the forward keeps the norm of each piece,
+    the backward computes the piece again from rows and words.
     softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
     Under autocast the products are in its dtype; sums are float32.
     """
@@ -295,21 +274,15 @@ def chunked_cross_entropy(
     return losses
 
 
-def _pieces(num_words: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, start + chunk) for start in range(0, num_words, chunk))
-
-
 def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
     """float32 [R, C]."""
     logits_RC = (rows_RH @ words_CH.T).float()
     return logits_RC if softcap is None else softcap * torch.tanh(logits_RC / softcap)
 
 
-def _places(labels_R: Tensor, piece: slice, num: int) -> tuple[Tensor, Tensor]:
-    """Rows whose label lies in this piece of `num` words, and its place there."""
-    inside = labels_R - piece.start
-    rows = ((inside >= 0) & (inside < num)).nonzero()[:, 0]
-    return rows, inside[rows]
+def _pieces(words_VH: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
+    """(first word, [C, H])."""
+    return zip(count(0, chunk), torch.split(words_VH, chunk), strict=False)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -322,17 +295,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         softcap: float | None,
     ) -> Tensor:
-        most_R = torch.full(labels_R.shape, -torch.inf, device=rows_RH.device)
-        total_R, right_R = torch.zeros_like(most_R), torch.zeros_like(most_R)
-        for piece in _pieces(len(words_VH), chunk):
-            logits_RC = _logits(rows_RH, words_VH[piece], softcap)
-            rows, places = _places(labels_R, piece, logits_RC.shape[1])
-            right_R[rows] = logits_RC[rows, places]
-            larger_R = torch.maximum(most_R, logits_RC.amax(1))
-            total_R = total_R * (most_R - larger_R).exp()
-            total_R += logits_RC.sub_(larger_R[:, None]).exp_().sum(1)
-            most_R = larger_R
-        norm_R = most_R + total_R.log()
+        norms, right_R = [], torch.zeros(labels_R.shape, device=rows_RH.device)
+        for start, words_CH in _pieces(words_VH, chunk):
+            logits_RC = _logits(rows_RH, words_CH, softcap)
+            norms.append(logits_RC.logsumexp(1))
+            rows = (labels_R // chunk == start // chunk).nonzero()[:, 0]
+            right_R[rows] = logits_RC[rows, labels_R[rows] - start]
+        norm_R = torch.stack(norms).logsumexp(0)
         ctx.save_for_backward(rows_RH, words_VH, labels_R, norm_R)
         ctx.chunk, ctx.softcap = chunk, softcap
         return norm_R - right_R
@@ -344,17 +313,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Summed over the pieces, so in float32 whatever the dtype of the products.
         to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
         to_words = torch.zeros_like(words_VH) if wants_words else None
-        for piece in _pieces(len(words_VH), ctx.chunk):
-            logits_RC = _logits(rows_RH, words_VH[piece], ctx.softcap)
+        for start, words_CH in zip(
+            count(0, ctx.chunk), torch.split(words_VH, ctx.chunk), strict=False
+        ):
+            logits_RC = _logits(rows_RH, words_CH, ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
-            rows, places = _places(labels_R, piece, logits_RC.shape[1])
-            slope_RC[rows, places] -= 1
+            rows = (labels_R // ctx.chunk == start // ctx.chunk).nonzero()[:, 0]
+            slope_RC[rows, labels_R[rows] - start] -= 1
             slope_RC *= gradients[0][:, None]
             if ctx.softcap is not None:
                 slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
             slope_RC = slope_RC.to(rows_RH.dtype)
             if to_rows is not None:
-                to_rows += slope_RC @ words_VH[piece]
+                to_rows += slope_RC @ words_CH
             if to_words is not None:
-                to_words[piece] = slope_RC.T @ rows_RH
+                to_words[start : start + ctx.chunk] = slope_RC.T @ rows_RH
         return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -70,16 +70,52 @@ HEAD_NAMES = (  # dense layer, norm, bias
 
 T = TypeVar("T")
 
-DATA_ONLY = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, no code of theirs
+
+class WeightFiles:
+    """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub. A shard is
+    looked for when something in it is asked for, so others' shards are not fetched."""
+
+    def __init__(self, name_or_path: str) -> None:
+        self._name = name_or_path
+        try:
+            index = self._file("model.safetensors.index.json")
+            self._shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except DataError:  # one file then
+            with safe_open(self._file("model.safetensors"), "pt") as file:
+                self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _file(self, name: str) -> Path:
+        from transformers.utils.hub import cached_file
+
+        return Path(fetch(self._name, lambda at, **where: str(cached_file(at, name, **where))))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def first_of(self, *names: str) -> str:
+        """The first name that there is a tensor of. DataError if there is none."""
+        found = next((name for name in names if name in self), None)
+        if found is None:
+            raise DataError(f"checkpoint {self._name!r} has no weights {names[0]}")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        with safe_open(self._file(self._shards[name]), "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's config.json in our terms."""
+    """A checkpoint's config.json in our terms. prefix: of its encoder's names in files; others
+    have none. has_tasks: a constant task embedding is added."""
 
     config: EncoderConfig
     pad: int | None
     position_offset: int
+    prefix: str
+    has_tasks: bool
+    ties_head: bool
 
 
 def read_config(name_or_path: str) -> Checkpoint:
@@ -105,58 +141,47 @@ def read_config(name_or_path: str) -> Checkpoint:
     values = {ours: getattr(given, theirs) for ours, theirs in CONFIG_NAMES.items()}
     values["activation"] = ACTIVATION_NAMES[given.hidden_act]
     values["max_positions"] -= offset
-    return Checkpoint(EncoderConfig(**values), given.pad_token_id, offset)
+    return Checkpoint(
+        EncoderConfig(**values),
+        given.pad_token_id,
+        offset,
+        "roberta." if model_type in OFFSET_TYPES else f"{model_type}.",
+        bool(getattr(given, "use_task_id", False)),
+        bool(getattr(given, "tie_word_embeddings", True)),
+    )
 
 
 def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
     """Weights named as in Encoder's state dict, float32, on the CPU. Without a head ("head.…") if
     the checkpoint has none, or one not tied to the embeddings.
     """
-    from transformers import AutoModelForMaskedLM
+    checkpoint, files = read_config(name_or_path), WeightFiles(name_or_path)
+    heads = (names for names in HEAD_NAMES if checkpoint.ties_head and names[2] in files)
+    names = _names(checkpoint.config.num_layers, next(heads, None))
 
-    checkpoint = read_config(name_or_path)
-    model, missing = _load(AutoModelForMaskedLM, name_or_path)
-    prefix = model.base_model_prefix + "."
-    lacking = sorted(name for name in missing if name.startswith(prefix))
-    if lacking:
-        raise DataError(f"checkpoint {name_or_path!r} has no {lacking[0]}")
-    given = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-    if "embeddings.task_type_embeddings.weight" in given:
-        task = given["embeddings.task_type_embeddings.weight"][0]
-        types = given["embeddings.token_type_embeddings.weight"]
-        given["embeddings.token_type_embeddings.weight"] = types + task
-    positions = given["embeddings.position_embeddings.weight"]
-    given["embeddings.position_embeddings.weight"] = positions[checkpoint.position_offset :]
-    head = None
-    if not missing and getattr(model.config, "tie_word_embeddings", True):
-        head = next(names for names in HEAD_NAMES if names[2] in given)
-    names = _names(checkpoint.config.num_layers, head)
-    # Copied: tensors from transformers may share memory with the file or each other.
-    weights = {ours: torch.cat([given[name] for name in theirs]) for ours, theirs in names.items()}
-    return checkpoint, weights
+    def read(name: str) -> Tensor:
+        return _tensor(files, name, checkpoint.prefix)
+
+    weights = {ours: torch.cat([read(name) for name in theirs]) for ours, theirs in names.items()}
+    if checkpoint.has_tasks:
+        weights["embeddings.types.weight"] += read("embeddings.task_type_embeddings.weight")[0]
+    positions = weights["embeddings.positions.weight"][checkpoint.position_offset :]
+    return checkpoint, weights | {"embeddings.positions.weight": positions.clone()}
 
 
 def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
     """ "weight" and "bias" of the pooler's dense layer; None without one."""
-    from transformers import AutoModel
-
-    model, missing = _load(AutoModel, name_or_path)
-    pooler = getattr(model, "pooler", None)
-    if pooler is None or any(name.startswith("pooler.") for name in missing):
+    files, prefix = WeightFiles(name_or_path), read_config(name_or_path).prefix
+    if "pooler.dense.weight" not in files and f"{prefix}pooler.dense.weight" not in files:
         return None
-    return {kind: tensor.clone() for kind, tensor in pooler.dense.state_dict().items()}
+    return {kind: _tensor(files, f"pooler.dense.{kind}", prefix) for kind in ("weight", "bias")}
 
 
-def _load(kind: Any, name_or_path: str) -> tuple[Any, set[str]]:
-    """The model in float32, and the names of weights missing from the checkpoint."""
-    with quiet(), torch.random.fork_rng(devices=[]):  # missing weights are drawn at random
-        model, loading = fetch(
-            name_or_path,
-            lambda name, **where: kind.from_pretrained(
-                name, output_loading_info=True, dtype=torch.float32, **(where | DATA_ONLY)
-            ),
-        )
-    return model, set(loading["missing_keys"])
+def _tensor(files: WeightFiles, name: str, prefix: str) -> Tensor:
+    """float32. Norms of the first BERTs are gamma and beta."""
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+    old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+    return files.tensor(files.first_of(prefix + name, name, prefix + old, old)).float()
 
 
 def _names(num_layers: int, head: Sequence[str] | None = None) -> dict[str, list[str]]:
@@ -273,19 +298,3 @@ def fetch(name: str, load: Callable[..., T]) -> T:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bar and no loading report: missing weights are handled here."""
-    from transformers.utils import logging
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(40)  # errors only
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -95,7 +95,7 @@ def pretrain(
     ids: TokenIds,
     settings: MaskedLanguageModelling,
     report: Callable[[str], None],
-    unfinished: Path | None = None,
+    unfinished: Path,
     setting: str = "pretraining",
 ) -> HeldOutScore:
     """Train the encoder in place, on its device. Deterministic given settings, sentences and
@@ -106,13 +106,23 @@ def pretrain(
     """
     device = next(encoder.parameters()).device
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "masks and order"))
-    train, held_out = _divided(encoder, sentences, ids, settings, draw)
+    longest = encoder.config.max_positions - 2
+    texts = [torch.tensor([ids.bos, *text[:longest], ids.eos]) for text in sentences if len(text)]
+    if len(texts) < 2:
+        raise DataError(
+            f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
+            "Is the corpus empty?"
+        )
+    order = torch.randperm(len(texts), generator=draw).tolist()
+    num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
+    train = [texts[i] for i in order[num_held_out:]]
+    held_out = [texts[i] for i in order[:num_held_out]]
     a_pass, shorter = math.ceil(sum(map(len, train)) / settings.batch_tokens), "steps"
     if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
         warmup, shorter = min(settings.warmup_steps, most // 10), "max_epochs"
         settings = replace(settings, steps=most, warmup_steps=warmup)
-    num, passes = len(train) + len(held_out), f"{settings.steps / a_pass:.1f} passes over them"
-    report(f"on {num:,} texts: {settings.steps} steps, {passes}; for fewer {setting}.{shorter}=N")
+    passes = f"{settings.steps} steps, {settings.steps / a_pass:.1f} passes over them"
+    report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
 
     def loss_of(batch: _Guesses) -> Tensor:
         return _loss(encoder, batch)[0]
@@ -142,30 +152,6 @@ def pretrain(
         return score()
 
 
-def _divided(
-    encoder: Encoder,
-    sentences: Sequence[Sequence[int]],
-    ids: TokenIds,
-    settings: MaskedLanguageModelling,
-    draw: torch.Generator,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Texts with special ids, to train on and to hold out."""
-    longest = encoder.config.max_positions - 2
-    texts = [
-        torch.tensor([ids.bos, *sentence[:longest], ids.eos])
-        for sentence in sentences
-        if len(sentence)
-    ]
-    if len(texts) < 2:
-        raise DataError(
-            f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
-            "Is the corpus empty?"
-        )
-    order = torch.randperm(len(texts), generator=draw).tolist()
-    num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
-    return [texts[i] for i in order[num_held_out:]], [texts[i] for i in order[:num_held_out]]
-
-
 @torch.no_grad()
 def evaluate(
     encoder: Encoder, texts: Sequence[Tensor], ids: TokenIds, settings: MaskedLanguageModelling
@@ -174,11 +160,10 @@ def evaluate(
     was_training = encoder.training
     encoder.eval()
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
+    causal = settings.causal_share == 1
     total, right, num = 0.0, 0, 0
     for start in range(0, len(texts), 64):
-        batch = texts[start : start + 64]
-        causal = settings.causal_share == 1
-        guesses = _guesses(batch, ids, settings.mask_share, draw, causal)
+        guesses = _guesses(texts[start : start + 64], ids, settings.mask_share, draw, causal)
         loss, hits = _loss(encoder, guesses)
         masked = len(guesses.truth_M)
         total, right, num = total + float(loss) * masked, right + int(hits), num + masked
@@ -223,8 +208,7 @@ def _cut(texts: Sequence[Tensor], batch_tokens: int) -> list[list[Tensor]]:
 
 
 class _Guesses(NamedTuple):
-    """A batch as the network sees it: its rows [R], texts' lengths, the rows to predict from [M]
-    and what is to be predicted [M]."""
+    """A batch: what the network sees [R], texts' lengths, rows to predict from [M], the truth."""
 
     seen_R: Tensor
     lengths: Tensor

@@ -180,14 +180,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Basis:
-    """Initial values of a projection, from calibration.py: E [K, H], D [H, K], anchor [P, H],
-    offset [P, K] = E anchor. P is 0 without an anchor.
-    """
+    """Initial values of the projections, from calibration.py: E [K, H], D [H, K], anchor [P, H].
+    P is 0 without an anchor."""
 
     encode: Tensor
     decode: Tensor
     anchor: Tensor
-    offset: Tensor
 
 
 def make_cut(
@@ -206,8 +204,12 @@ def make_cut(
         return None
     assert split.rank is not None
     if not split.is_inside:
-        kind = ProjectionTop if stage else ProjectionBottom
-        return kind(split, hidden, max_length, basis)
+        cut = Projection(split, bool(stage), hidden, max_length)
+        if basis is not None and stage:
+            cut.start(basis.decode, basis.anchor)
+        elif basis is not None:
+            cut.start(basis.encode, -basis.anchor @ basis.encode.T)
+        return cut
     assert block is not None
     in_attention = split.linear == "attention_output"
     if stage:
@@ -277,67 +279,37 @@ class Orthonormal(nn.Module):
         return weight
 
 
-class Projection(nn.Linear):
-    """Without bias; orthonormal if the split's method says so."""
+class Projection(nn.Module):
+    """Down: E h - E anchor; up: D z + anchor, which is trained. The matrix stays orthonormal if
+    the split's method says so. Arbitrary values before `start`.
 
-    def __init__(self, split: Split, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        if split.method == "orthogonal":
-            register_parametrization(self, "weight", Orthonormal())
-
-    @torch.no_grad()
-    def start(self, weight: Tensor) -> None:
-        if is_parametrized(self):
-            self.weight = weight  # through the parametrization
-        else:
-            self.weight.copy_(weight)
-
-
-class ProjectionBottom(nn.Module):
-    """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor.
-
-    basis: None leaves arbitrary values, to be filled from a file.
+    shift: [P, out_features], one for all rows or for each position; P is 0 without an anchor.
     """
 
-    def __init__(self, split: Split, hidden: int, max_length: int, basis: Basis | None) -> None:
+    def __init__(self, split: Split, is_up: bool, hidden: int, max_length: int) -> None:
         super().__init__()
         assert split.rank is not None
-        self.encode = Projection(split, hidden, split.rank)
-        self.offset = nn.Buffer(torch.zeros(split.num_places(max_length), split.rank))
-        if basis is not None:
-            self.encode.start(basis.encode)
-            self.offset.copy_(basis.offset)
-
-    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        sent: Tensor = self.encode(rows_RH)
-        return sent - _at_places(self.offset, packing) if len(self.offset) else sent
-
-
-class ProjectionTop(nn.Module):
-    """D z + anchor. anchor: [P, H], or [0, H] if none. basis: as of ProjectionBottom."""
-
-    def __init__(self, split: Split, hidden: int, max_length: int, basis: Basis | None) -> None:
-        super().__init__()
-        assert split.rank is not None
-        places = split.num_places(max_length)
-        self.decode = Projection(split, split.rank, hidden)
-        self.anchor = nn.Parameter(torch.zeros(places, hidden), requires_grad=places > 0)
-        if basis is not None:
-            self.start(basis.decode, basis.anchor)
+        ends = (split.rank, hidden) if is_up else (hidden, split.rank)
+        self.linear = nn.Linear(*ends, bias=False)
+        if split.method == "orthogonal":
+            register_parametrization(self.linear, "weight", Orthonormal())
+        shift = torch.zeros(split.num_places(max_length), ends[1])
+        is_trained = is_up and len(shift) > 0
+        self.shift = nn.Parameter(shift) if is_trained else nn.Buffer(shift)
 
     @torch.no_grad()
-    def start(self, decode_HK: Tensor, anchor_PH: Tensor) -> None:
-        self.decode.start(decode_HK)
-        self.anchor.copy_(anchor_PH)
+    def start(self, weight: Tensor, shift: Tensor) -> None:
+        if is_parametrized(self.linear):
+            self.linear.weight = weight  # through the parametrization
+        else:
+            self.linear.weight.copy_(weight)
+        self.shift.copy_(shift)
 
-    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
-        rows: Tensor = self.decode(sent_RK)
-        return rows + _at_places(self.anchor, packing) if len(self.anchor) else rows
-
-
-def _at_places(table: Tensor, packing: Packing) -> Tensor:
-    """Table entry per row: one entry for all rows, or one per position."""
-    return table if len(table) == 1 else table[packing.positions]
+    def forward(self, rows: Tensor, packing: Packing) -> Tensor:
+        rows = self.linear(rows)
+        if len(self.shift) < 2:
+            return rows + self.shift if len(self.shift) else rows
+        return rows + self.shift[packing.positions]
 
 
 @torch.no_grad()

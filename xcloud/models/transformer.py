@@ -74,21 +74,6 @@ class EncoderDecoder:
         """Features of the encoder's rows."""
         raise NotImplementedError
 
-    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        self._check_stage(stage, num_stages)
-        return self._stage(stage, num_stages, context, None).to(context.device)
-
-    def empty_stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture
-    ) -> Stage:
-        return self._stage(stage, num_stages, context, architecture)
-
-    def _stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture | None
-    ) -> Stage:
-        """architecture: of an exported stage that is built without its weights."""
-        raise NotImplementedError
-
     def _check_stage(self, stage: int, num_stages: int) -> None:
         if num_stages < 2:
             raise ConfigError(
@@ -311,10 +296,9 @@ class Transformer(EncoderDecoder):
     def source_width(self) -> int:
         return self.hidden
 
-    def _stage(
-        self, stage: int, num_stages: int, context: BuildContext, architecture: Architecture | None
-    ) -> Stage:
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         """The settings determine the architecture."""
+        self._check_stage(stage, num_stages)
         is_last = stage == num_stages - 1
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
 

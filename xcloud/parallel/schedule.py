@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from xcloud.base.settings import Positive, settings
+
+if TYPE_CHECKING:
+    from torch import nn  # a schedule is planned without torch
 
 K = TypeVar("K", bound=Hashable)
 

@@ -18,8 +18,8 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.state import State
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.costs import Costs, Direction
+from xcloud.plan.prediction import Simulator
 from xcloud.plan.settings import Autopilot
-from xcloud.plan.step_program import StepProgram
 
 DIRECTIONS = ("forward", "backward")
 _FREE_BITS_PER_S = 1e15
@@ -60,7 +60,7 @@ class Forecast:
         num_passes: int,
         codecs: Sequence[Mapping[tuple[int, str], Direction]],
     ) -> None:
-        self._programs = [StepProgram(s, layout, num_passes=num_passes) for s in schedules]
+        self._programs = [Simulator(s, layout, num_passes=num_passes) for s in schedules]
         self._schedules, self._layout, self.codecs = schedules, layout, codecs
         self._num_passes = num_passes
         self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
@@ -70,7 +70,7 @@ class Forecast:
         self._compute_s[now] = measured.compute_s
         choices = product(range(len(self._schedules)), range(len(self.codecs)))
         simulated = [
-            self._programs[shape].carry_out(self._costs(measured, in_force, shape, way)).end_s
+            self._programs[shape].run(self._costs(measured, in_force, shape, way)).step_s
             for shape, way in choices
         ]
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]

@@ -65,17 +65,6 @@ class Update:
     optimizer_s: float = 0.0
 
 
-def line_of_layout(here: str, there: str, wan: Wan | None) -> LinkProfile:
-    """The line that the layout describes. Raises ConfigError for a real network, which has no
-    numbers."""
-    if wan is None or wan.has_numbers:
-        return FREE if wan is None else wan.profile or FREE
-    raise ConfigError(
-        f"nobody says what the real network from {here!r} to {there!r} can do; give the costs a "
-        f"line named '{here}-{there}', or the layout a link profile"
-    )
-
-
 @dataclass(frozen=True)
 class Direction:
     """What goes one way over one boundary, for each micro-batch."""
@@ -119,18 +108,20 @@ class Costs:
         table: Sequence[float] = getattr(self, f"{action.kind}_s")
         return table[action.stage] * self.slowdown.get(rank, 1.0) if table else 0.0
 
-    def message_bytes(self, message: Transfer) -> int:
-        return self._direction(message).num_bytes
-
-    def compress_s(self, message: Transfer) -> float:
-        return self._direction(message).compress_s
-
-    def decompress_s(self, message: Transfer) -> float:
-        return self._direction(message).decompress_s
+    def direction(self, message: Transfer) -> Direction:
+        table = self.forward if message.direction == "forward" else self.backward
+        return table[message.boundary] if table else _NOTHING
 
     def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
-        found = self.lines.get(f"{here}-{there}")
-        return line_of_layout(here, there, wan) if found is None else found
+        """Raises ConfigError for a real network, which has no numbers."""
+        if (found := self.lines.get(f"{here}-{there}")) is not None:
+            return found
+        if wan is None or wan.has_numbers:
+            return FREE if wan is None else wan.profile or FREE
+        raise ConfigError(
+            f"nobody says what the real network from {here!r} to {there!r} can do; give the costs "
+            f"a line named '{here}-{there}', or the layout a link profile"
+        )
 
     def update(self, rank: int, stages: Sequence[int]) -> Update:
         if not self.updates:
@@ -143,10 +134,6 @@ class Costs:
             factor * sum(entry.norm_s for entry in mine),
             factor * sum(entry.optimizer_s for entry in mine),
         )
-
-    def _direction(self, message: Transfer) -> Direction:
-        table = self.forward if message.direction == "forward" else self.backward
-        return table[message.boundary] if table else _NOTHING
 
 
 _NOTHING = Direction()

@@ -88,16 +88,25 @@ class Passage(NamedTuple):
     arrived_s: float
 
 
+class Cause(NamedTuple):
+    """The operation that posted the parcel a token came with, or (parcel -1) signalled it."""
+
+    rank: int
+    operation: int
+    parcel: int
+
+
 NEVER = Passage(*[float("inf")] * 4)
 
 
 @dataclass
 class Moments:
     """begin_s: by rank, of each operation that began, once its token was there. passages: by
-    parcel; NEVER if it was not posted."""
+    parcel; NEVER if it was not posted. causes: by token, what it came with last."""
 
     begin_s: list[list[float]]
     passages: list[Passage]
+    causes: list[Cause] = field(default_factory=list)
 
     def has_ended(self, program: Program, rank: int) -> bool:
         return len(self.begin_s[rank]) == len(program.needs[rank])
@@ -167,6 +176,7 @@ class _Run:
         num_ranks = len(program.needs)
         self.missing = list(program.counts)  # of each token
         self.ready_s = [0.0] * len(program.counts)
+        self.causes = [Cause(-1, -1, -1)] * len(program.counts)
         self.sleepers: dict[int, list[int]] = {}  # ranks, by the token they wait for
         self.free_s = [0.0] * num_ranks
         self.begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -180,7 +190,7 @@ class _Run:
                 self.work(self.awake.pop())
             if self.events:
                 self.end(*heappop(self.events))
-        return Moments(self.begin_s, self.passages)
+        return Moments(self.begin_s, self.passages, self.causes)
 
     def work(self, rank: int) -> None:
         """Up to an operation that others may wait for, or one that waits itself."""
@@ -209,13 +219,14 @@ class _Run:
         for number in self.program.posts[rank][index]:
             parcel = self.program.parcels[number]
             found = self.passages[number] = self.lines.carry(number, parcel.route, now_s)
-            self.count(parcel.token, found.arrived_s)
+            self.count(parcel.token, found.arrived_s, Cause(rank, index, number))
         if (token := self.program.signals[rank][index]) >= 0:
-            self.count(token, now_s)
+            self.count(token, now_s, Cause(rank, index, -1))
         self.awake.append(rank)
 
-    def count(self, token: int, at_s: float) -> None:
+    def count(self, token: int, at_s: float, cause: Cause) -> None:
         self.missing[token] -= 1
-        self.ready_s[token] = max(self.ready_s[token], at_s)
+        if at_s >= self.ready_s[token]:
+            self.ready_s[token], self.causes[token] = at_s, cause
         if not self.missing[token]:
             self.awake += self.sleepers.pop(token, ())

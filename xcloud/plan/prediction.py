@@ -6,7 +6,6 @@ Everything but the moments themselves is worked out when it is asked for.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.engine import Moments, Passage
+from xcloud.plan.engine import Moments
 from xcloud.plan.step_program import Op, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 
@@ -234,16 +233,9 @@ class Prediction:
             if begin_s <= free_s:
                 index -= 1
                 continue
-            token = program.needs[rank][index]
-            posted = self._posted[token]
-            if posted:
-                number, who, which = max(
-                    posted, key=lambda entry: moments.passages[entry[0]].arrived_s
-                )
-                yield from self._passage_causes(number, moments.passages[number])
-            else:
-                who, which = max(self._signalled[token], key=lambda entry: self._end_s(*entry))
-            rank, index = who, which
+            rank, index, parcel = moments.causes[program.needs[rank][index]]
+            if parcel >= 0:
+                yield from self._passage_causes(parcel)
 
     def _own_causes(self, rank: int, op: Op, begin_s: float) -> Iterator[tuple[str, float, float]]:
         before, own, behind = self.step.parts_s(self.costs, rank, op)
@@ -256,54 +248,11 @@ class Prediction:
         else:
             yield "averaging" if op.what == "average" else "update", begin_s, middle_s
 
-    def _passage_causes(self, number: int, passage: Passage) -> Iterator[tuple[str, float, float]]:
-        index = self.step.program.parcels[number].route
-        route = self.step.routes[index]
-        link = f"link {route.here} to {route.there}"
-        latency = f"latency {route.here} to {route.there}"
-        yield latency, passage.until_s, passage.arrived_s
-        yield link, passage.from_s, passage.until_s
-        # It was queued behind others on the line.
-        at_s, carried = passage.from_s, self._carried[index]
-        before = bisect_right(carried, (at_s, at_s)) - 1
-        while at_s > passage.queued_s:
-            until_s, from_s = carried[before] if before >= 0 else (passage.queued_s, 0.0)
-            if before >= 0 and until_s == at_s:
-                yield link, max(from_s, passage.queued_s), at_s
-                at_s, before = from_s, before - 1
-            else:
-                idle_s = max(until_s, passage.queued_s)
-                yield latency, idle_s, at_s
-                at_s = idle_s
-
-    @cached_property
-    def _posted(self) -> dict[int, list[tuple[int, int, int]]]:
-        """By token: (parcel, rank, index of the operation that posted it)."""
-        found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        parcels = self.step.program.parcels
-        for rank, posts in enumerate(self.step.program.posts):
-            for index, numbers in enumerate(posts):
-                for number in numbers:
-                    found[parcels[number].token].append((number, rank, index))
-        return found
-
-    @cached_property
-    def _signalled(self) -> dict[int, list[tuple[int, int]]]:
-        """By token: (rank, index of the operation that signals it)."""
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for rank, signals in enumerate(self.step.program.signals):
-            for index, token in enumerate(signals):
-                if token >= 0:
-                    found[token].append((rank, index))
-        return found
-
-    @cached_property
-    def _carried(self) -> dict[int, list[tuple[float, float]]]:
-        """By route: until, from of all that it carried."""
-        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        for parcel, passage in zip(self.step.program.parcels, self.moments.passages, strict=True):
-            found[parcel.route].append((passage.until_s, passage.from_s))
-        return {route: sorted(entries) for route, entries in found.items()}
+    def _passage_causes(self, parcel: int) -> Iterator[tuple[str, float, float]]:
+        route = self.step.routes[self.step.program.parcels[parcel].route]
+        passage = self.moments.passages[parcel]
+        yield f"latency {route.here} to {route.there}", passage.until_s, passage.arrived_s
+        yield f"link {route.here} to {route.there}", passage.queued_s, passage.until_s
 
 
 _Place = tuple[str, int, int]  # direction, stage, micro-batch
@@ -325,9 +274,9 @@ class Simulator(StepProgram):
     Model: a rank does one thing at a time, in the order that the real pipeline follows. For an
     action it waits for its message, decompresses, computes, compresses and hands its own message
     on, which then travels while the rank continues. All ranks of one cloud that send to one other
-    cloud share that line (line.py); inside a cloud every pair of ranks has its own. After the
-    actions: the all-reduce inside a stage, the agreement on the gradient norm, the optimizer.
-    Where the paper's formulas (formulas.py) apply, it equals them.
+    cloud share that line; inside a cloud every pair of ranks has its own. After the actions: the
+    all-reduce inside a stage, the agreement on the gradient norm, the optimizer. Where the paper's
+    formulas (formulas.py) apply, it equals them.
 
     Not modelled: ranks that slow each other down on one machine, and threads of links that do.
     """

@@ -13,8 +13,8 @@ from xcloud.base.settings import Positive, check
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
+from xcloud.plan import engine
 from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.engine import Moments, Program, run
 
 
 class Op(NamedTuple):
@@ -33,20 +33,8 @@ class Route(NamedTuple):
     sample: tuple[int, int]  # a sender and a receiver on it
 
 
-class Course(NamedTuple):
-    """What the engine was given, and what it found."""
-
-    seconds: list[list[float]]
-    num_bytes: list[int]
-    lines: list[LinkProfile]
-    moments: Moments
-
-    @property
-    def end_s(self) -> float:
-        """When the slowest rank is done."""
-        ranks = zip(self.moments.begin_s, self.seconds, strict=True)
-        return max(begin_s[-1] + own_s[-1] for begin_s, own_s in ranks)
-
+Carried = tuple[list[list[float]], list[int], list[LinkProfile], engine.Moments]
+"""Seconds, bytes and lines that the engine was given, and what it found."""
 
 MARKS = ("arrive", "answer", "shared")
 CONTROL = Transfer("norm", -1, 0, -1, -1)
@@ -67,7 +55,7 @@ class StepProgram:
     Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
     """
 
-    engine = staticmethod(run)
+    engine = staticmethod(engine.run)
 
     def __init__(
         self,
@@ -99,7 +87,7 @@ class StepProgram:
         self.ops: list[list[Op]] = [[] for _ in self.placements]
         self.transfers: list[Transfer] = []  # by parcel; CONTROL where it is none of the pipeline
         self.routes: list[Route] = []
-        self._one = Program.for_ranks(layout.num_ranks)
+        self._one = engine.Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
         self._put_off = {stage for order in orders for stage, _ in put_off(order)}
@@ -107,13 +95,13 @@ class StepProgram:
         self._build_update(agrees)
         self.program = self._one.repeated(num_steps)
 
-    def carry_out(self, costs: Costs) -> Course:
+    def carry_out(self, costs: Costs) -> Carried:
         seconds = [
-            [self.op_s(costs, rank, op) for op in ops] * self.num_steps
+            [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
         ]
         num_bytes = [
-            costs.control_bytes if transfer is CONTROL else costs.message_bytes(transfer)
+            costs.control_bytes if transfer is CONTROL else costs.direction(transfer).num_bytes
             for transfer in self.transfers
         ] * self.num_steps
         lines = [
@@ -124,10 +112,7 @@ class StepProgram:
         for rank in range(self.layout.num_ranks):
             if not moments.has_ended(self.program, rank):
                 raise self.deadlock()
-        return Course(seconds, num_bytes, lines, moments)
-
-    def op_s(self, costs: Costs, rank: int, op: Op) -> float:
-        return sum(self.parts_s(costs, rank, op))
+        return seconds, num_bytes, lines, moments
 
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
         """Seconds of decompressing, of the thing itself, of compressing."""
@@ -142,8 +127,8 @@ class StepProgram:
                 "optimizer": update.optimizer_s,
             }
             return 0.0, own[op.what], 0.0
-        before = 0.0 if op.received is None else costs.decompress_s(op.received)
-        behind = 0.0 if op.sent is None else costs.compress_s(op.sent)
+        before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
+        behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, op.action)
         if op.what == "backward" and op.action.stage in self._put_off:
             own_s -= costs.action_s(rank, op.action._replace(kind="weights"))

@@ -28,7 +28,8 @@ from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.transport import num_cores
-from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import FreelyCut, SplitModel
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob

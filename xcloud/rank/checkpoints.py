@@ -10,9 +10,11 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Signal
 from xcloud.parallel.part import Part, StepReport
 from xcloud.rank.role import RankContext
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.changes import Changes
 from xcloud.survive.checkpointing import Checkpointer, Messenger
-from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
+from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
 from xcloud.training.settings import Checkpoints
 
 
@@ -25,12 +27,12 @@ def restored(
     """Of all that this rank goes on from, which takes over its state if the ranks have agreed
     on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
     job, rank, reporter = context.job, context.rank, context.reporter
-    holder, step = context.holder, context.verdict.from_step
+    folder, step = CheckpointFolder(context.run_dir), context.verdict.from_step
     if rank not in job.saving_ranks:
         never = Checkpoints(every_steps=0, every_minutes=0)
-        writer = CheckpointWriter(holder.folder, rank, {})
-        return Checkpointer(Timing(never), writer, None, {}, reporter)
-    own = holder.own_step(step)
+        return Checkpointer(Timing(never), CheckpointWriter(folder, rank, {}), None, {}, reporter)
+    holder = RankCheckpoints(folder, rank, job.places, context.settings)
+    own = holder.own_step(step) if step else 0
     if own < step:
         since = f"goes on from its own of step {own}" if own else "begins anew"
         reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
@@ -41,16 +43,16 @@ def restored(
     elif job.checkpoint.are_made:
         bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
     if step:  # of a run that begins anew nothing is deleted that is complete
-        holder.folder.delete_after(step, rank)
+        folder.delete_after(step, rank)
     if context.is_resumed and rank == 0:
         changed = holder.changes(step) if step else Changes()
         reporter.event("resume", now=True, step=step, changed=changed.said)
         if changed.said:
             reporter.note(changed.price(forgets))
-    about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
+    about = about_part(job.places, context.settings, context.verdict.attempt, facts)
     return Checkpointer(
         Timing(job.checkpoint, step, job.max_steps),
-        CheckpointWriter(holder.folder, rank, about),
+        CheckpointWriter(folder, rank, about),
         messenger, parts, reporter, context.asked, job.saving_ranks,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.join.elastic import StoreFacts, parameters_fact
+from xcloud.join.restarts import StoreFacts, parameters_fact
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
@@ -168,7 +168,7 @@ class Features:
                 "the activation cache is not checkpointed; cached rows will be sent again"
             )
         self.wiring.meet()  # another cloud may load longer than a message may take
-        if self.context.holder.places.is_merged(trainer.num_updates):
+        if self.job.places.is_merged(trainer.num_updates):
             trainer.exchange.compare(trainer.num_updates)
 
     @property

@@ -18,7 +18,6 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
 from xcloud.parallel.control import Control
 from xcloud.record.reporter import Reporter
-from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 from xcloud.wire.ends import OnReport
 
@@ -31,29 +30,26 @@ class RankContext(Generic[JobT]):
 
     reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
     on_report: rank 0 writes other ranks' reports with it, as they come.
-    verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
-    holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
+    settings: as all ranks have compared them. verdict: of that comparison, with the checkpoint to
+    go on from. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
     others.
     """
 
     job: JobT
+    settings: Mapping[str, str]
+    run_dir: Path
     device: torch.device
     reporter: Reporter
     on_report: OnReport
     verdict: Verdict
-    holder: RankCheckpoints
     asked: StopSignal
     transport: Transport
     is_resumed: bool = False
 
     @property
     def rank(self) -> int:
-        return self.holder.rank
-
-    @property
-    def run_dir(self) -> Path:
-        return self.holder.run_dir
+        return self.transport.rank
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:

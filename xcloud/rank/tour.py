@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xcloud.comm.compression import Selectable
+from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.one_forward_one_backward import can_wait

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
-from xcloud.security.defences import Defences
+from xcloud.security.defences import Defence
 from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.privacy import Privacy
 
@@ -27,27 +27,27 @@ CONSTRUCTORS = frozenset(
     for name in """
 base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
 cluster.link_profile.LinkProfile cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud
-cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression.PerBoundary
-comm.compression.PerTensor comm.compression.Phase comm.compression.Phased comm.compressor.Chain
-comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
-comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK
-comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
+cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
+comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
+comm.compressor.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
+comm.memory.ErrorFeedback comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK
+comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
 electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Experiment
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
 models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
-models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
+models.causal_base.OwnCausal models.causal_network.Lora models.decoding.Beam models.decoding.Greedy
 models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
 models.split_point.Split models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
-parallel.one_forward_one_backward.ZeroBubble parallel.one_way.plan.Feed
+parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
-record.tracking.NullTracker security.defences.Defences security.defences.GaussianNoise
-security.defences.Marvell security.defences.MaxNorm security.leak_meter.LeakMeter
-security.policy.Visibility security.privacy.CloudPrivacy security.privacy.SamplePrivacy
+record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
+security.defences.MaxNorm security.leak_meter.LeakMeter security.policy.Visibility
+security.privacy.CloudPrivacy security.privacy.SamplePrivacy
 tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
 tasks.classification.HubClassification tasks.classification.HubCrossLingual
@@ -74,16 +74,30 @@ class Visibility:
     weights: the same for parts of the model, such as embeddings, layers, head.
     may_keep_rows: whether a cloud may keep what crossed from another for later epochs
         (training.activation_cache_mb).
-    defences: noise on what crosses a boundary. meter: measure after training what others could
-        recover. privacy: clip and noise gradients or weight changes, and account for it.
+    defences: noise on what crosses a boundary, by direction. meter: measure after training what
+        others could recover. privacy: clip and noise gradients or weight changes, and account
+        for it.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     may_keep_rows: bool = True
-    defences: Defences = field(default_factory=Defences)
+    defences: Mapping[Literal["forward", "backward"], Defence | None] = field(default_factory=dict)
     meter: LeakMeter | None = None
     privacy: Privacy | None = None
+
+    @property
+    def chosen_defences(self) -> dict[str, Defence]:
+        return {way: defence for way, defence in self.defences.items() if defence is not None}
+
+    @property
+    def defences_label(self) -> str:
+        """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
+        chosen = self.chosen_defences
+        labels = (
+            chosen[way].label if way in chosen else "none" for way in ("forward", "backward")
+        )
+        return "+".join(labels) if chosen else ""
 
     def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
               stage_cloud: Mapping[int, str]) -> None:  # fmt: skip

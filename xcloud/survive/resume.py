@@ -1,6 +1,6 @@
 """Going on from a checkpoint: which one all ranks hold, what of it still has a meaning, and what a
 rank takes over. Sends nothing: the ranks compare what they hold with everything else that they
-compare before the start (agreement.py).
+compare before the start (join/agreement.py).
 
 The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
 agreement is enough. Where there is none, one that all have written counts as well. If none is left
@@ -9,30 +9,21 @@ although one was agreed on, the run is refused: it would silently begin anew.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.project import commit
 from xcloud.comm.state import MEMORY, OUTER, State, is_marked
 from xcloud.job.job import Job
 from xcloud.job.places import Places
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.changes import Changes, changes, compared_settings
+from xcloud.survive.changes import Changes, changes
 
-HELD = "held "
-"""Begins the keys of a rank's checkpoints in its table: "held 500" -> "ok agreed ATTEMPT 0,1" or
-"bad agreed WHY" ("written" instead of "agreed" without word of all ranks). Rank 0 names the ranks
-that had a part in it: those of a one-way job that were lost before have none."""
-
-_MAX_REASON = 160  # characters that fit into a table
 _SHARED = ("trainer.num_updates", "trainer.guard.")
 
 
@@ -50,17 +41,15 @@ class RankCheckpoints:
 
     @classmethod
     def of(
-        cls, job: Job, rank: int, run_dir: Path, settings: Mapping[str, Any]
+        cls, job: Job, rank: int, run_dir: Path, settings: Mapping[str, str]
     ) -> RankCheckpoints:
-        """settings: the resolved experiment file as plain containers."""
-        return cls(CheckpointFolder(run_dir), rank, job.places, compared_settings(settings))
-
-    @property
-    def run_dir(self) -> Path:
-        return self.folder.path.parent
+        return cls(CheckpointFolder(run_dir), rank, job.places, settings)
 
     def table(self, is_thorough: bool = True) -> dict[str, str]:
-        """Lines for the comparison of all ranks. is_thorough: read every file to the end."""
+        """For the comparison of all ranks, by step: "ok agreed ATTEMPT 0,1" or "bad agreed WHY"
+        ("written" instead of "agreed" without word of all ranks). Rank 0 names the ranks that had
+        a part in it: those of a one-way job that were lost before have none. is_thorough: read
+        every file to the end."""
         lines = {}
         for step in self.folder.steps():
             agreed = "agreed" if self.folder.is_agreed(step) else "written"
@@ -70,17 +59,9 @@ class RankCheckpoints:
                 held_by = map(str, found.get("held_by", ()))
                 line = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
-                reason = str(error).encode("ascii", "replace").decode()
-                line = f"bad {agreed} {reason[:_MAX_REASON]}"
-            lines[f"{HELD}{step}"] = json.dumps(line)
+                line = f"bad {agreed} {str(error).encode('ascii', 'replace').decode()}"
+            lines[str(step)] = line
         return lines
-
-    def about(self, attempt: int) -> dict[str, object]:
-        """Facts that this rank writes with its parts."""
-        return {
-            "release": __version__, "commit": commit(), "attempt": attempt,
-            "places": asdict(self.places), "settings": dict(self.settings),
-        }  # fmt: skip
 
     def changes(self, step: int) -> Changes:
         parts = self.folder.ranks(step)
@@ -213,21 +194,16 @@ def _tail(key: str) -> str:
     return key[key.index(OUTER) :] if OUTER in key else key
 
 
-def held_in(table: Mapping[str, str]) -> dict[int, str]:
-    """Step -> line, of one rank's table. Other ranks are not trusted: anything else is dropped."""
-    found = {}
-    for key, value in table.items():
-        step = key.removeprefix(HELD)
-        if key.startswith(HELD) and step.isdecimal() and len(step) < 16:
-            found[int(step)] = value.strip('"')
-    return found
-
-
 def newest_common(
-    held: Mapping[int, Mapping[int, str]], name_of: Callable[[int], str]
+    tables: Mapping[int, Mapping[str, str]], name_of: Callable[[int], str]
 ) -> tuple[int, str]:
-    """The step to go on from, 0 for the start, and a note for the user. held: by rank and step.
-    Raises ConfigError where that would silently lose an agreed checkpoint."""
+    """The step to go on from, 0 for the start, and a note for the user. tables: by rank and step;
+    of other ranks, which are not trusted: anything else is dropped. Raises ConfigError where that
+    would silently lose an agreed checkpoint."""
+    held = {
+        rank: {int(s): line for s, line in lines.items() if s.isdecimal() and len(s) < 16}
+        for rank, lines in tables.items()
+    }
     passed: list[str] = []
     table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
     for step in sorted({step for lines in held.values() for step in lines}, reverse=True):
@@ -269,7 +245,7 @@ def _note(passed: Sequence[str], step: int) -> str:
 
 
 def check_can_go_on(
-    job: Job, run_dir: Path, settings: Mapping[str, Any], anew: bool = False
+    job: Job, run_dir: Path, settings: Mapping[str, str], anew: bool = False
 ) -> None:
     """Before any rank starts, where one folder has the parts of all. Raises ConfigError, also for
     a run that would begin anew unless that is asked for."""
@@ -279,7 +255,7 @@ def check_can_go_on(
     refused = _refused(first, steps[0]) if steps else ()
     if refused:
         raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
-    held = {rank: held_in(holder.table(is_thorough=False)) for rank, holder in holders.items()}
+    held = {rank: holder.table(is_thorough=False) for rank, holder in holders.items()}
     if not newest_common(held, lambda rank: f"rank {rank}")[0] and not anew:
         raise ConfigError(
             f"{run_dir} has no checkpoint, so there is nothing to go on from. To begin anew in "

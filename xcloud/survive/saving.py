@@ -12,10 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from xcloud import __version__
 from xcloud.base.errors import LinkError
+from xcloud.base.project import commit
 from xcloud.comm.state import SnapshotBuffer, State, Stateful, bytes_to_copy, states_of
+from xcloud.job.places import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Checkpoints
 
@@ -109,13 +113,24 @@ class Timing:
         return bool(minutes) and self._clock() - self._saved_s >= 30 * minutes
 
 
+def about_part(
+    places: Places, settings: Mapping[str, str], attempt: int, facts: Mapping[str, str]
+) -> dict[str, Any]:
+    """What a rank writes beside its state, for whoever resumes from it. settings: as the ranks
+    compare them. attempt: tells parts of one attempt at a step from those of another. facts: of
+    the data, which must stay the same."""
+    return {
+        "release": __version__, "commit": commit(), "attempt": attempt,
+        "places": asdict(places), "settings": dict(settings), "facts": dict(facts),
+    }  # fmt: skip
+
+
 class CheckpointWriter:
     """Copies one rank's state, and writes it in a thread of its own. The memory of the copy is
     kept; it is made in that thread, half way to the first checkpoint, as new memory would stop
     training for longer than the copy itself.
 
-    about: facts for whoever resumes from it; "attempt" tells parts of one attempt at a step from
-    those of another.
+    about: see about_part.
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int, about: Mapping[str, Any]) -> None:

@@ -102,10 +102,11 @@ def main() -> int:
         if os.getppid() != arguments.parent:
             return 1
     from xcloud.launch.local import run
+    from xcloud.survive.resume import check_can_go_on
 
     try:
         file = arguments.run_dir / EXPERIMENT_FILE
-        run(read_config(file), arguments.run_dir, resumes=True)  # a point may resume
+        run(read_config(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
     except XcloudError as error:
         print(f"xcloud: {error}", flush=True)
         return 1

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
-from xcloud.launch.local import sigterm_as_interrupt
 from xcloud.rank.interleaved import ADDRESS, check_takes_turns
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
@@ -372,3 +372,17 @@ def _say(text: str) -> None:
     # One write: lines of concurrent points stay whole.
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """A terminated sweep ends its runs and says so, like an interrupted one."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

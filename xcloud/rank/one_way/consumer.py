@@ -21,11 +21,11 @@ from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.inbox import Inbox
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, State
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
+from xcloud.rank.one_way.inbox import Inbox
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext

@@ -12,8 +12,8 @@ from typing import Any
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import precision_recall
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.inbox import Arrived, Inbox
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, State
+from xcloud.parallel.one_way import ConsumptionPlan, Round, State
+from xcloud.rank.one_way.inbox import Arrived, Inbox
 from xcloud.record.events import add_to
 from xcloud.record.reporter import Reporter
 

@@ -23,7 +23,7 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State, StatefulParts, rows_of, whole_numbers
 from xcloud.parallel.control import code_of
-from xcloud.parallel.one_way.plan import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order
 
 
 class Arrived(NamedTuple):
