@@ -159,6 +159,24 @@ def rows_of(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(-1, width)
 
 
+def fill(places: Mapping[str, Tensor], state: State, owner: str) -> None:
+    """Copy a state into tensors of the same names, shapes and dtypes. Raises ValueError if it has
+    others."""
+
+    def spec(value: Tensor | int | None) -> object:
+        return (value.dtype, value.shape) if isinstance(value, Tensor) else None
+
+    names = places.keys() | state.keys()
+    if wrong := [n for n in sorted(names) if spec(places.get(n)) != spec(state.get(n))]:
+        raise ValueError(
+            f"the state of {owner} does not fit it: {', '.join(wrong)} missing, unknown or of "
+            "another shape; it was saved with other settings"
+        )
+    with torch.no_grad():
+        for name, place in places.items():
+            place.copy_(torch.as_tensor(state[name]))
+
+
 def states_of(parts: Mapping[str, Stateful]) -> State:
     """The states of named parts as one; `load_states` gives them back."""
     return join_states({name: part.state_dict() for name, part in parts.items()})

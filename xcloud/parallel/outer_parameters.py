@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.settings import settings
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import OUTER, State, copy_of, whole_number
+from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
 from xcloud.parallel.exchange import RankGroup, are_finite
 from xcloud.parallel.partition import Piece, gather_shares
 
@@ -137,14 +137,7 @@ class OuterParameters:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        found = {name: torch.as_tensor(value) for name, value in state.items()}
-        shapes = {name: value.shape for name, value in found.items()}
-        if shapes != {name: place.shape for name, place in self._places.items()}:
-            raise ValueError(
-                f"local updates were saved as {shapes}, with other settings than those of now"
-            )
-        for name, place in self._places.items():
-            place.copy_(found[name])
+        fill(self._places, state, "local updates")
 
     @property
     def _places(self) -> dict[str, Tensor]:
