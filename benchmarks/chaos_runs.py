@@ -268,7 +268,7 @@ def _standing_by(count: int, log: Path) -> Callable[..., Child]:
             words = os.read(its_end, 4096).decode()
             if words:
                 ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
-                main = importlib.import_module("xcloud.watch.monitor").main
+                main = importlib.import_module("xcloud.watch.following").main
                 sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
 
         ready.append((end, fork(stand_by, log, {})))

@@ -54,6 +54,10 @@ class ToyFeed:
     max_positions = None
 
     @property
+    def data(self) -> str:
+        return "toy batches"
+
+    @property
     def max_payload_bytes(self) -> int:
         return self.rows * (WIDTH + 1)
 

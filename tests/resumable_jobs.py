@@ -18,7 +18,8 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
 
 

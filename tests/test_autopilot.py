@@ -34,7 +34,7 @@ from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot
 from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec_costs
 from xcloud.record.summary import RunStatistics
-from xcloud.training.batch_plan import PinnedBatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})

@@ -21,10 +21,11 @@ from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, OF_RANK_0
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.wire_audit import audit_file
-from xcloud.watch import monitor as monitors
-from xcloud.watch.monitor import Monitor, main
+from xcloud.watch import following
+from xcloud.watch.following import main
+from xcloud.watch.monitor import Monitor
 
-XCLOUD = Path(monitors.__file__).parents[1]
+XCLOUD = Path(following.__file__).parents[1]
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_a_monitor_that_fails_still_leaves_a_summary(
         raise RuntimeError("no more")
 
     monkeypatch.setattr(Monitor, "start", fail)
-    monkeypatch.setattr(monitors.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(following.signal, "signal", lambda *_: None)
     caplog.set_level(logging.CRITICAL)
     file = tmp_path / configs.EXPERIMENT_FILE
     assert main([str(tmp_path), "--experiment", str(file), "--parent", "1"]) == 1

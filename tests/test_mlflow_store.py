@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 from tests.event_lines import append_event, append_step
 from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
-from xcloud.record.mlflow_tracker import MlflowTracker, Sender
+from xcloud.record.mlflow_store import ALL_RUNS, VIEW_TAG, Store
+from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE, MlflowTracker, Sender
 from xcloud.record.tracking import TrackedRun
 
 REPOSITORY = Path(__file__).parent.parent
@@ -125,25 +126,37 @@ def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
 
 def test_view_with_our_columns_is_prepared(recorded: tuple[Path, Sender]) -> None:
     tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
-    assert "metrics.`bleu`" in json.loads(tags[view_tag(VIEW_KEY)])["selectedColumns"]
+    assert "metrics.`bleu`" in json.loads(tags[VIEW_TAG + ALL_RUNS])["selectedColumns"]
 
 
 def test_artifacts_are_found_again_after_the_project_has_moved(
     recorded: tuple[Path, Sender], tmp_path: Path
 ) -> None:
     old, tracker = recorded
-    new = tmp_path / "moved"
-    new.mkdir()
-    (new / "mlflow.db").write_bytes((old / "mlflow.db").read_bytes())
+    new = shutil.copytree(old, tmp_path / "moved")
 
-    Store(new).follow_move()
-    location = (new / "artifacts").as_uri()
-    assert query(new, "SELECT artifact_location FROM experiments WHERE name = 'xcloud'") == [
-        (location,)
-    ]
-    assert query(new, "SELECT artifact_uri FROM runs") == [
-        (f"{location}/{tracker.run_id}/artifacts",)
-    ]
+    location = f"mlflow-artifacts:/{tracker.run_id}/artifacts"  # relative to the server
+    assert query(new, "SELECT artifact_uri FROM runs") == [(location,)]
+    (folder,) = Store(new).artifacts_of_sweep("s1")
+    assert (folder / "samples.txt").read_text() == "hola -> hello"
+
+
+def test_a_point_that_begins_again_is_one_row(tmp_path: Path) -> None:
+    root, rows = tmp_path / "mlruns", []
+    blank_store(root)
+    for name in ("first", "again"):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        if rows:
+            (run_dir / REPLACED_FILE).write_text((tmp_path / "first" / TRACKED_FILE).read_text())
+        run = TrackedRun("int8 s1", {}, {"sweep": "s"}, run_dir, StepCollector(1), 9)
+        tracker = MlflowTracker(root=str(root)).start(run)
+        append_step(run_dir, 1, 0.5)
+        tracker.finish("finished" if rows else "stopped", SUMMARY)
+        assert "MLflow lacks" not in tracker.places()
+        client, experiment_id = Store(root).open()
+        rows = [run.info.run_id for run in client.search_runs([experiment_id])]
+        assert rows == [tracker.run_id]
 
 
 START_A_RUN = """

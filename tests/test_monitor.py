@@ -24,7 +24,8 @@ from xcloud.record.summary import read_summary
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import audit_file
 from xcloud.survive.resume import check_can_go_on
-from xcloud.watch.monitor import Monitor, main
+from xcloud.watch.following import main
+from xcloud.watch.monitor import Monitor
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -143,8 +144,8 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
             error_file(tmp_path, rank).write_text(json.dumps(failure))
 
-    monkeypatch.setattr("xcloud.watch.monitor.time.sleep", write_later)
-    monkeypatch.setattr("xcloud.watch.monitor.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("xcloud.watch.following.time.sleep", write_later)
+    monkeypatch.setattr("xcloud.watch.following.signal.signal", lambda number, handler: None)
     words = [str(tmp_path), "--experiment", str(tmp_path / configs.EXPERIMENT_FILE)]
     assert main([*words, "--parent", str(os.getppid())]) == 1
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody

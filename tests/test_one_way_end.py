@@ -24,7 +24,7 @@ from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.one_way import NOBODY, Order
-from xcloud.rank.meters import MemoryMeter
+from xcloud.rank.memory import MemoryMeter
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.inbox import Inbox, OrderBook
 from xcloud.rank.one_way.producer import ProducerRank, ProducerRun
@@ -34,8 +34,8 @@ from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Checkpoints
-from xcloud.training.trainer import DivergenceGuard
 from xcloud.wire.ends import Ends
 
 

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from xcloud.base.errors import DataError
 from xcloud.base.project import commit
 from xcloud.claims.claims import Claim, ResultRow, judge
+from xcloud.report.site import cell_text
 
 FOLDER, FILE = "records", "record.json"
 LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
@@ -50,6 +53,10 @@ class Record:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path} is no record: {error}") from None
+
+    @property
+    def where(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.environment.items())
 
     def write(self, folder: Path, claim: Claim) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,24 +95,15 @@ def page(claim: Claim, record: Record) -> str:
         lines += ["", f"**Left out by --quick.** {claim.leaves_out}"]
     if claim.missing:
         lines += ["", f"**Missing.** {claim.missing}"]
-    where = ", ".join(f"{name} {value}" for name, value in record.environment.items())
-    lines += ["", f"Commit {record.commit}, {record.made_at}. {where}."]
+    lines += ["", f"Commit {record.commit}, {record.made_at}. {record.where}."]
     return "\n".join(lines) + "\n"
 
 
 def table(rows: Sequence[ResultRow]) -> list[str]:
     """The rows as Markdown, a column for each figure that any of them has."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for row in rows:
-        lines.append(f"| {' | '.join(_shown(row.get(name)) for name in columns)} |")
-    return lines
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    cells = pd.DataFrame(rows, dtype=object).map(cell_text)
+    lines = [f"| {' | '.join(cells)} |", "|" + "---|" * len(cells.columns)]
+    return lines + [f"| {' | '.join(row)} |" for row in cells.itertuples(index=False)]
 
 
 def environment() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from xcloud.claims.records import FOLDER, made
 from xcloud.record.summary import read_summary
 
 LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
+MOST_SAID = 2000  # characters, of a run that has failed
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -140,12 +141,16 @@ class Rows:
             return
         shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
-        done = subprocess.run(
-            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
+        said = folder.with_name(f"{folder.name}.log")
+        said.parent.mkdir(parents=True, exist_ok=True)
+        with said.open("w") as file:
+            done = subprocess.run(
+                command, cwd=project_root(), stdout=file, stderr=subprocess.STDOUT
+            )
         if done.returncode:
-            raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
+            end = said.read_text("utf-8", errors="replace").strip()[-MOST_SAID:]
+            raise RunFailed(f"{' '.join(command)}\n{end}")
+        said.replace(folder / "run.log")  # Hydra's own holds warnings only
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:

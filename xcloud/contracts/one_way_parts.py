@@ -125,6 +125,10 @@ class OneWayModel(Protocol):
     def describe(self) -> str:
         """Which parts and which data, in a few words; known without reading anything."""
 
+    @property
+    def data(self) -> str:
+        """Which data the producers read, as every cloud may know."""
+
     def check(self, producers: Sequence[str]) -> None:
         """Raise ConfigError if there is no part for one of these clouds, or one too many, and
         DataError if data are missing, as far as that is seen at once."""

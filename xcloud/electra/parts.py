@@ -38,9 +38,9 @@ from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for
 from xcloud.training.trained_module import TrainedModule
-from xcloud.training.trainer import diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them

@@ -7,8 +7,9 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.job.features import CHECKED_LAST, FEATURES
 from xcloud.job.job import Job, PipelineJob
-from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
+from xcloud.job.needs import check_choices
 from xcloud.security.leak_meter import LeakMeter
 
 
@@ -133,15 +134,6 @@ class Experiment(PipelineJob):
     def scores_first(self) -> bool:
         """Whether the test set is scored before the first step too, for comparison."""
         return getattr(self.model, "is_pretrained", False) and not self.is_elastic
-
-    @property
-    def why_not_in_turns(self) -> str:
-        if not self.strategy.traits.is_apart:
-            return ""
-        return (
-            f"strategy={self.strategy.name} averages between some steps and sends beside others, "
-            "which turns would miss or hide (compare samples_per_s)"
-        )
 
     @property
     def essential_ranks(self) -> frozenset[int]:

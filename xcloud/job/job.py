@@ -23,6 +23,7 @@ from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.job.places import Places
+from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot, Planning
@@ -31,7 +32,8 @@ from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
 from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.policy import Visibility
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Checkpoints, Training
 
 
@@ -162,11 +164,6 @@ class Job(Names, ABC):
             **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
-    @property
-    def why_not_in_turns(self) -> str:
-        """Why its steps cannot be timed in turns with those of other jobs; "" if they can."""
-        return ""
-
     def statistics(self) -> RunStatistics:
         """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
@@ -251,7 +248,7 @@ class Job(Names, ABC):
 @settings(kw_only=True)
 class PipelineJob(Job):
     """What runs where and how it trains. cluster: once built, with the replicas that the strategy
-    makes."""
+    makes. parts: of every rank, around an update, besides those that the settings ask for."""
 
     task: SkipValidation[Task]
     model: SkipValidation[SplitModel]
@@ -261,6 +258,7 @@ class PipelineJob(Job):
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
+    parts: Mapping[str, SkipValidation[FurtherPart]] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Self:

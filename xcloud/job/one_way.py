@@ -64,10 +64,6 @@ class OneWayExperiment(Job):
         fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
 
-    @property
-    def why_not_in_turns(self) -> str:
-        return "the producers of a one-way job run ahead of their consumer while others are timed"
-
     def statistics(self) -> OneWayStatistics:
         return OneWayStatistics(self.cluster)
 

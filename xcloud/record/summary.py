@@ -26,7 +26,7 @@ How the figures are made:
 - `quality_error`, `dev_quality_error`: the standard error of each score, by its name, over the
   samples that were scored (tasks/scores.py): not over seeds.
 - `data`: what was read, as all clouds agree: name, digest (of settings, sizes and what the corpus
-  is known by, not of private text), rows of each split.
+  is known by, not of private text), rows of each split, where rank 0 may know them.
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.

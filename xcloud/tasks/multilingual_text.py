@@ -174,17 +174,17 @@ class TextStream:
         mine = slice(
             self._group_rank * self._batch_size, (self._group_rank + 1) * self._batch_size
         )
-        lines: list[Tensor] = [torch.empty(0)] * self._batch_size
+        lines: list[list[int]] = [[]] * self._batch_size
+        special = self._special
         for part in sorted(set(parts_N[mine].tolist())):
             is_part_N = parts_N == part
             turn_N = used_L[part] + is_part_N.cumsum(0) - 1
             places = is_part_N[mine].nonzero()[:, 0]
             ids = self._rows(part, turn_N[mine][places])
-            padded = self._tables[part].padded(ids, self._special)
-            lengths = (self._tables[part].lengths(ids) + 2).tolist()
-            for place, line, length in zip(places.tolist(), padded, lengths, strict=True):
-                lines[place] = line[:length]
-        return torch.cat(lines), torch.tensor([len(line) for line in lines])
+            for place, row in zip(places.tolist(), ids.tolist(), strict=True):
+                lines[place] = [special.bos, *self._tables[part][row], special.eos]
+        lengths = torch.tensor([len(line) for line in lines])
+        return torch.tensor([token for line in lines for token in line]), lengths
 
     def _parts(self, number: int) -> Tensor:
         """int64 [N]: the part each sample of batch `number` is drawn from, for all ranks."""

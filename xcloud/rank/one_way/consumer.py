@@ -4,6 +4,7 @@ with the other ranks. Which batches, and what it reports of them, is intake.py.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections import Counter
@@ -99,17 +100,19 @@ class ConsumerRun(StatefulParts):
         sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
         # Of sums over the ranks of the consumer, so they decide alike.
         is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
-        what = f"the loss or gradient of step {step} of the consumer"
-        is_skipped = self._guard.skips(what, is_finite)
+        note = ""
+        if not is_finite:
+            what = f"the loss or gradient of step {step} of the consumer"
+            note = self._guard.leave_out(step, what)
         with self._rank.computing_in(self._clock, "optimizer"):
-            if is_skipped:
-                self._part.skip(step)
-            else:
+            if is_finite:
                 self._part.update(step, sums["weight"])
-        self._intake.end_step(step, self._rank.other_bytes, sums, is_skipped)
-        if is_skipped and self._leads:
+            else:
+                self._part.skip(step)
+        self._intake.end_step(step, self._rank.other_bytes, sums, not is_finite)
+        if note and self._leads:
             self._rank.reporter.event("skipped_update", step=step)
-            self._rank.reporter.note(self._guard.note(what))
+            self._rank.reporter.note(note)
         return Signal(int(agreed.signal))
 
     def _attempt(self, step: int, checkpoints: Checkpointer) -> Round:
@@ -280,6 +283,9 @@ class ConsumerRank(OneWayRank):
     def run(self) -> None:
         self._phase("loading")
         job, run_dir = self.job, self.context.run_dir
+        if self.rank == 0:  # how many texts a producer has is nobody else's matter
+            digest = hashlib.sha256(job.model.data.encode()).hexdigest()[:16]
+            self.reporter.event("data", name=job.model.data, digest=digest, rows={})
         building = self.building(job.max_steps)
         with self.computing:
             part = job.model.consumer(building)

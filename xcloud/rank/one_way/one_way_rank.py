@@ -23,10 +23,10 @@ from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import CHECKPOINT_CARRIES, REPORT_CARRIES, Control
-from xcloud.rank.meters import MemoryMeter, bytes_of
+from xcloud.rank.memory import MemoryMeter, bytes_of
 from xcloud.rank.role import RankContext, Role
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.training.trainer import DivergenceGuard
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.wire.wiring import join_control
 

@@ -124,11 +124,12 @@ class ProducerRun(StatefulParts):
                 self._buffer.scale(1.0 / group.group_size)
                 loss = float(summed) / group.group_size
             is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
-        what = f"the loss or gradient of batch {number} of producer {self.name!r}"
-        if self._guard.skips(what, is_finite):
+        if not is_finite:
+            what = f"the loss or gradient of batch {number} of producer {self.name!r}"
+            note = self._guard.leave_out(number, what)
             if group.leads:
                 self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
-                self._rank.reporter.note(self._guard.note(what))
+                self._rank.reporter.note(note)
         else:
             if self._buffer is not None:
                 with self._rank.computing_in(self._clock, "optimizer"):
