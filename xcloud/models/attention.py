@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 
 class Packing:
-    """Token positions of a padded batch. Built from the counts alone, so a cloud that receives
-    only counts and rows can rebuild it.
+    """Token positions of a padded batch, from the counts alone, which cross with the rows.
 
     counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right.
     mask: padding mask, bool [B, 1, 1, S], True at tokens; None if nothing is padded.
@@ -49,7 +48,6 @@ class Packing:
 
     @classmethod
     def of(cls, ids_BS: Tensor, pad: int) -> Packing:
-        """From ids padded on the right."""
         return cls((ids_BS != pad).sum(1))
 
     def check(self, num_positions: int) -> None:

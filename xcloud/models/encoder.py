@@ -9,21 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
 from xcloud.models.attention import Cache, Packing, SelfAttention
 
-Activation = Literal["gelu", "gelu_tanh", "relu"]
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # under the names of transformers
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
 
@@ -44,8 +43,8 @@ class EncoderConfig:
     max_positions: Positive  # longest text, special ids included
     dropout: Fraction = 0.1  # after the embeddings and each sub-layer
     attention_dropout: Fraction = 0.0  # 0 keeps attention on the fused kernel
-    activation: Activation = "gelu"
-    layer_norm_eps: Annotated[float, Field(ge=0.0)] = 1e-12
+    activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "gelu"
+    layer_norm_eps: NotNegativeFloat = 1e-12
     type_vocab_size: Positive = 1
 
     def __post_init__(self) -> None:
