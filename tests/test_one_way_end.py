@@ -23,10 +23,10 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order
 from xcloud.rank.memory import MemoryMeter
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
+from xcloud.rank.one_way.inbox import Inbox, OrderBook
 from xcloud.rank.one_way.producer import ProducerRank, ProducerRun
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
