@@ -26,9 +26,9 @@ from tests.event_lines import steps_done
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
+from xcloud.cluster.gloo_link import Gloo
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Gloo
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased

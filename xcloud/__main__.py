@@ -69,8 +69,8 @@ COMMANDS = {
     ),
     "monitor": Command(
         "xcloud.watch.following",
-        "follow a run over several machines (its first worker starts this)",
-        "monitor runs/first --experiment experiment.yaml --parent PID",
+        "follow a run over several machines, or write the record that a killed monitor did not",
+        "monitor runs/first --experiment experiment.yaml --again",
     ),
     "status": Command(
         "xcloud.watch.status",

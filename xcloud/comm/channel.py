@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.cluster.link import InLink, OutLink
+from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.compressor import Chain, ChannelId, Compressor, Parts, Randomized, seed_from
 from xcloud.comm.memory import Memory, NoMemory
@@ -153,7 +153,7 @@ class SendChannel(_FieldCodecs):
 
     def __init__(
         self,
-        link: OutLink,
+        link: SendingEnd,
         fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
@@ -219,7 +219,7 @@ class ReceiveChannel(_FieldCodecs):
 
     def __init__(
         self,
-        link: InLink,
+        link: ReceivingEnd,
         fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,

@@ -19,8 +19,10 @@ from typing import Any, NoReturn
 import torch
 
 from xcloud.base.errors import ConfigError, LinkError
+from xcloud.cluster.gloo_link import Gloo
+from xcloud.cluster.gloo_pairs import GlooPairs
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Gloo, Meeting, Transport
+from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
@@ -214,7 +216,8 @@ class RankProcess(Process):
         if job.cluster.num_processes < job.cluster.num_ranks:
             is_stopped = live_in_threads(job, table, self.run_dir, self.asked, self.state)
         else:
-            transport = (job.cluster.carrier or Gloo()).transport(meeting)
+            ours = GlooPairs() if meeting.is_open else Gloo()
+            transport = (job.cluster.carrier or ours).transport(meeting)
             is_stopped = live(job, self.run_dir, table["setting"], verdict, self, transport)
         self.end(is_stopped)
         return is_stopped

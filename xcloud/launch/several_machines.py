@@ -83,12 +83,14 @@ class TorchrunProcess(RankProcess):
     def end(self, is_stopped: bool) -> None:
         if self.is_first_here and self.rank and not is_stopped and self.model.is_dir():
             print(f"this cloud's part of the model: {self.model.resolve()}", flush=True)
+        for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
+            clock.unlink(missing_ok=True)
         if self._monitor is not None:
             self.state.enter("waiting for the monitor")
             if await_monitor(self._monitor) < 0:
                 print(
                     "the monitor was killed; to write the run's record: python -m xcloud monitor "
-                    f"{self.run_dir} --experiment {self.file} --parent $$ --again", flush=True,
+                    f"{self.run_dir} --experiment {self.file} --again", flush=True,
                 )  # fmt: skip
 
     def fail(self, error: BaseException) -> int:

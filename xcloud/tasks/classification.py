@@ -36,7 +36,7 @@ from xcloud.tasks.labels import (
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextData, TextTask, check_predictions, pair_table
+from xcloud.tasks.text_task import TextData, TextTask, pair_table
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 
@@ -189,7 +189,7 @@ class ClassificationData(TextData[Classification]):
                 labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
             if "part" in columns:
                 self._parts[split] = columns["part"]
-        super().__init__(task, corpus, fields, corpus.counts, tokenizer, tables, labels)
+        super().__init__(task, corpus, corpus.counts, fields, tokenizer, tables, labels)
 
     def describe(self) -> str:
         names = self._task.known.classes
@@ -198,12 +198,10 @@ class ClassificationData(TextData[Classification]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
-        self._text(field)
+        self.check_visible(field, "text field")
         table = self._tables["train"]
-        texts = [table.first(i) for i in range(len(table))]
-        if table.seconds is not None:
-            texts += [table.second(i) for i in range(len(table))]
-        return texts
+        samples = [table.texts(i) for i in range(self._rows["train"])]
+        return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """The task's metrics, in percent, over the samples in `predictions`.
@@ -212,8 +210,8 @@ class ClassificationData(TextData[Classification]):
         part (accuracy, accuracy_en, accuracy_de …). Parts may be the same samples in several
         languages, so the error of the mean is over rows that are drawn in all parts alike.
         """
+        self.check_predictions(split, predictions)
         labels, label = self._known_labels(split)
-        check_predictions(predictions, split, len(labels), "sample")
         pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
         parts = self._parts.get(split)
         samples: dict[int, dict[str, object]] = {}
@@ -240,13 +238,13 @@ class ClassificationData(TextData[Classification]):
         labels, label = self._known_labels(split)
         lines = []
         for ident in sorted(predictions)[:count]:
-            if self._tokenizer is None or "text" not in self._fields:
+            if self._tokenizer is None:
                 lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
             else:
-                table, decode = self._tables[split], self._tokenizer.decode
-                lines.append(f"text    {decode(table.first(ident))}")
-                if table.seconds is not None:
-                    lines.append(f"        {decode(table.second(ident))}")
+                texts = map(self._tokenizer.decode, self._tables[split].texts(ident))
+                lines += [
+                    f"{head:8}{text}" for head, text in zip(("text", ""), texts, strict=False)
+                ]
             lines.append(f"label   {label.show(float(labels[ident]))}")
             lines.append(f"output  {label.show(label.read(predictions[ident]))}\n")
         return "\n".join(lines)
@@ -262,8 +260,7 @@ class ClassificationData(TextData[Classification]):
             path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _known_labels(self, split: Split) -> tuple[Tensor, Labels]:
-        if self._label is None:
-            raise DataError("labels are not visible here, so nothing can be scored")
+        assert self._label is not None  # as check_predictions has found
         return self._labels[split], self._label
 
 

@@ -1,5 +1,5 @@
-"""`python -m xcloud monitor RUN_DIR --parent PID`: the monitor of a run on several machines, which
-no launcher follows. Rank 0's machine starts it as a separate process.
+"""`python -m xcloud monitor RUN_DIR --experiment FILE`: the monitor of a run on several machines,
+which no launcher follows. Rank 0's machine starts it as a separate process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud monitor", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
-    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    parser.add_argument(
+        "--parent", type=int, default=os.getppid(), help="process to end with, set by rank 0"
+    )
     parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
