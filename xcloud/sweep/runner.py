@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from xcloud.base.errors import ConfigError, RunFailed, XcloudError
+from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
-from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
@@ -164,17 +164,9 @@ class Sweep:
     def _several(self, state: SweepState) -> None:
         """Points as processes; if interrupted, all are ended."""
         children = Children(self.settings.parallel, _say)
-
-        def run_there(point: Point, run_dir: Path) -> None:
-            write(point.config, run_dir / EXPERIMENT_FILE)
-            if cause := children.run(point, run_dir):
-                raise RunFailed(cause)
-
         with ThreadPoolExecutor(self.settings.parallel) as pool:
             try:
-                list(
-                    pool.map(lambda decision: self._point(decision, state, run_there), self._todo)
-                )
+                list(pool.map(self._point, self._todo, repeat(state), repeat(children.run)))
             except BaseException:
                 self._is_interrupted = True
                 pool.shutdown(wait=False, cancel_futures=True)
