@@ -15,7 +15,7 @@ from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
-from xcloud.parallel.one_way.plan import Feed
+from xcloud.parallel.one_way import Feed
 from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.training.settings import Checkpoints, OnDivergence
 

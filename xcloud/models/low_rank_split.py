@@ -38,10 +38,9 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.calibration import basis_of, orthonormal_rows
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, Projection, Split, make_cut
 from xcloud.models.stages import LABEL, TEXT, RowsStage, TextModel, rows_boundary, seeded

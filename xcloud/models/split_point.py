@@ -18,10 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import EncoderLayer
+from xcloud.models.encoder import EncoderLayer, Packing
 
-USUAL_ANCHOR = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": "position"}
+Anchor = Literal["none", "mean", "position"]
 
 
 @settings("split")
@@ -67,7 +66,7 @@ class Split:
     rank: Positive | None = 8
     method: Literal["svd", "identity", "pca", "orthogonal"] = "svd"
     linear: Literal["feed_forward_output", "attention_output"] = "feed_forward_output"
-    anchor: Literal["none", "mean", "position"] | None = None
+    anchor: Anchor | None = None
     whiten: bool = False
     freeze_bottom: bool = False
     calibration: Literal["own", "public"] = "own"
@@ -95,7 +94,6 @@ class Split:
             self._refuse(why, linear=("feed_forward_output",), anchor=(None,), **unwhitened)
 
     def _refuse(self, why: str, **usual: tuple[object, ...]) -> None:
-        """Raise ConfigError for a setting that would be accepted and ignored."""
         for name, allowed in usual.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"split.{name} {why}")
@@ -116,8 +114,14 @@ class Split:
         return self.layer or 0
 
     @property
-    def anchor_kind(self) -> str:
-        return self.anchor or USUAL_ANCHOR[self.method]
+    def anchor_kind(self) -> Anchor:
+        usual: dict[str, Anchor] = {
+            "svd": "none",
+            "identity": "none",
+            "pca": "mean",
+            "orthogonal": "position",
+        }
+        return self.anchor or usual[self.method]
 
     def num_places(self, max_length: int) -> int:
         """Anchors: none, one, or one for each position."""
@@ -126,9 +130,8 @@ class Split:
     @property
     def is_measured(self) -> bool:
         """Whether a basis or an anchor is estimated before training."""
-        if not self.is_low_rank:
-            return False
-        return self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
+        is_given = self.method in ("svd", "identity") and self.anchor_kind == "none"
+        return self.is_low_rank and not is_given
 
     @property
     def needs_public_text(self) -> bool:
@@ -249,10 +252,9 @@ class SvdTop(nn.Module):
             self.u.weight.copy_(u)
             self.u.bias.copy_(linear.bias)
             self.s.weight.copy_(s)
-        for name in (
-            ("attention",) if in_attention else ("attention", "attention_norm", "up", "down")
-        ):
-            delattr(block, name)
+        del block.attention
+        if not in_attention:
+            del block.attention_norm, block.up, block.down
         self.block, self._in_attention = block, in_attention
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:

@@ -10,32 +10,16 @@ How the figures are made:
   else that crossed meanwhile: orders, reports.
 - `bytes_per_token` = those frames / the tokens in them; null where nothing crosses clouds.
 - `finished`: every rank of the producer has finished, so its model is exported.
-- precision and recall of replaced tokens are over the last 50 steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
 from xcloud.record.summary import RunStatistics, Summary, ratio
-
-LAST_STEPS = 50
-COUNTS = ("true_positives", "false_positives", "false_negatives")
-
-
-def precision_recall(counts: Mapping[str, float]) -> dict[str, float]:
-    """Precision and recall of "replaced"; each is left out if its denominator is 0."""
-    hits, wrong, missed = (counts.get(name, 0.0) for name in COUNTS)
-    scores = {}
-    if hits + wrong:
-        scores["precision"] = hits / (hits + wrong)
-    if hits + missed:
-        scores["recall"] = hits / (hits + missed)
-    return scores
 
 
 class FeedCollector(StepCollector):
@@ -103,11 +87,7 @@ class OneWayStatistics(RunStatistics):
         summary["link_utilisation"] = {"forward": busiest, "backward": None}
         taken, skipped = Counter(steps.sums("taken")), Counter(steps.sums("skipped"))
         num_bytes = sum(steps.sums("fed_bytes").values())
-        last = max(0, self.num_steps - LAST_STEPS)
-        scores = precision_recall(steps.sums("counts", first=last))
         summary["feed"] = {
-            **{name: None for name in ("precision", "recall")},
-            **{name: round(value, 4) for name, value in scores.items()},
             "bytes_per_token": ratio(num_bytes or None, steps.sum("tokens"), 4),
             "num_batches": int(taken.total()),
             "num_skipped": int(skipped.total()),

@@ -154,7 +154,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for rank in summary.get("memory", ()):
         for name in MEMORY:
             metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
-    for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
+    for name in ("bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
     return _legal({name: value for name, value in metrics.items() if value is not None})
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
-from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE
+from xcloud.record.segments import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
@@ -141,7 +141,7 @@ class SweepState:
         if status != "finished":
             cause = summary.get("cause")
             why = f"{status}{f': {cause}' if cause else ''}"
-            if changes or not (steps := CheckpointFolder(self.folder / folder).agreed_steps()):
+            if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
                 return Decision(point, "again", folder, why)
             return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
         if not changes:
