@@ -101,10 +101,6 @@ class OneWayExperiment(Job):
     # is no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
 
     @property
-    def next_experiment(self) -> Sequence[str]:
-        return self.follow_up
-
-    @property
     def essential_ranks(self) -> frozenset[int]:
         if self.feed.on_dead == "stop":
             return frozenset(range(self.cluster.num_ranks))
@@ -128,15 +124,8 @@ class OneWayExperiment(Job):
     def check(self) -> None:
         self.model.check(self.cluster.producers)
 
-    @property
-    def left_positions(self) -> int | None:
-        return self.model.max_positions
-
     def next_command(self, run_dir: Path) -> str | None:
         return None if self.follow_up else self.model.next_command(run_dir)
-
-    def leaves(self, run_dir: Path) -> Mapping[str, str]:
-        return self.model.leaves(run_dir)
 
 
 class FeedCollector(StepCollector):
