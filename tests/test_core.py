@@ -56,7 +56,6 @@ FEATURES = (
     "parallel.sharding", "parallel.strategy", "rank.tied", "rank.tour", "plan", "planner",
     "rank.autopilot", "rank.leaks", "rank.one_way",
     "rank.memory", "rank.privacy", "rank.typical_step", "record.checkpoints",
-    "record.one_way_summary",
     "security.defences", "security.leak_meter", "security.observer", "security.privacy",
     "survive.changes", "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
     "training.pinned_batches", "use", "watch.following", "wire.replicas", "wire.special_ends",
