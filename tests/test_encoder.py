@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.translation_models import IDS, padded, texts
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models.attention import Cache, Packing
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Cache, Encoder, EncoderConfig, Packing
 from xcloud.models.stages import seed_of, seeded
 
 CONFIG = EncoderConfig(

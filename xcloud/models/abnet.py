@@ -18,9 +18,16 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, Stage
-from xcloud.models.attention import CrossAttention, LayerCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
-from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
+from xcloud.models.encoder import (
+    CrossAttention,
+    Encoder,
+    EncoderConfig,
+    EncoderLayer,
+    LayerCache,
+    Packing,
+    check_heads,
+)
 from xcloud.models.stages import RowsStage, seeded
 from xcloud.models.transformer import SOURCE, TARGET, EncoderDecoder, TargetStage
 

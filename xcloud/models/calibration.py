@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import NO_TOKEN, Batch, BuildContext, Stage, TokenIds
 from xcloud.hub import key_of, make_once
-from xcloud.models.attention import Packing
+from xcloud.models.encoder import Packing
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, Split, largest_entry_sign
 from xcloud.models.stages import TEXT, TYPES, seeded

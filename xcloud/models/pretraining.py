@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Fraction, NotNegative, Positive, PositiveFloat, settings
 from xcloud.contracts.model import TokenIds
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import Encoder
+from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.made_once import Descent
 from xcloud.models.stages import seed_of
 

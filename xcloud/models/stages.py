@@ -24,7 +24,7 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Packing
+from xcloud.models.encoder import Packing
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 

@@ -34,9 +34,15 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Cache, CrossAttention, LayerCache, Packing, SelfAttention
 from xcloud.models.decoding import Greedy, Search
-from xcloud.models.encoder import check_heads
+from xcloud.models.encoder import (
+    Cache,
+    CrossAttention,
+    LayerCache,
+    Packing,
+    SelfAttention,
+    check_heads,
+)
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
 
 SOURCE, TARGET = "source", "target"
