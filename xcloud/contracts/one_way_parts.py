@@ -120,7 +120,7 @@ class OneWayModel(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """See Job.left_positions."""
+        """Tokens of the longest text that the encoder which it leaves can read; None: any."""
 
     def describe(self) -> str:
         """Which parts and which data, in a few words; known without reading anything."""

@@ -56,8 +56,7 @@ Pooling = Literal["first", "mean"]
 class LowRankSplit(TextModel):
     """A SplitModel of 2 or 3 stages; see the module.
 
-    backbone: the pretrained encoder, which every cloud must be able to build without private
-        text: a PretrainedBackbone or a PublicBackbone.
+    backbone: every cloud must be able to build it without private text.
     output: the head's input: "sample", one row per sample (classes, a value), or "span", all rows.
         A setting, because the middle cloud does not see the task.
     public_text: for estimating a basis, if split.calibration=public.

@@ -25,41 +25,26 @@ Anchor = Literal["none", "mean", "position"]
 
 @settings("split")
 class Split:
-    """Where the encoder is cut, and how its output is reduced to `rank` features per row.
+    """Where the encoder is cut, and how its output is reduced to `rank` features per row; each
+    setting: docs/low-rank-split.md. Without a layer it is the unsplit reference model: full rows
+    cross after block 0, and all other settings are ignored. The methods:
 
-    layer: index of the cut block. null: the unsplit reference model: full rows cross after block
-        0, and all other settings are ignored.
-    rank: features that cross; null: all features cross after the block, without loss.
-    method:
-      svd: replace one linear layer of the block by W = U S V (truncated SVD), all three trained,
-        and cut between S and V. The skip connection around that sub-layer is dropped, because its
-        rows do not cross. As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE 2023(4),
-        section 2.2.2.
-      identity: the block is kept; its output h crosses as E h and continues as D E h, E with
-        random orthonormal rows and D = E' initially: a low-rank identity path across the cut,
-        after ResBM, arXiv:2604.11947. Difference: linear, with no other path.
-      pca: as identity, but E and D start as the principal components of h.
-      orthogonal: as pca, with E and D kept orthonormal during training; the mean of h at each
+    svd: replace one linear layer of the block (`linear`) by W = U S V (truncated SVD), all three
+        trained, and cut between S and V. The skip connection around that sub-layer is dropped,
+        because its rows do not cross. As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE
+        2023(4), section 2.2.2.
+    identity: the block is kept; its output h crosses as E h and continues as D E h, E with random
+        orthonormal rows and D = E' initially: a low-rank identity path across the cut, after
+        ResBM, arXiv:2604.11947. Difference: linear, with no other path.
+    pca: as identity, but E and D start as the principal components of h around its mean.
+    orthogonal: as pca, with E and D kept orthonormal during training; the mean of h at each
         position is subtracted before the cut and added after it, after MAPL, arXiv:2606.05484.
         Difference: MAPL's anchor is per token id, which the other cloud must not know.
-      LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the
-        other cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it
-        is the svd cut with random initial weights.
-    linear: which W (svd only): the last of the feed-forward sub-layer, or attention's output.
-    anchor: what is subtracted before E and added after D: none, mean (of h) or position (mean of
-        h per position); null = none for identity, mean for pca, position for orthogonal. The
-        anchor added after D is trained.
-    whiten: scale the crossing features to unit variance, so that one quantisation scale fits all.
-    freeze_bottom: freeze everything before the cut, V or E included, and disable its dropout; no
-        gradient then returns over the boundary.
-    calibration: the text for estimating basis and anchor. own: the owner's training text; the
-        other cloud receives D and the anchor in one message before the first step (4 K H bytes,
-        plus 4 H or 4 P H), which reveals the second moments of h. public: text that every cloud
-        has; nothing crosses, and the basis fits less well.
-    calibration_texts: number of texts to use.
-    calibration_pairs: join public texts to pairs, for pair tasks. Does not affect own samples.
-    head_rank: features that cross to the head if it is a separate stage; null = all. The
-        bottleneck is part of the model whatever the number of stages.
+    LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the other
+        cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it is the
+        svd cut with random initial weights.
+    The anchor that is added after D is trained. With calibration=own the other cloud receives D
+    and the anchor in one message before the first step, 4 K H bytes and 4 H or 4 P H.
     """
 
     layer: NotNegative | None
