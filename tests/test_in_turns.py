@@ -1,5 +1,6 @@
 """Runs that make their steps in turns; threads stand in for ranks."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,3 +124,9 @@ def test_two_runs_take_turns_as_processes(tmp_path: Path) -> None:
     found = StepRatio.of(rounds["int8"], rounds["none"])
     assert found is not None and found.rounds == NUM_STEPS // STEPS_PER_TURN - 1
     assert all(read_summary(tmp_path / str(n))["status"] == "finished" for n in range(2))
+    text = "".join(path.read_text() for path in tmp_path.glob("*/events.jsonl"))
+    events = [json.loads(line) for line in text.splitlines()]
+    of_rank_0 = [event for event in events if "step_s" in event and event["rank"] == 0]
+    began_s = min(event["t"] - event["step_s"] for event in of_rank_0)
+    span_s = max(event["t"] for event in of_rank_0) - began_s
+    assert sum(event["step_s"] for event in of_rank_0) < span_s + 0.1, "two at once"

@@ -119,25 +119,6 @@ def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> 
     assert all((folder / name / "output.log").read_text() for name in statuses(folder))
 
 
-@pytest.mark.nightly  # in threads: test_sweep_together.py
-def test_points_that_take_turns_end_with_a_ratio_and_wait_in_no_step(tmp_path: Path) -> None:
-    folder = tmp_path / "turns"
-    line = ["compression=none,int8", "training.max_steps=28", "hydra.launcher.timing=together"]
-    done = run(folder, *line)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step time ratio: to none, in turns" in done.stdout
-    summaries = [json.loads(path.read_text()) for path in folder.glob("*/summary.json")]
-    ratios = [summary["step_time_ratio"] for summary in summaries]
-    assert len(ratios) == 2 and all(ratio["rounds"] == 6 for ratio in ratios)
-    text = "".join(path.read_text() for path in folder.glob("*/events.jsonl"))
-    events = [json.loads(line) for line in text.splitlines()]
-    of_rank_0 = [event for event in events if "step_s" in event and event["rank"] == 0]
-    began_s = min(event["t"] - event["step_s"] for event in of_rank_0)
-    span_s = max(event["t"] for event in of_rank_0) - began_s
-    assert sum(event["step_s"] for event in of_rank_0) < span_s + 0.1, "no two at once"
-
-
 def test_hydras_own_launcher_still_works_and_the_report_reads_its_sweep(tmp_path: Path) -> None:
     folder = tmp_path / "basic"
     done = run(folder, "seed=1", "hydra/launcher=basic", "cluster=local")

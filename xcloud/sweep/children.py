@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from xcloud.base.errors import XcloudError
+from xcloud.base.errors import RunFailed, XcloudError
 from xcloud.cluster.transport import num_cores
-from xcloud.job.config import EXPERIMENT_FILE, read_config
+from xcloud.job.config import EXPERIMENT_FILE, read_config, write
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point
 
@@ -33,8 +33,9 @@ class Children:
         self.parallel, self._say = parallel, say
         self._processes: list[subprocess.Popen[str]] = []
 
-    def run(self, point: Point, run_dir: Path) -> str | None:
-        """Run the point whose experiment file is in run_dir. Returns why it failed, or None."""
+    def run(self, point: Point, run_dir: Path) -> None:
+        """Raises RunFailed with the last line that the point said."""
+        write(point.config, run_dir / EXPERIMENT_FILE)
         num_ranks = point.experiment.cluster.num_processes
         threads = max(1, num_cores() // (num_ranks * self.parallel))
         command = [sys.executable, "-m", "xcloud.sweep.children", str(run_dir)]
@@ -66,10 +67,8 @@ class Children:
                 last = line.strip() or last
                 if line.strip() and not (run_dir / SUMMARY_FILE).exists():
                     self._say(f"[{point.name}] {line.rstrip()}")
-        code = process.wait()
-        if code == 0:
-            return None
-        return last.removeprefix("xcloud: ") or f"it ended with exit code {code}"
+        if code := process.wait():
+            raise RunFailed(last.removeprefix("xcloud: ") or f"it ended with exit code {code}")
 
     def end(self) -> None:
         """Terminate all runs; kill those that do not end."""

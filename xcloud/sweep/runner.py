@@ -13,17 +13,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
-from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
@@ -59,16 +60,6 @@ def check_name(name: object) -> None:
 
 
 @dataclass
-class _Running:
-    """A point at work."""
-
-    point: Point
-    run_dir: Path
-    future: Future[str | None]
-    started_s: float
-
-
-@dataclass
 class Sweep:
     """One sweep; `run` runs it."""
 
@@ -78,6 +69,8 @@ class Sweep:
     causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
     _took_s: list[float] = field(default_factory=list)  # of the points that have ended
     _todo: list[Decision] = field(default_factory=list)
+    _is_interrupted: bool = False
+    _one_begins: Lock = field(default_factory=Lock)  # points share the file of the sweep
 
     def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
@@ -110,7 +103,8 @@ class Sweep:
         prepare(self.name, tracker, [point.settings for point in points])
         try:
             if self.settings.parallel == 1:
-                self._one_by_one(state, run_here)
+                for decision in self._todo:
+                    self._point(decision, state, run_here)
             else:
                 self._several(state)
         except (KeyboardInterrupt, SystemExit):
@@ -167,62 +161,33 @@ class Sweep:
                 "slow each other down, so do not trust step times of this sweep"
             )
 
-    def _one_by_one(self, state: SweepState, run_here: RunHere) -> None:
-        for number, decision in enumerate(self._todo, 1):
-            _say(f"\n[{number}/{len(self._todo)}] {decision.point.name}")
-            started_s, cause, run_dir = time.monotonic(), None, self.folder
-            try:
-                run_dir = state.begin(decision, self.settings.parallel)
-                run_here(decision.point, run_dir)
-            except Exception as error:
-                cause = _one_line(error)
-            self._ended(decision.point, run_dir, cause, time.monotonic() - started_s)
-            if self._starts_no_more:
-                return
-
     def _several(self, state: SweepState) -> None:
-        waiting, parallel = list(self._todo), self.settings.parallel
-        children = Children(parallel, _say)
-        with self._at_work(children) as (running, pool):
-            while running or (waiting and not self._starts_no_more):
-                while waiting and len(running) < parallel and not self._starts_no_more:
-                    running.append(self._start(waiting.pop(0), state, pool, children))
-                wait([one.future for one in running], return_when=FIRST_COMPLETED)
-                for one in [one for one in running if one.future.done()]:
-                    running.remove(one)
-                    self._close(one)
-
-    @contextmanager
-    def _at_work(self, children: Children) -> Iterator[tuple[list[_Running], ThreadPoolExecutor]]:
-        """Running points, and threads that wait for them; if interrupted, all are ended."""
-        running: list[_Running] = []
+        """Points as processes; if interrupted, all are ended."""
+        children = Children(self.settings.parallel, _say)
         with ThreadPoolExecutor(self.settings.parallel) as pool:
             try:
-                yield running, pool
+                list(pool.map(self._point, self._todo, repeat(state), repeat(children.run)))
             except BaseException:
-                _say(f"ending {len(running)} runs ...")
+                self._is_interrupted = True
+                pool.shutdown(wait=False, cancel_futures=True)
                 children.end()
                 raise
 
-    def _start(
-        self, decision: Decision, state: SweepState, pool: ThreadPoolExecutor, children: Children
-    ) -> _Running:
-        point, run_dir = decision.point, self.folder / decision.folder
+    def _point(self, decision: Decision, state: SweepState, run: RunHere) -> None:
+        if self._starts_no_more or self._is_interrupted:
+            return
+        point, run_dir = decision.point, self.folder
         number = 1 + self._todo.index(decision)
-        _say(f"[{number}/{len(self._todo)}] {point.name} starts")
+        _say("\n" * (self.settings.parallel == 1) + f"[{number}/{len(self._todo)}] {point.name}")
+        started_s, cause = time.monotonic(), None
         try:
-            state.begin(decision, self.settings.parallel)
-            write(point.config, run_dir / EXPERIMENT_FILE)
-            future = pool.submit(children.run, point, run_dir)
-        except OSError as error:  # a full disk ends no sweep
-            future = Future()
-            future.set_exception(error)
-        return _Running(point, run_dir, future, time.monotonic())
-
-    def _close(self, one: _Running) -> None:
-        error = one.future.exception()
-        cause = one.future.result() if error is None else _one_line(error)
-        self._ended(one.point, one.run_dir, cause, time.monotonic() - one.started_s)
+            with self._one_begins:
+                run_dir = state.begin(decision, self.settings.parallel)
+            run(point, run_dir)
+        except Exception as error:
+            cause = _one_line(error)
+        if not self._is_interrupted:
+            self._ended(point, run_dir, cause, time.monotonic() - started_s)
 
     def _ended(self, point: Point, run_dir: Path, cause: str | None, took_s: float) -> None:
         self._took_s.append(took_s)
