@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import code_digests
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.sweep.children import OUTPUT_FILE, Children
@@ -112,13 +112,12 @@ def test_points_at_once_stop_too_and_a_crowd_is_warned_of(
     class FakeChildren:
         def __init__(self, *arguments: object) -> None: ...
 
-        def run(self, point: Point, run_dir: Path) -> str | None:
+        def run(self, point: Point, run_dir: Path) -> None:
             started.append(point.name)
+            time.sleep(0.1 if point.name == "none s1" else 0.3)
             if point.name == "none s1":
-                return "asked to fail"
-            time.sleep(0.3)
+                raise RunFailed("asked to fail")
             write_run(run_dir, point.config)
-            return None
 
         def end(self) -> None:
             raise AssertionError("nothing was interrupted")
@@ -150,11 +149,10 @@ def test_a_point_whose_folder_cannot_be_made_has_failed_and_the_others_go_on(
     class FakeChildren:
         def __init__(self, *arguments: object) -> None: ...
 
-        def run(self, point: Point, run_dir: Path) -> str | None:
+        def run(self, point: Point, run_dir: Path) -> None:
             if point.name == "none s2":
                 raise OSError(5, "Input/output error")
             write_run(run_dir, point.config)
-            return None
 
         def end(self) -> None:
             raise AssertionError("nothing was interrupted")
