@@ -362,7 +362,9 @@ def test_a_trial_in_threads_finds_what_blocks_take(tmp_path: Path, in_threads: l
     averaging = found.compressors["int8"].averaging
     assert (
         averaging is not None
-        and averaging.num_bytes > sum(p.trained_bytes for p in found.pieces) / 4
+        # A toy stage's weights are not those of its blocks, so these are a fit.
+        and averaging.num_bytes
+        == pytest.approx(sum(p.trained_bytes for p in found.pieces) / 4, 0.1)
     )
 
     assert trial_of(config).profile() == found and len(in_threads) == 2, "it is kept"
