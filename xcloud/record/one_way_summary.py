@@ -15,7 +15,7 @@ How the figures are made:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +47,8 @@ class FeedCollector(StepCollector):
         self.pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
 
     def feed(self, event: Event) -> StepTotals | None:
+        if event["event"] == "resume":  # what was fed to steps that are done again
+            self.pending = {kind: {} for kind in TIMES}
         if event["event"] == "fed":
             for kind in TIMES:
                 add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})
@@ -72,6 +74,7 @@ class OneWayStatistics(RunStatistics):
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made: Counter[str] = Counter()
         self._loss: dict[str, float | None] = {}
+        self._counts: deque[Counter[str]] = deque(maxlen=LAST_STEPS)
         self._seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -81,7 +84,10 @@ class OneWayStatistics(RunStatistics):
             self._loss[name] = event.get("loss", self._loss.get(name))  # absent: all were skipped
             for kind in TIMES:
                 add_to(self._seconds[kind], {name: event.get(kind, 0.0)})
-        return super().feed(event)
+        totals = super().feed(event)
+        if totals is not None:
+            self._counts.append(Counter(totals.sums("counts")))
+        return totals
 
     def seconds(self, kind: str, first: int) -> dict[str, float]:
         sums = super().seconds(kind, first)
@@ -103,8 +109,8 @@ class OneWayStatistics(RunStatistics):
         summary["link_utilisation"] = {"forward": busiest, "backward": None}
         taken, skipped = Counter(steps.sums("taken")), Counter(steps.sums("skipped"))
         num_bytes = sum(steps.sums("fed_bytes").values())
-        last = max(0, self.num_steps - LAST_STEPS)
-        scores = precision_recall(steps.sums("counts", first=last))
+        counts = sum(self._counts, Counter[str]())
+        scores = precision_recall(counts)
         summary["feed"] = {
             **{name: None for name in ("precision", "recall")},
             **{name: round(value, 4) for name, value in scores.items()},
