@@ -13,10 +13,9 @@ from tests.translation_models import IDS
 from tests.understanding_models import HIDDEN, RandomText, backbone, model, where
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import TokenIds
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import PublicBackbone, Weights
 from xcloud.models.calibration import measured_basis
-from xcloud.models.encoder import Encoder
+from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.split_point import Basis, Split
 
 TEXT = RandomText(9)

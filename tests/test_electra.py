@@ -15,8 +15,8 @@ from xcloud.contracts.one_way_parts import Fed
 from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.networks import with_ends
 from xcloud.electra.parts import DiscriminatorSettings, Generator
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, PublicBackbone, SeededBackbone
+from xcloud.models.encoder import Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.tasks.corpus.multilingual import DemoText, FolderText

@@ -47,7 +47,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
     tracker = MlflowTracker(root=str(root), flush_s=0.05).start(
         TrackedRun(
             "fp16_svd@0.6",
-            {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
+            {"compression.forward.rate": 0.6, "layers": [1, 2], "long": "x" * 10_000},
             {"sweep": "s1"},
             run_dir,
             StepCollector(1),
@@ -74,7 +74,9 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
         (tracker.run_id, "fp16_svd@0.6", "FINISHED")
     ]
     params = dict(query(root, "SELECT key, value FROM params"))
-    assert params == {"compression.forward.rate": "0.6", "long": "x" * 6000}
+    assert params == {
+        "compression.forward.rate": "0.6", "layers": "[1, 2]", "long": "x" * 6000
+    }  # fmt: skip
     tags = dict(query(root, "SELECT key, value FROM tags"))
     assert tags["sweep"] == "s1" and tags["status"] == "finished"
     assert tags["commit"] == "1a2b3c4" and tags["profile"] == "demo"

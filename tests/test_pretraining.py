@@ -12,8 +12,7 @@ import torch
 from tests.translation_models import FIRST_WORD, IDS, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import made_once, pretraining
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
 from xcloud.models.stages import seeded
 

@@ -13,7 +13,7 @@ from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.channel import Codec, Codecs
 from xcloud.comm.compression import Compression, CompressionPlan
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.state import State, StatefulParts, whole_number
+from xcloud.comm.state import StatefulParts
 
 _EMBEDDING = re.compile(
     r"(^|\.)(embed\w*|\w+_embed(ding)?s?|wte|wpe|words|positions|types|lm_head)(\.|$)"
@@ -214,13 +214,6 @@ class Selection(StatefulParts):
     def at(self, step: int) -> int:
         """The number of the choice at this step; of none before the last switch but one."""
         return self.choice if step >= self.since_step else self.before
-
-    def own(self) -> State:
-        return {"choice": self.choice, "before": self.before, "since_step": self.since_step}
-
-    def take(self, own: State) -> None:
-        for name in self.own_names:
-            setattr(self, name, whole_number(own, name))
 
 
 class Selectable(CompressionPlan):

@@ -8,7 +8,7 @@ from itertools import product
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.job.features import CHECKED_LAST, FEATURES
-from xcloud.job.job import Job, PipelineJob
+from xcloud.job.job import PipelineJob
 from xcloud.job.needs import check_choices
 from xcloud.security.leak_meter import LeakMeter
 
@@ -58,10 +58,10 @@ class Experiment(PipelineJob):
         layout, clouds = self.cluster, tuple(self.cluster.clouds)
         stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
         try:
-            self.security.check(clouds, fields, stage_cloud)
+            self.security.check("holders", clouds, fields, stage_cloud)
             if self.security.weights:
                 parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
-                self.security.check_weights(clouds, parts, stage_cloud)
+                self.security.check("weights", clouds, parts, stage_cloud)
         except ConfigError as error:
             if replica == 0:
                 raise
@@ -163,15 +163,6 @@ class Experiment(PipelineJob):
     @property
     def schedule_label(self) -> str:
         return self.schedule.label
-
-    def check_after(self, first: Job) -> None:
-        self.task.check()  # all but the model's checkpoint
-        most = first.left_positions
-        if most is not None and self.task.max_length > most:
-            raise ConfigError(
-                f"task.max_length is {self.task.max_length}, but the pre-trained encoder will "
-                f"have {most} positions (model.text.max_length)"
-            )
 
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the

@@ -154,16 +154,6 @@ class Job(Names, ABC):
     def schedule_label(self) -> str:
         """In what order the work is done."""
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """For the pictures of a run."""
-        return {
-            "schedule": self.schedule_label,
-            "link": self.cluster.describe_link(),
-            "compression": self.compression_in_force,
-            **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
-        }
-
     def statistics(self) -> RunStatistics:
         """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
@@ -216,25 +206,6 @@ class Job(Names, ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""
-
-    @property
-    def next_experiment(self) -> Sequence[str]:
-        """Command line of the experiment that runs after this one; empty: none."""
-        return ()
-
-    def leaves(self, run_dir: Path) -> Mapping[str, str]:
-        """Settings of another experiment that make it read what a finished run left."""
-        return {}
-
-    def check_after(self, first: Job) -> None:
-        """As `check`, of a job that reads what `first` will leave, which is not there yet."""
-        self.check()
-
-    @property
-    def left_positions(self) -> int | None:
-        """Tokens of the longest text that the encoder which it leaves can read, if it leaves one
-        with a limit."""
-        return None
 
     def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""
@@ -339,14 +310,12 @@ class PipelineJob(Job):
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
         """Batch fields that any rank of the cloud reads."""
-        stages = self.cluster.clouds[cloud].stages or ()
-        return frozenset[str]().union(
-            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
-        )
+        return self._fields(self.cluster.clouds[cloud].stages or ())
 
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""
-        stages = self.cluster.placement(rank).stages
-        return frozenset().union(
-            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
-        )
+        return self._fields(self.cluster.placement(rank).stages)
+
+    def _fields(self, stages: Sequence[int]) -> frozenset[str]:
+        num_stages = self.cluster.num_stages
+        return frozenset[str]().union(*(self.model.fields(s, num_stages) for s in stages))

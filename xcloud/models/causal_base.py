@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.hub import bytes_of, key_of
 from xcloud.models.causal_network import (
@@ -40,9 +40,9 @@ CODE_VERSION = 2
 class NextTokenPretraining(Descent):
     """Guess the next token, in windows of `length` tokens of the joined texts."""
 
-    steps: Annotated[int, Field(ge=0)] = 800
-    learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
-    warmup_steps: Annotated[int, Field(ge=0)] = 80
+    steps: NotNegative = 800
+    learning_rate: PositiveFloat = 3e-3
+    warmup_steps: NotNegative = 80
     batch_size: Positive = 16
     length: Annotated[int, Field(ge=2)] = 64
 

@@ -28,8 +28,8 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Packing
 from xcloud.models.causal_network import HEAD, KINDS, Part, adapter_tensors, ties_embeddings
+from xcloud.models.encoder import Packing
 from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES
 

@@ -8,14 +8,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import NotNegative, settings
+from xcloud.base.settings import NotNegative, NotNegativeFloat, PositiveFloat, settings
 from xcloud.base.units import human_duration
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import BuildContext, TokenIds
@@ -79,9 +78,9 @@ class Descent:
     """
 
     steps: NotNegative
-    learning_rate: Annotated[float, Field(gt=0.0)]
+    learning_rate: PositiveFloat
     warmup_steps: NotNegative
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    weight_decay: NotNegativeFloat = 0.01
     seed: NotNegative = 0
 
     def learning_rate_at(self, step: int) -> float:

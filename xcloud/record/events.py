@@ -33,7 +33,7 @@ Key = tuple[Any, ...]  # ("tokens",), ("compute_s", cloud), ("line_busy_s", kind
 # AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 OWN = "step_s"  # a rank's own time for a step, of which these are parts
-FEED = {"taken", "skipped", "fed_bytes", "line_s", "counts"}  # of a step of a one-way job
+FEED = {"taken", "skipped", "fed_bytes", "line_s"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"

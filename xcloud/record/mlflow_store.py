@@ -16,7 +16,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ class Store:
         self.artifacts.mkdir(parents=True, exist_ok=True)
         # Without the lock, three of four runs that created the tables concurrently crashed.
         with FileLock(self.root.absolute() / ".store.lock", timeout=LOCK_TIMEOUT_S):
+            if not self.database.exists():
+                # A run may end meanwhile, and MLflow refuses a store with half of its tables.
+                new = replace(self, root=self.root / ".new")
+                shutil.rmtree(new.root, ignore_errors=True)
+                new.root.mkdir()
+                new.client()
+                new.database.rename(self.database)
+                new.root.rmdir()
             client = self.client()
             return client, self._experiment_id(client)
 

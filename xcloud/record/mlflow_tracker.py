@@ -46,7 +46,6 @@ from xcloud.record.tracking import (
     Thinner,
     TrackedRun,
     final_metrics,
-    flatten,
     is_score,
     legal_name,
     quality_metrics,
@@ -223,7 +222,7 @@ class Sender(threading.Thread):
         if (replaced := self._recorded_in(REPLACED_FILE)) is not None:
             self._waiting.append(("the earlier run", partial(client.delete_run, replaced)))
         # Not those of a later attempt: MLflow cannot change a parameter.
-        params = partial(self.log_params, flatten(self._run.params))
+        params = partial(self.log_params, self._run.params)
         self._waiting.appendleft(("parameters", params))
         with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
             tracked = {"run_id": self.run_id, "store": self._store.tracking_uri}
@@ -299,10 +298,12 @@ class Sender(threading.Thread):
         metrics = [Metric(p.key, p.value, int(1000 * p.at_s), p.step) for p in points]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def log_params(self, params: Mapping[str, str]) -> None:
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Long values are cut: the complete file is logged as an artifact."""
         from mlflow.entities import Param
 
-        entries = [Param(*pair) for pair in params.items()]
+        texts = {k: json.dumps(v) if isinstance(v, list) else str(v) for k, v in params.items()}
+        entries = [Param(legal_name(k), v[:MAX_VALUE_CHARACTERS]) for k, v in texts.items()]
         for i in range(0, len(entries), MAX_PER_BATCH):
             self._client.log_batch(self.run_id, params=entries[i : i + MAX_PER_BATCH])
 

@@ -13,11 +13,10 @@ or a store that comes back, gets the same points again.
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -35,7 +34,7 @@ Status = Literal["finished", "failed", "stopped"]
 class TrackedRun:
     """The run that a tracker is to record.
 
-    params: may be nested; keys are joined by dots. run_dir: where events.jsonl is written. steps:
+    params: by dotted names. run_dir: where events.jsonl is written. steps:
     a fresh collector of the run's job. num_steps: that are planned.
     """
 
@@ -154,18 +153,9 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for rank in summary.get("memory", ()):
         for name in MEMORY:
             metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
-    for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
+    for name in ("bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
     return _legal({name: value for name, value in metrics.items() if value is not None})
-
-
-def flatten(params: Mapping[str, object]) -> dict[str, str]:
-    """{"compression": {"forward": {"rate": 0.6}}} -> {"compression.forward.rate": "0.6"}.
-
-    A list of plain values is one value, in JSON; a list of mappings (clouds) is numbered. Values
-    are truncated to 6000 characters: the complete file is logged as an artifact.
-    """
-    return {legal_name(name): str(value)[:MAX_VALUE_CHARACTERS] for name, value in _leaves(params)}
 
 
 def legal_name(name: str) -> str:
@@ -180,21 +170,6 @@ def legal_name(name: str) -> str:
 
 def _legal(metrics: Mapping[str, float]) -> dict[str, float]:
     return {legal_name(name): float(value) for name, value in metrics.items()}
-
-
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    prefix = f"{name}." if name else ""
-    if isinstance(value, Mapping) and (value or not name):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}{key}")
-    elif isinstance(value, list | tuple):
-        if any(isinstance(item, Mapping) for item in value):
-            for index, item in enumerate(value):
-                yield from _leaves(item, f"{prefix}{index}")
-        else:
-            yield name, json.dumps(value, ensure_ascii=False, default=str)
-    else:
-        yield name, value
 
 
 class Point(NamedTuple):

@@ -42,7 +42,7 @@ models.split_point.Split models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
-parallel.one_forward_one_backward.ZeroBubble parallel.one_way.plan.Feed
+parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
 record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
@@ -99,56 +99,40 @@ class Visibility:
         )
         return "+".join(labels) if chosen else ""
 
-    def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
-              stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
-        """Raise ConfigError if a stage reads a field in a cloud that may not hold it.
-
-        needs: stage -> fields that it reads. stage_cloud: stage -> its cloud.
-        """
-        _check(
-            "holders", "reads", "no stage reads that field; the fields are",
-            self.holders, clouds, needs, stage_cloud,
-        )  # fmt: skip
-
-    def check_weights(self, clouds: Sequence[str], parts: Mapping[int, frozenset[str]],
-                      stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
-        """The same for parts of the model. parts: stage -> names of the parts that it holds."""
-        _check(
-            "weights", "holds the weights of", "the model has no such part; its parts are",
-            self.weights, clouds, parts, stage_cloud,
-        )  # fmt: skip
-
-
-def _check(
-    setting: str,
-    verb: str,
-    unknown: str,
-    rule: Mapping[str, Sequence[str]],
-    clouds: Sequence[str],
-    needs: Mapping[int, frozenset[str]],
-    stage_cloud: Mapping[int, str],
-) -> None:
-    known = frozenset[str]().union(*needs.values())
-    for name, holders in rule.items():
-        if name not in known:
-            raise ConfigError(f"security.{setting}.{name}: {unknown} {', '.join(sorted(known))}")
-        for holder in holders:
-            if holder not in clouds:
-                raise ConfigError(
-                    f"security.{setting}.{name} names cloud {holder!r}; the clouds are "
-                    f"{', '.join(clouds)}"
-                )
-    for stage, names in needs.items():
-        for name in sorted(names & rule.keys()):
-            if stage_cloud[stage] not in rule[name]:
-                raise ConfigError(
-                    f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
-                    f"security.{setting} allows {name!r} only in "
-                    f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
-                    "(cluster.clouds) or the rule."
-                )
+    def check(
+        self, what: Literal["holders", "weights"], clouds: Sequence[str],
+        needs: Mapping[int, frozenset[str]], stage_cloud: Mapping[int, str],
+    ) -> None:  # fmt: skip
+        """Raise ConfigError if a stage reads a field, or holds a part of the model, where that may
+        not be. needs: stage -> names of these. stage_cloud: stage -> its cloud."""
+        rule = self.holders if what == "holders" else self.weights
+        verb, unknown = _WORDS[what]
+        known = frozenset[str]().union(*needs.values())
+        for name, holders in rule.items():
+            if name not in known:
+                there = ", ".join(sorted(known))
+                raise ConfigError(f"security.{what}.{name}: {unknown} {there}")
+            for holder in holders:
+                if holder not in clouds:
+                    raise ConfigError(
+                        f"security.{what}.{name} names cloud {holder!r}; the clouds are "
+                        f"{', '.join(clouds)}"
+                    )
+        for stage, names in needs.items():
+            for name in sorted(names & rule.keys()):
+                if stage_cloud[stage] not in rule[name]:
+                    raise ConfigError(
+                        f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
+                        f"security.{what} allows {name!r} only in "
+                        f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
+                        "(cluster.clouds) or the rule."
+                    )
 
 
+_WORDS = {
+    "holders": ("reads", "no stage reads that field; the fields are"),
+    "weights": ("holds the weights of", "the model has no such part; its parts are"),
+}
 POLICY_FILE = "policy.yaml"
 
 

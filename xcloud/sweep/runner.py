@@ -157,7 +157,7 @@ class Sweep:
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
             _say(f"  to continue it later: {self.command}")
-        if any(decision.point.experiment.next_experiment for decision in todo):
+        if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
             _say("  points of a sweep run no follow_up; what they leave is in their run folders")
         parallel, cores = self.settings.parallel, num_cores()
         ranks = sorted(decision.point.experiment.cluster.num_processes for decision in todo)

@@ -37,8 +37,6 @@ class CausalTokenizer:
     """A tokenizer of transformers with an end-of-text token. Padding it needs none."""
 
     def __init__(self, pretrained: Any, name: str) -> None:
-        if getattr(pretrained, "backend_tokenizer", None) is None:
-            raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
         if pretrained.eos_token_id is None:
             raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
         self._pretrained, self._name = pretrained, name

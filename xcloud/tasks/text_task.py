@@ -20,7 +20,7 @@ from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 
 @settings("task", kw_only=True)
@@ -97,8 +97,7 @@ class TextTask(SourceTask):
 
     def check(self) -> None:
         super().check()
-        if isinstance(self.tokenizer, PretrainedTokenizer):
-            self.tokenizer.check()
+        self.tokenizer.check()
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         """Raise DataError if a split is empty or task.sizes differ from the data."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from xcloud.base.errors import TrainingDiverged
-from xcloud.comm.state import State, whole_number
 from xcloud.parallel.part import Part
 from xcloud.training.settings import OnDivergence
 
@@ -21,7 +20,7 @@ class DivergenceGuard(Part):
 
     def __init__(self, on_divergence: OnDivergence = "stop", max_skips_in_a_row: int = 10) -> None:
         self._on_divergence, self._most = on_divergence, max_skips_in_a_row
-        self._num_in_a_row = self._last_step = 0
+        self.num_in_a_row = self.last_step = 0
 
     def skip(self, step: int) -> str:
         return self.leave_out(step, f"the loss or gradient of step {step}")
@@ -31,22 +30,15 @@ class DivergenceGuard(Part):
         if self._on_divergence == "stop":
             remark = "to leave such updates out set training.on_divergence=skip"
             raise diverged(f"{what} is not finite", remark)
-        num_in_a_row = 1 + (self._num_in_a_row if step == self._last_step + 1 else 0)
+        num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
         if num_in_a_row > self._most:
             what = f"{what} is not finite, after {self._most} skipped updates in a row"
             raise diverged(what, f"training.max_skips_in_a_row is {self._most}")
-        self._num_in_a_row, self._last_step = num_in_a_row, step
+        self.num_in_a_row, self.last_step = num_in_a_row, step
         return (
             f"{what} is not finite: update skipped, parameters are as before "
             f"({num_in_a_row} in a row, at most {self._most})"
         )
-
-    def own(self) -> State:
-        return {"num_in_a_row": self._num_in_a_row, "last_step": self._last_step}
-
-    def take(self, own: State) -> None:
-        self._num_in_a_row = whole_number(own, "num_in_a_row")
-        self._last_step = whole_number(own, "last_step")
 
 
 def diverged(what: str, remark: str) -> TrainingDiverged:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
+from xcloud.comm.state import Stateful, StatefulParts
 from xcloud.parallel.control import Reply, Signal, StageSums
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part, StepReport
@@ -125,15 +125,9 @@ class Trainer(StatefulParts):
         """From the next update on. All ranks call it between the same two."""
         self.schedule = schedule
 
-    def own(self) -> State:
+    def parts(self) -> dict[str, Stateful]:
         """Batches, learning rates and dropout follow from the seed and the number of the update;
         channels have their state in the wiring."""
-        return {"num_updates": self.num_updates}
-
-    def take(self, own: State) -> None:
-        self.num_updates = whole_number(own, "num_updates")
-
-    def parts(self) -> dict[str, Stateful]:
         parts: dict[str, Stateful] = {"exchange": self.exchange}
         for number, stage in self.stages.items():
             parts[f"stage {number}"] = stage.trained

@@ -19,10 +19,10 @@ from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.inbox import OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
+from xcloud.rank.one_way.inbox import OrderBook
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import ready_file
