@@ -5,9 +5,7 @@ A tokenizer is kept as a folder that transformers' AutoTokenizer loads, the chat
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,11 +77,6 @@ class CausalTokenizer:
     def vocabularies(self) -> dict[str, TokenIds]:
         return {"text": self.token_ids}
 
-    @cached_property
-    def digest(self) -> str:
-        described = f"{self._pretrained.backend_tokenizer.to_str()} {self._template}"
-        return hashlib.sha256(described.encode()).hexdigest()
-
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Begin token (where there is one), text, end token: all to be guessed."""
         found = [[*self._first, *ids, self._eos] for ids in self._encode(texts)]
@@ -131,17 +124,12 @@ class CausalTokenizer:
         text: str = self._pretrained.decode(list(ids), skip_special_tokens=True)
         return text
 
-    @property
-    def _template(self) -> str | None:
-        template: str | None = self._pretrained.chat_template
-        return template
-
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         backend = self._pretrained.backend_tokenizer
         return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _render(self, messages: Chat, ask: bool, where: str) -> str:
-        if self._template is None:
+        if self._pretrained.chat_template is None:
             raise DataError(
                 f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
                 "tokenizer of a model made for chats"

@@ -28,9 +28,7 @@ from xcloud.tasks.labels import (
     GLUE,
     KEYS,
     Benchmark,
-    Classes,
     Labels,
-    Value,
     chosen_columns,
 )
 from xcloud.tasks.public_text import public_tokenizer
@@ -157,11 +155,9 @@ class Classification(TextTask):
         return {**super().agreed_settings(), **more}
 
     def _labels(self, train: Rows) -> Labels:
-        if self.known.kind == "value":
-            return Value()
-        if self.known.classes is not None:
-            return Classes(tuple(self.known.classes))
-        return Classes.of_cells(train.texts["label"], f"{self.describe()}, train")
+        if self.known.kind == "classes" and self.known.classes is None:
+            return Labels.of_cells(train.texts["label"], f"{self.describe()}, train")
+        return Labels(None if self.known.classes is None else tuple(self.known.classes))
 
 
 class ClassificationData(TextData[Classification]):
@@ -211,7 +207,8 @@ class ClassificationData(TextData[Classification]):
         languages, so the error of the mean is over rows that are drawn in all parts alike.
         """
         self.check_predictions(split, predictions)
-        labels, label = self._known_labels(split)
+        labels, label = self._labels[split], self._label
+        assert label is not None  # as check_predictions has found
         pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
         parts = self._parts.get(split)
         samples: dict[int, dict[str, object]] = {}
@@ -235,8 +232,8 @@ class ClassificationData(TextData[Classification]):
         return meanings
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        labels, label = self._known_labels(split)
-        lines = []
+        labels, label, lines = self._labels[split], self._label, []
+        assert label is not None
         for ident in sorted(predictions)[:count]:
             if self._tokenizer is None:
                 lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
@@ -253,15 +250,10 @@ class ClassificationData(TextData[Classification]):
         """Write text_tokenizer.json if text is visible, labels.json if labels are."""
         super().save_tokenizers(folder)
         if self._label is not None:
-            names = self._label.names if isinstance(self._label, Classes) else None
-            content = {"kind": self._task.known.kind, "classes": names}
-            path = folder / "labels.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def _known_labels(self, split: Split) -> tuple[Tensor, Labels]:
-        assert self._label is not None  # as check_predictions has found
-        return self._labels[split], self._label
+            content = {"kind": self._task.known.kind, "classes": self._label.names}
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(content, ensure_ascii=False) + "\n"
+            (folder / "labels.json").write_text(text, encoding="utf-8")
 
 
 @settings("task", kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import NO_LABEL, Batch
-from xcloud.contracts.task import SPLITS, Scores, Split, UsedAs
+from xcloud.contracts.task import SPLITS, Scores, Split
 from xcloud.tasks.causal_text import CausalTokenizer, Document, columns_of, pack, pieces_of
 from xcloud.tasks.corpus.demo import DemoStories
 from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
@@ -47,7 +47,7 @@ class LanguageModelling(TextTask):
     """
 
     name: ClassVar[str] = "language_modelling"
-    used_as: ClassVar[UsedAs] = "causal language model"
+    used_as: ClassVar[str] = "causal language model"
     form: ClassVar[Form] = Form(
         "train.txt (plain text) or train.jsonl (text or messages)",
         {"txt": "text", "jsonl": "json"},

@@ -9,17 +9,13 @@ Rows of a source (SQuAD 1.1, XQuAD) are one of
     context, question, answers    as on the hub: {"text": […], "answer_start": […]}
 An answer without a start is placed at its first whole-word occurrence.
 
-Scores: Rajpurkar et al., arXiv:1606.05250, section 6.1. Answers are lowercased and stripped of
-ASCII punctuation, English articles and extra spaces before they are compared.
 Shapes: B samples (windows), S positions, N windows of a split.
 """
 
 from __future__ import annotations
 
 import re
-import string
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -38,15 +34,13 @@ from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, chosen_rows
 from xcloud.tasks.public_text import public_tokenizer
-from xcloud.tasks.scores import bootstrap_error, ratio_error
+from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
 from xcloud.tasks.tables import PairTable, num_special
 from xcloud.tasks.text_task import TextData, TextTask, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 KEYS = "task.path: a data set in the format of SQuAD"
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
 LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
@@ -116,31 +110,26 @@ def _records(table: Table) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
 
 
 def _question(context: str, qa: Mapping[str, Any], where: str) -> Question:
-    places = []
-    for answer in qa["answers"]:
-        place = _place(context, answer)
-        if place is None:
-            raise DataError(f"{where}: the answer {answer!r} is not at that place in its context")
-        places.append(place)
-    if not places:
+    if not qa["answers"]:
         raise DataError(
             f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's unanswerable "
             "questions are not supported"
         )
-    return Question(qa["question"], tuple(places))
+    return Question(qa["question"], tuple(_place(context, a, where) for a in qa["answers"]))
 
 
-def _place(context: str, answer: Any) -> tuple[str, int] | None:
-    """The answer's text and character offset; None if it is not there."""
+def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
+    """The answer's text and character offset."""
     if isinstance(answer, str):
-        text, start = answer, None
+        whole = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", context)
+        text, start = answer, whole.start() if whole else context.find(answer)
     else:
         text, start = answer["text"], answer.get("start", answer.get("answer_start"))
-    if start is not None:
-        return (text, start) if context[start : start + len(text)] == text else None
-    whole = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", context)
-    at = whole.start() if whole else context.find(text)
-    return (text, at) if text and at >= 0 else None
+        if start is None:
+            return _place(context, text, where)
+    if answer == "" or start < 0 or context[start : start + len(text)] != text:
+        raise DataError(f"{where}: the answer {answer!r} is not at that place in its context")
+    return text, start
 
 
 @dataclass(frozen=True)
@@ -380,29 +369,6 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
             )
             for question, window in best.items()
         }
-
-
-def normalised(answer: str) -> str:
-    """Normalise an answer for comparison: "The  Denver Broncos!" -> "denver broncos"."""
-    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
-
-
-def exact_match(answer: str, references: Sequence[str]) -> float:
-    """100 if the answer equals one of the references, else 0."""
-    return 100.0 * any(normalised(answer) == normalised(right) for right in references)
-
-
-def word_f1(answer: str, references: Sequence[str]) -> float:
-    """F1 over the words shared with a reference; best reference."""
-    return max(_f1(normalised(answer).split(), normalised(r).split()) for r in references)
-
-
-def _f1(words: list[str], right: list[str]) -> float:
-    shared = sum((Counter(words) & Counter(right)).values())
-    if not shared:
-        return 0.0
-    precision, recall = shared / len(words), shared / len(right)
-    return 100.0 * 2 * precision * recall / (precision + recall)
 
 
 @settings("task", kw_only=True)

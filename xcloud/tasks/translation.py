@@ -21,7 +21,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Scores, Split, UsedAs
+from xcloud.contracts.task import SPLITS, Scores, Split
 from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.folder import Folder, read_lines
 from xcloud.tasks.corpus.hub import Hub
@@ -65,7 +65,7 @@ class Translation(SourceTask):
     target_tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
     name: ClassVar[str] = "translation"
-    used_as: ClassVar[UsedAs] = "translation task"
+    used_as: ClassVar[str] = "translation task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
