@@ -214,6 +214,7 @@ class Gloo:
     """The carrier where `cluster.carrier` names no other; of open meetings it is GlooPairs."""
 
     def transport(self, meeting: Meeting) -> Transport:
+        assert not meeting.is_open
         if meeting.num_ranks > 1:
             dist.init_process_group(
                 "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
