@@ -16,7 +16,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
 from xcloud.claims import pages, reproduce
 from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
-from xcloud.claims.records import Record, made, page, verdict_of
+from xcloud.claims.reproduce import Record, made, page, verdict_of
 
 ROWS = [
     {"row": row, "seed": seed, "corpus": "a", "bleu": bleu + seed, "step_s": 1.0 + seed}

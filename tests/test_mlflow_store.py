@@ -97,6 +97,7 @@ def test_the_corpus_is_an_input_and_the_model_has_its_scores(
     }  # fmt: skip
     (model,) = client.search_logged_models([tracker.experiment_id], "metrics.bleu > 41")
     assert model.source_run_id == tracker.run_id and model.tags["corpus"] == "stories"
+    assert model.tags["run_folder"] in model.tags["mlflow.note.content"], "its page shows it"
     assert {m.key: (m.value, m.dataset_name) for m in model.metrics}["bleu"] == (
         41.92, "stories, test",
     )  # fmt: skip

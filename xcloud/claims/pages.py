@@ -13,7 +13,7 @@ import pandas as pd
 
 from xcloud.base.project import project_root
 from xcloud.claims.claims import FILE, Claim, Figure, judge, read_claims
-from xcloud.claims.records import FOLDER, Record
+from xcloud.claims.reproduce import FOLDER, Record
 from xcloud.report.site import Page, Picture, Table, write_site
 
 PAPER = Path("docs", "paper.md")

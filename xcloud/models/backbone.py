@@ -165,26 +165,20 @@ class SeededBackbone(OwnSizes):
         return Weights(config, encoder.state_dict())
 
 
-@settings("PublicBackbone")
-class PublicBackbone(Source):
-    """An OwnBackbone pretrained on public text, in the same cache, so that every cloud can build
-    the same one without private text.
+@settings("PublicBackbone", kw_only=True)
+class PublicBackbone(OwnBackbone):
+    """Pretrained on public text, so that every cloud can build the same one without private text.
 
     text, num_texts: to pretrain on; the task must use the same tokenizer.
     """
 
     text: PublicTexts
     num_texts: Annotated[int, Field(ge=2)] = 20_000
-    network: OwnBackbone = field(default_factory=OwnBackbone)
+
+    needs_sentences: ClassVar[bool] = False
 
     def describe(self) -> str:
-        return f"{self.network.describe()}, pretrained on {self.text.describe()}"
-
-    def width(self) -> int:
-        return self.network.width()
-
-    def depth(self) -> int:
-        return self.network.depth()
+        return f"{super().describe()}, pretrained on {self.text.describe()}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         ids = self.text.token_ids(context.cache_dir)
@@ -194,14 +188,9 @@ class PublicBackbone(Source):
                 f"the encoder's public text has the special ids {ids}, but the task's {name!r} "
                 f"has {seen}: give both the same tokenizer"
             )
-        sentences = self.text.sentences(self.num_texts, context.cache_dir)
-        public = replace(
-            context,
-            vocabularies={PUBLIC: ids},
-            sentences=lambda field_name: sentences,
-            setting=f"{context.setting}.network",
-        )
-        return self.network.weights(PUBLIC, public)
+        texts = self.text.sentences(self.num_texts, context.cache_dir)
+        public = replace(context, vocabularies={PUBLIC: ids}, sentences=lambda of: texts)
+        return super().weights(PUBLIC, public)
 
 
 @settings("PretrainedBackbone")

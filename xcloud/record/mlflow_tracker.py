@@ -331,10 +331,12 @@ class Sender(threading.Thread):
         (summary, at_s), run = ended, self._run
         scores, data = summary.get("quality", {}), summary.get("data") or {}
         corpus = data.get("name", "")
+        folder = str(run.run_dir.absolute())
+        note = f"Record: `{folder}` (experiment.yaml, summary.json, events.jsonl)"
         model = self._client.create_logged_model(
             self.experiment_id, re.sub(r"""[/:.%"'\s]+""", "_", run.name),
             source_run_id=self.run_id, params={"corpus": corpus[:500]}, model_type="xcloud",
-            tags={**run.tags, "corpus": corpus, "run_folder": str(run.run_dir.absolute())},
+            tags={**run.tags, "corpus": corpus, "run_folder": folder, "mlflow.note.content": note},
         )  # fmt: skip
         tested = {"dataset_name": f"{corpus}, test"[:500], "dataset_digest": data.get("digest")}
         metrics = [
