@@ -234,8 +234,9 @@ def ours(rank: int, schedule, compression):
     from torch.distributed.distributed_c10d import _get_default_store
 
     from tests.pipelines import wired_job
+    from xcloud.cluster.gloo_link import GlooTransport
     from xcloud.cluster.layout import Cloud, ClusterLayout
-    from xcloud.cluster.transport import GlooTransport, Meeting
+    from xcloud.cluster.transport import Meeting
     from xcloud.comm.boundary import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
     from xcloud.contracts.model import Stage, StageOutput

@@ -26,8 +26,9 @@ from xcloud.base.errors import XcloudError
 from xcloud.job.overrides import resumed
 from xcloud.launch import local
 from xcloud.launch import processes as launch
-from xcloud.record.checkpoints import CHECKPOINTS_DIR, CheckpointFolder
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.segments import CHECKPOINTS_DIR
 from xcloud.survive.resume import check_can_go_on
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -268,7 +269,7 @@ def _standing_by(count: int, log: Path) -> Callable[..., Child]:
             words = os.read(its_end, 4096).decode()
             if words:
                 ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
-                main = importlib.import_module("xcloud.watch.monitor").main
+                main = importlib.import_module("xcloud.watch.following").main
                 sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
 
         ready.append((end, fork(stand_by, log, {})))

@@ -4,8 +4,8 @@
         [--updates 64] [--json FILE]
 
 The job of benchmarks/predictions.py (--small there): its profile names a crossing for each
-compressor. Then one sweep for each bandwidth runs all compressors with timing=together: they take
-turns of four steps, so a ratio to the uncompressed step has an interval of 95 % (docs/sweeps.md).
+compressor. Then, for each bandwidth, all compressors run in turns of four steps, so a ratio to the
+uncompressed step has an interval of 95 % (benchmarks/in_turns.py).
 A compressor is seen to pay where the whole interval is below 1, and to cost where it is above; the
 crossing lies between the highest bandwidth with the one and the lowest with the other. Runs in
 rows, as before, could not tell: near a crossing nothing is at stake. Alone on the machine, two
@@ -18,32 +18,20 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
+from benchmarks.in_turns import StepRatio, timed
 from benchmarks.machine import ran_on, say_where
 from benchmarks.predictions import BASE, BLOCKS, COMPRESSORS, SMALL, Bench
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import GPipe
 from xcloud.plan.plans import NO_COMPRESSION, Plan
 from xcloud.plan.search import crossings, step_at
-from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.sweep.interleaving import KEY
 
 CODECS = [name for name in COMPRESSORS if name != NO_COMPRESSION]
-
-
-class Measured(NamedTuple):
-    """Step time / that without compression."""
-
-    ratio: float
-    low: float
-    high: float
 
 
 def main() -> None:
@@ -61,20 +49,20 @@ def main() -> None:
     plan = Plan("pipeline", (BLOCKS // 2, BLOCKS), GPipe(given.micro_batches), NO_COMPRESSION)
     line = LinkProfile(1e9)
     named = dict(crossings(step_at(bench.pricer(line), plan), CODECS))
-    seen: dict[str, dict[float, Measured]] = {name: {} for name in CODECS}
+    seen: dict[str, dict[float, StepRatio]] = {name: {} for name in CODECS}
     points = []
     for mbit in given.mbit:
         there = bench.pricer(replace(line, bandwidth_bits_per_s=1e6 * mbit))
         uncompressed_s = there.step_s(plan)
         ratios = measure(mbit, given.micro_batches, given.updates)
         for name in CODECS:
-            found = ratios[bench.profile.compressors[name].label]
+            found = ratios[name]
             foreseen = there.step_s(plan._replace(compression=name)) / uncompressed_s
             seen[name][mbit] = found
             print(f"{mbit:g} Mbit/s {name}: {foreseen:.3f} foreseen, {found.ratio:.3f} measured "
                   f"({found.low:.3f} to {found.high:.3f})", flush=True)  # fmt: skip
             points.append({"mbit": mbit, "compression": name, "foreseen": foreseen,
-                           **found._asdict()})  # fmt: skip
+                           **asdict(found)})  # fmt: skip
     said = list(tell({name: rate / 1e6 for name, rate in named.items()}, seen))
     print("\n".join(said))
     if given.json:
@@ -83,33 +71,22 @@ def main() -> None:
         given.json.write_text(json.dumps(found_all, indent=1) + "\n")
 
 
-def measure(mbit: float, micro_batches: int, updates: int) -> dict[str, Measured]:
-    """Of each compressor, by its label. One sweep, as a user would run it."""
+def measure(mbit: float, micro_batches: int, updates: int) -> dict[str, StepRatio]:
+    """Of each compressor, by its name."""
     job = [setting for setting in BASE if not setting.startswith("plan")]
+    job += [
+        *SMALL.settings, f"cluster.wan.bandwidth_bits_per_s={1e6 * mbit}",
+        "cluster.wan.latency_s=0", f"schedule.num_micro_batches={micro_batches}",
+        f"model.blocks_per_stage=[{BLOCKS // 2}]", f"training.max_steps={updates}",
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "run.py", "-m", *job, *SMALL.settings,
-            f"compression={','.join(COMPRESSORS)}",
-            f"cluster.wan.bandwidth_bits_per_s={1e6 * mbit}", "cluster.wan.latency_s=0",
-            f"schedule.num_micro_batches={micro_batches}",
-            f"model.blocks_per_stage=[{BLOCKS // 2}]", f"training.max_steps={updates}",
-            "hydra.launcher.timing=together", f"hydra.sweep.dir={folder}/sweep",
-        ]  # fmt: skip
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            raise RuntimeError(
-                f"{' '.join(command)}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
-            )
-        found = {}
-        for file in Path(folder).rglob(SUMMARY_FILE):
-            summary = read_summary(file.parent)
-            if ratio := summary.get(KEY):
-                found[summary["compression"]] = Measured(*(ratio[key] for key in Measured._fields))
-    return found
+        rounds = timed({c: [*job, f"compression={c}"] for c in COMPRESSORS}, Path(folder))
+    ratios = {c: StepRatio.of(own, rounds[NO_COMPRESSION]) for c, own in rounds.items()}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
 def tell(
-    named: Mapping[str, float], seen: Mapping[str, Mapping[float, Measured]]
+    named: Mapping[str, float], seen: Mapping[str, Mapping[float, StepRatio]]
 ) -> Iterator[str]:
     """A line of each compressor. named, and the keys of seen: Mbit/s."""
     for name, places in seen.items():

@@ -30,9 +30,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.pipelines import wired_job
 from xcloud.cluster.frame import Kind
+from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
-from xcloud.cluster.transport import GlooTransport, Meeting
+from xcloud.cluster.transport import Meeting
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed
+from xcloud.parallel.one_way import ConsumptionPlan, Feed
 from xcloud.plan.engine import Program, run
 
 

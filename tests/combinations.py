@@ -26,11 +26,12 @@ from tests.event_lines import steps_done
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
+from xcloud.cluster.gloo_pairs import GlooPairs
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Gloo
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression, PerBoundary, Phase, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
@@ -54,7 +55,7 @@ from xcloud.plan.settings import Autopilot
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
-from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
+from xcloud.security.defences import GaussianNoise, MaxNorm
 from xcloud.security.policy import Visibility
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.resume import RankCheckpoints, newest_common
@@ -195,9 +196,9 @@ FACTORS: dict[str, dict[str, Any]] = {
         "cloud": CloudPrivacy(clip=0.5, noise=0.1),
     },
     "defences": {
-        "none": Defences(),
-        "gaussian": Defences(forward=GaussianNoise(1.0, 0.01)),
-        "max_norm": Defences(backward=MaxNorm()),
+        "none": {},
+        "gaussian": {"forward": GaussianNoise(1.0, 0.01)},
+        "max_norm": {"backward": MaxNorm()},
     },
     "on_divergence": {"stop": "stop", "skip": "skip"},
     "evaluate_every": {"0": 0, "2": 2},
@@ -345,7 +346,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         if job.is_elastic:
             meet = partial(meet_here, job, rank, run_dir)
             meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
-            transport = Gloo().transport(meeting)
+            transport = GlooPairs().transport(meeting)
         process = rank_process.Process(StopSignal())
         rank_process.live(job, run_dir, {}, verdict, process, transport)
 

@@ -54,6 +54,10 @@ class ToyFeed:
     max_positions = None
 
     @property
+    def data(self) -> str:
+        return "toy batches"
+
+    @property
     def max_payload_bytes(self) -> int:
         return self.rows * (WIDTH + 1)
 
@@ -241,7 +245,7 @@ def feed_config(
             "_target_": "xcloud.job.one_way.OneWayTraining",
             "max_steps": 12, "batches_per_step": 2, **groups.get("training", {}),
         },
-        "feed": {"_target_": "xcloud.parallel.one_way.plan.Feed", **groups.get("feed", {})},
+        "feed": {"_target_": "xcloud.parallel.one_way.Feed", **groups.get("feed", {})},
         "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
         **groups.get("more", {}),
     }  # fmt: skip

@@ -57,8 +57,8 @@ from xcloud.parallel.control import (
 )
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import Order
+from xcloud.parallel.one_way import Order
+from xcloud.rank.one_way.inbox import Inbox, OrderBook
 from xcloud.record.checkpoints import CheckpointFolder
 
 Parts = tuple[Tensor, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,15 +18,18 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.job.experiment import Experiment
+from xcloud.job.job import PipelineJob
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.security.defences import Defences
+from xcloud.security.defences import Defence
+from xcloud.security.policy import Visibility
 from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import Wiring, wire
 
@@ -96,10 +100,12 @@ def wired_job(
     known = {
         "cluster": layout, "boundaries": dict(boundaries), "compression": compression,
         "schedules": [schedule], "max_micro_batch": max_samples, "seed": seed,
-        "security": SimpleNamespace(defences=Defences()), "ties_ends": False, "is_elastic": False,
+        "security": Visibility(), "ties_ends": False, "is_elastic": False,
         "training": SimpleNamespace(activation_cache_mb=0),
     }  # fmt: skip
-    return cast(Experiment, SimpleNamespace(**(known | more)))
+    job = SimpleNamespace(**(known | more))
+    job.defences_at = partial(PipelineJob.defences_at, job)
+    return cast(Experiment, job)
 
 
 def wired(
@@ -108,7 +114,7 @@ def wired(
     compression: Compression | Phased | PerBoundary | Selectable,
     *,
     schedule: Schedule = GPipe(16),  # noqa: B008
-    defences: Defences | None = None,
+    defences: Mapping[str, Defence] | None = None,
     max_samples: int = 100,
     record_from: int | None = None,
     seed: int = 7,
@@ -122,7 +128,7 @@ def wired(
     world = MemoryWorld()
     job = wired_job(
         layout, boundaries, compression, schedule, max_samples, seed,
-        security=SimpleNamespace(defences=defences or Defences()), ties_ends=ties_ends,
+        security=Visibility(defences=cast(Any, defences or {})), ties_ends=ties_ends,
         training=SimpleNamespace(activation_cache_mb=kept_bytes / MEGABYTE),
     )  # fmt: skip
 
@@ -144,7 +150,7 @@ def pipelines(
     boundaries: Mapping[int, Boundary] | None = None,
     stages: Mapping[int, Stage] | None = None,
     memory: Memory | None = None,
-    defences: Defences | None = None,
+    defences: Mapping[str, Defence] | None = None,
 ) -> list[Pipeline]:
     """One pipeline per rank, joined by in-process links. record_from: as of StepClock.
     stages, with the boundaries behind them: instead of the toy's (one boundary for all).

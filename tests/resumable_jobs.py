@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from tests.trainers import Rank, ranks
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Compression, Phase, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phase, Phased
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
@@ -17,7 +18,8 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from xcloud.demo_corpus import pairs as demo_pairs
-from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
 
 @cache
@@ -23,7 +23,7 @@ def small_tokenizer(num_separators: int = 1) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class SmallTokenizer:
+class SmallTokenizer(TokenizerChoice):
     """TokenizerChoice."""
 
     num_separators: int = 1

@@ -21,7 +21,8 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.compression import Compression, Phase, Phased, Selectable, Selection
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
 from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
@@ -33,7 +34,7 @@ from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot
 from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec_costs
 from xcloud.record.summary import RunStatistics
-from xcloud.training.batch_plan import PinnedBatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
@@ -160,7 +161,7 @@ def test_both_ends_of_every_boundary_switch_at_the_same_step(name: str) -> None:
     assert train(made, 1, 12) == expected
     plain = ranks(LAYOUTS[name], TRAINING, NONE)
     assert train(plain, 1, 12) != expected
-    assert {rank.wiring.boundaries.switches.since_step for rank in made} == {8}
+    assert {rank.wiring.boundaries.shared(Selection).since_step for rank in made} == {8}
 
 
 def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_meanwhile() -> None:
@@ -289,8 +290,8 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     # Looks from the second update on, of which two must agree.
     assert (event["step"], event["choice"], event["before"]) == (3, "int4+int4", "none+none")
     assert "a to b 0.0 Mbit/s, b to a 0.0 Mbit/s" in event["reason"]
-    assert {rank.wiring.boundaries.switches.choice for rank in slow} == {1}
-    assert {rank.wiring.boundaries.switches.choice for rank in fast} == {0}
+    assert {rank.wiring.boundaries.shared(Selection).choice for rank in slow} == {1}
+    assert {rank.wiring.boundaries.shared(Selection).choice for rank in fast} == {0}
     assert not any(b"autopilot" in line for line in fast[0].told)
     sent = [rank.wiring.wan_stats for rank in (slow[0], fast[0])]
     few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
@@ -304,8 +305,8 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         resumed = RunStatistics(2)
-        for one in (*events, {"event": "resume", "step": step, "rank": 0, "t": 0.0}):
-            resumed.feed(one)
+        resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
+        resumed.feed_log(lambda resume=resume: [*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))
 
 

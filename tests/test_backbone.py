@@ -18,10 +18,9 @@ from tests.translation_models import IDS, context, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
 from xcloud.models import backbone, checkpoint
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.checkpoint import export_bert, read_weights
-from xcloud.models.encoder import Encoder
+from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
 
 SMALL = OwnBackbone(

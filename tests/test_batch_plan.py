@@ -11,7 +11,8 @@ from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.memory import DeltaCache
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan, cut
+from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.training.pinned_batches import PinnedBatchPlan
 
 
 def test_every_sample_comes_once_in_each_epoch() -> None:

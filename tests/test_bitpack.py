@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xcloud.comm.bits import pack, packed_bytes, unpack
+from xcloud.comm.precision import pack, packed_bytes, unpack
 
 
 @pytest.fixture(autouse=True)

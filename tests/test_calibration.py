@@ -13,10 +13,9 @@ from tests.translation_models import IDS
 from tests.understanding_models import HIDDEN, RandomText, backbone, model, where
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import TokenIds
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import PublicBackbone, Weights
 from xcloud.models.calibration import measured_basis
-from xcloud.models.encoder import Encoder
+from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.split_point import Basis, Split
 
 TEXT = RandomText(9)
@@ -137,9 +136,8 @@ def test_public_text_of_another_tokenizer_is_refused(tmp_path: Path, weights: We
     foreign = RandomText(9, TokenIds(1000, 0, 1, 2, 3))
     with pytest.raises(ConfigError, match="1000 token ids, but the model has 24"):
         measured_basis(Split(1, 5, "pca"), model().lower(weights), SIZES, foreign, where(tmp_path))
-    network = backbone().network
     with pytest.raises(ConfigError, match="give both the same tokenizer"):
-        PublicBackbone(foreign, 40, network).weights("text", where(tmp_path))
+        replace(backbone(), text=foreign).weights("text", where(tmp_path))
 
 
 def test_a_public_backbone_is_the_same_for_those_who_see_no_text(tmp_path: Path) -> None:
@@ -149,4 +147,4 @@ def test_a_public_backbone_is_the_same_for_those_who_see_no_text(tmp_path: Path)
     assert seeing.tensors is not None and blind.tensors is not None
     assert all(torch.equal(seeing.tensors[k], blind.tensors[k]) for k in seeing.tensors)
     with pytest.raises(ConfigError, match=r"PublicBackbone\.text must be a PublicTexts"):
-        PublicBackbone("text")  # type: ignore[arg-type]
+        PublicBackbone(text="text")  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from xcloud.models.causal_network import Elsewhere, Lora
 from xcloud.models.causal_stage import attention_masks
 from xcloud.models.split_point import Split
 from xcloud.rank.export import export_stage, whole
-from xcloud.rank.meters import SavedTensors
+from xcloud.rank.memory import SavedTensors
 from xcloud.training.settings import autocast_for
 
 UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]
@@ -282,15 +282,15 @@ def test_the_first_stage_reads_the_text_and_the_last_the_labels(tmp_path: Path) 
     assert [model.parts(n, 2) for n in range(2)] == [{"embeddings", "layers"}, {"layers", "head"}]
 
 
-def test_scores_are_the_nats_and_the_tokens_of_each_sample(tmp_path: Path) -> None:
+def test_scores_are_the_nats_and_the_tokens_of_each_document(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     stages = [stage.eval() for stage in build(trained(tmp_path), 2, where(tmp_path))]
     batch = batch_of(*UNEVEN, *PACKED)
     found = stages[1].predict(through(stages, batch), batch)
 
-    assert [count for _, count in found] == [8, 3, 0, 7, 3]
+    assert [sample[1::2] for sample in found] == [[8], [3], [0], [4, 3], [1, 0, 2]]
     total = float(loss_of(stages, batch).detach())
-    assert sum(nats for nats, _ in found) / 1e6 == pytest.approx(total, rel=1e-5)
+    assert sum(sum(sample[::2]) for sample in found) / 1e6 == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -63,7 +63,7 @@ class Attempt:
         tables = {h.rank: h.table() for h in self.holders}
         self.from_step, self.note = newest_common(tables, lambda rank: f"rank {rank}")
         for holder, rank in zip(self.holders, made, strict=True) if self.from_step else ():
-            parts = {"trainer": rank.trainer, "channels": rank.wiring}
+            parts = rank.stateful
             load_states(parts, holder.restore(self.from_step, states_of(parts), {})[0], "a rank")
 
     def train(self, until_step: int = LAST) -> None:
@@ -287,7 +287,7 @@ def test_each_rank_of_a_sharded_stage_gets_its_own_part_again(tmp_path: Path) ->
     for rank in range(3):
         stage = 0 if rank < 2 else 1
         state: State = {
-            "trainer.num_updates": 5, "trainer.guard.num_in_a_row": 0,
+            "trainer.num_updates": 5, "guard.num_in_a_row": 0,
             f"trainer.stage {stage}.values.w": torch.full((2,), float(rank)),
         }  # fmt: skip
         holder = sharded(tmp_path, rank)

@@ -28,7 +28,8 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
 from xcloud.comm.compressor import Chain, ChannelId
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory

@@ -14,10 +14,9 @@ import pytest
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
-from xcloud.claims import list as listing
-from xcloud.claims import reproduce, site
+from xcloud.claims import pages, reproduce
 from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
-from xcloud.claims.records import Record, made, page, verdict_of
+from xcloud.claims.reproduce import Record, made, page, verdict_of
 
 ROWS = [
     {"row": row, "seed": seed, "corpus": "a", "bleu": bleu + seed, "step_s": 1.0 + seed}
@@ -89,7 +88,7 @@ def test_a_claim_that_shows_nothing_is_refused(changed: dict[str, Any], message:
 
 def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
     claims = read_claims(project_root() / FILE)
-    records = listing.read_records(claims)
+    records = pages.read_records(claims)
     folders = {path.parent.name for path in (project_root() / "records").glob("*/record.json")}
     assert folders == set(records)
     for name, record in records.items():
@@ -100,8 +99,8 @@ def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
 
 def test_the_papers_page_is_what_the_records_say() -> None:
     claims = read_claims(project_root() / FILE)
-    written = (project_root() / listing.PAPER).read_text("utf-8")
-    assert written == listing.paper_page(claims, listing.read_records(claims))
+    written = (project_root() / pages.PAPER).read_text("utf-8")
+    assert written == pages.paper_page(claims, pages.read_records(claims))
 
 
 def test_a_rule_may_stand_for_several(tmp_path: Path) -> None:
@@ -151,7 +150,8 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 ) -> None:
     ran = []
 
-    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], stdout: Any, **given: Any) -> subprocess.CompletedProcess[str]:
+        stdout.write("step 1/1")
         words = command[2:-2]
         folder = Path(command[-2].removeprefix("hydra.run.dir="))
         ran.append((folder.name, words))
@@ -163,13 +163,15 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 
     mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
     monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
-    ours = SimpleNamespace(run=run, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    ours = SimpleNamespace(run=run, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr(reproduce, "subprocess", ours)
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
     kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
-    assert kept == ["experiment.yaml", "summary.json"] and not (tmp_path / "work").exists()
+    assert kept == ["experiment.yaml", "run.log", "summary.json"]
+    assert (tmp_path / "runs" / "ours-seed1" / "run.log").read_text() == "step 1/1"
+    assert not (tmp_path / "work").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
@@ -194,7 +196,7 @@ def test_missing_data_and_unknown_claims_are_one_line(
 
 def quotes() -> Iterator[tuple[str, str, str]]:
     claims = read_claims(project_root() / FILE)
-    for name, record in listing.read_records(claims).items():
+    for name, record in pages.read_records(claims).items():
         for quote in claims[name].quotes:
             yield name, quote.file, quote.filled(record.rows)
 
@@ -223,9 +225,9 @@ def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
 @pytest.mark.usefixtures("pictures")
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made(claim(), ROWS, [], "2026-01-01", False)
-    monkeypatch.setattr(site, "read_claims", lambda path: {"front": claim()})
-    monkeypatch.setattr(site, "read_records", lambda claims: {"front": record})
-    assert site.main(["--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(pages, "read_claims", lambda path: {"front": claim()})
+    monkeypatch.setattr(pages, "read_records", lambda claims: {"front": record})
+    assert pages.site(["--out", str(tmp_path)]) == 0
     index = (tmp_path / "index.html").read_text("utf-8")
     study = (tmp_path / "front.html").read_text("utf-8")
     assert 'href="front.html"' in index and "reproduced" in index

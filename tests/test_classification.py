@@ -85,11 +85,11 @@ def test_each_rank_keeps_only_what_it_may_see(
         view = views[fields]
         assert view.text_fields == frozenset() and view._tokenizer is None and not view._tables
         for reach in (view.vocabulary, view.sentences):
-            with pytest.raises(DataError, match="is not a text field visible here"):
+            with pytest.raises(DataError, match="is no text field visible here"):
                 reach("text")
     for fields in (TEXT, NONE):
         assert not views[fields]._labels
-        with pytest.raises(DataError, match="labels are not visible"):
+        with pytest.raises(DataError, match="'label' is no field visible here"):
             views[fields].score("test", {0: [1]})
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.replicas import same_bits
 from tests.runs import command
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import PerTensor
+from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Chain, Nothing
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK

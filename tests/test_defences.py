@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pipelines import D, in_threads, pipelines, samples
+from tests.pipelines import D, in_threads, pipelines, samples, wired_job
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.compression import Compression
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
 from xcloud.security.defences import (
     Defence,
-    Defences,
     GaussianNoise,
     Marvell,
     MaxNorm,
@@ -23,6 +23,7 @@ from xcloud.security.defences import (
     noise_shape,
 )
 from xcloud.security.leak_meter import auc, norm_attack
+from xcloud.security.policy import Visibility
 from xcloud.training.batch_plan import cut
 
 COUNTS = torch.tensor([3, 1, 2, 4])
@@ -192,12 +193,7 @@ def test_marvell_refuses_labels_that_are_not_binary(labels: Tensor) -> None:
         (lambda: GaussianNoise(1.0, -1.0), "GaussianNoise.sigma"),
         (lambda: GaussianNoise(1.0, 1.0, "median"), "GaussianNoise.unit"),  # type: ignore[arg-type]
         (lambda: Marvell(0.0), "Marvell.power"),
-        (lambda: Defences(forward=Marvell(1.0)), "use it backward"),
-        (lambda: Defences(backward="marvell"), "must be a Defence"),  # type: ignore[arg-type]
-        (
-            lambda: Defences(backward=Marvell(1.0)).check(frozenset({"target"})),
-            "needs the batch field 'label', but the last stage reads target",
-        ),
+        (lambda: Visibility(defences={"backward": "marvell"}), "must be a Defence"),  # type: ignore[dict-item]
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_words(make, said: str) -> None:
@@ -206,20 +202,22 @@ def test_settings_that_make_no_sense_are_refused_in_words(make, said: str) -> No
 
 
 def test_labels_that_marvell_cannot_hide_are_refused_when_they_are_known() -> None:
-    marvell = Defences(backward=Marvell(1.0))
-    marvell.check_head("classes", 2)
-    Defences(backward=MaxNorm()).check_head("span", 2)
+    marvell = Marvell(1.0)
+    marvell.check_labels("classes", 2)
+    MaxNorm().check_labels("span", 2)
     for kind, num_outputs in (("classes", 3), ("value", 1), ("span", 2)):
         with pytest.raises(ConfigError, match=f"of kind '{kind}' with {num_outputs} outputs"):
-            marvell.check_head(kind, num_outputs)
+            marvell.check_labels(kind, num_outputs)
 
 
 def test_a_defence_acts_where_what_it_protects_leaves_its_cloud() -> None:
-    both = Defences(forward=GaussianNoise(1, 1), backward=MaxNorm())
+    both: dict[str, Defence] = {"forward": GaussianNoise(1, 1), "backward": MaxNorm()}
 
-    def acts(*clouds: str) -> list[set[str]]:
-        last = len(clouds) - 1
-        return [set(both.at(stage, clouds.__getitem__, last)) for stage in range(last)]
+    def acts(*held_by: str) -> list[set[str]]:
+        stages = {name: [s for s, n in enumerate(held_by) if n == name] for name in held_by}
+        layout = ClusterLayout({name: Cloud(stages=own) for name, own in stages.items()})
+        job = wired_job(layout, {}, Compression(), GPipe(1), 1, security=Visibility(defences=both))
+        return [set(job.defences_at(stage, 0)) for stage in range(len(held_by) - 1)]
 
     assert acts("a", "b") == [{"forward", "backward"}]
     assert acts("a", "a") == [set()]
@@ -230,7 +228,8 @@ def test_a_defence_acts_where_what_it_protects_leaves_its_cloud() -> None:
 
 def defended(backward: Defence | None = None, forward: Defence | None = None) -> list[Pipeline]:
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()})
-    return pipelines(layout, defences=Defences(forward, backward))
+    chosen = {"forward": forward, "backward": backward}
+    return pipelines(layout, defences={way: d for way, d in chosen.items() if d is not None})
 
 
 def step(ranks: list[Pipeline], micro_batches: int = 4) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from tests.local_replicas import (
 from tests.local_replicas import equal as equal_values
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
-from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
+from tests.trainers import LAYOUTS, SKIP, Rank, ranks, spoil, update
 from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.model import StageOutput
@@ -34,16 +34,16 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.part import StepReport
 from xcloud.parallel.partition import by_tensor
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Optimizer, Training
-from xcloud.training.trainer import DivergenceGuard, Trainer
 
 
-def state(ranks: list[Trainer]) -> list[Any]:
+def state(job: list[Rank]) -> list[Any]:
     """Parameters and moments of all ranks."""
     found: list[Any] = []
-    for trainer in ranks:
-        for stage, module in trainer.pipeline.stages.items():
-            optimizer = trainer.stages[stage].trained.optimizer
+    for rank in job:
+        for stage, module in rank.trainer.pipeline.stages.items():
+            optimizer = rank.trainer.stages[stage].trained.optimizer
             assert optimizer is not None
             moments = optimizer.state_dict()["state"]
             found.append(copy.deepcopy((module.state_dict(), moments)))
@@ -68,30 +68,30 @@ def test_a_bad_gradient_of_one_stage_leaves_every_rank_as_it_was(
     layout: ClusterLayout, stage: int, clip_norm: float, value: float
 ) -> None:
     training = replace(SKIP, optimizer=Optimizer(0.1, 1, clip_norm=clip_norm))
-    ranks = trainers(layout, training)
-    update(ranks, 1)
-    before = state(ranks)
-    hook = spoil(ranks, stage, value)
-    reports = update(ranks, 2)
+    job = ranks(layout, training)
+    update(job, 1)
+    before = state(job)
+    hook = spoil(job, stage, value)
+    reports = update(job, 2)
 
-    assert equal(state(ranks), before)
+    assert equal(state(job), before)
     assert all(isinstance(r, StepReport) and r.skipped and r.loss is None for r in reports)
     hook.remove()
-    reports = update(ranks, 3)
-    assert not equal(state(ranks), before)
+    reports = update(job, 3)
+    assert not equal(state(job), before)
     assert all(isinstance(r, StepReport) and r.skipped is None for r in reports)
     assert [r.loss for r in reports if isinstance(r, StepReport) and r.loss is not None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_by_default_every_rank_stops_with_the_parameters_it_had(layout: ClusterLayout) -> None:
-    ranks = trainers(layout, replace(SKIP, on_divergence="stop"))
-    update(ranks, 1)
-    before = state(ranks)
-    spoil(ranks, 0, math.nan)
-    errors = update(ranks, 2)
+    job = ranks(layout, replace(SKIP, on_divergence="stop"))
+    update(job, 1)
+    before = state(job)
+    spoil(job, 0, math.nan)
+    errors = update(job, 2)
 
-    assert equal(state(ranks), before)
+    assert equal(state(job), before)
     for error in errors:
         assert isinstance(error, str)
         assert error.startswith("the loss or gradient of step 2 is not finite")
@@ -99,8 +99,8 @@ def test_by_default_every_rank_stops_with_the_parameters_it_had(layout: ClusterL
 
 
 def test_a_bad_loss_with_good_gradients_is_no_update_either() -> None:
-    ranks = trainers(LAYOUTS["three clouds"], SKIP)
-    last = ranks[2].pipeline.stages[2]
+    job = ranks(LAYOUTS["three clouds"], SKIP)
+    last = job[2].trainer.pipeline.stages[2]
     forward = last.forward
 
     def spoilt(*arguments: Any) -> Any:
@@ -108,20 +108,24 @@ def test_a_bad_loss_with_good_gradients_is_no_update_either() -> None:
         return StageOutput(loss=output.loss + torch.nan)
 
     last.forward = spoilt  # type: ignore[method-assign]
-    before = state(ranks)
-    update(ranks, 1)
+    before = state(job)
+    update(job, 1)
 
-    assert equal(state(ranks), before)
+    assert equal(state(job), before)
 
 
 def test_skips_in_a_row_have_a_bound_and_a_good_update_starts_anew() -> None:
-    guard = DivergenceGuard("skip", 2)
-    assert [guard.skips("x", good) for good in (False, False, True, False, False)] == [
-        True, True, False, True, True,
-    ]  # fmt: skip
-    assert "2 in a row, at most 2" in guard.note("x")
+    training = replace(SKIP, max_skips_in_a_row=2)
+    (rank,) = job = ranks(LAYOUTS["one process"], training)
+    for step, is_bad in enumerate((True, True, False, True, True), 1):
+        hook = spoil(job, 0, math.nan) if is_bad else None
+        (report,) = update(job, step)
+        assert isinstance(report, StepReport) and bool(report.skipped) == is_bad
+        if hook is not None:
+            hook.remove()
+    assert report.skipped is not None and "2 in a row, at most 2" in report.skipped
     with pytest.raises(TrainingDiverged, match="max_skips_in_a_row is 2"):
-        guard.skips("x", False)
+        rank.part(DivergenceGuard).skip(6)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 
     def trained(job: list[Rank]) -> list[Tensor]:
         for step in range(1, 5):
-            spoiled = spoil([r.trainer for r in job], 0, torch.nan) if step == 3 else None
+            spoiled = spoil(job, 0, torch.nan) if step == 3 else None
             in_threads([partial(r.update, step) for r in job])
             if spoiled is not None:
                 spoiled.remove()

@@ -15,8 +15,8 @@ from xcloud.contracts.one_way_parts import Fed
 from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.networks import with_ends
 from xcloud.electra.parts import DiscriminatorSettings, Generator
-from xcloud.models.attention import Packing
-from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, PublicBackbone, SeededBackbone
+from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
+from xcloud.models.encoder import Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.tasks.corpus.multilingual import DemoText, FolderText
@@ -230,7 +230,7 @@ def test_a_frozen_generator_needs_weights_and_trains_nothing(
 
 def public_backbone(text: MultilingualText, num_texts: int = 300) -> PublicBackbone:
     pretraining = MaskedLanguageModelling(steps=3)
-    return PublicBackbone(text, num_texts, OwnBackbone(32, 1, 2, 64, 0.1, pretraining))
+    return PublicBackbone(32, 1, 2, 64, 0.1, pretraining, text=text, num_texts=num_texts)
 
 
 def test_all_clouds_may_start_from_one_network_pretrained_on_public_text(cache_dir: Path) -> None:

@@ -14,8 +14,7 @@ from xcloud.electra.networks import (
     sample_words,
     with_ends,
 )
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import LONGEST_WORD, choose_masked
 from xcloud.models.stages import seeded
 

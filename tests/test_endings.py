@@ -24,7 +24,8 @@ from tests.runs import (
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.launch import processes as launch
-from xcloud.launch.rank_process import EXIT_PEER_LOST
+from xcloud.launch.failures import EXIT_PEER_LOST
+from xcloud.record.rank_state import failure_of
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +155,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
             rank.kill()
             rank.wait()
     for rank, waits in ((0, ""), (1, " while this rank waited for the barrier of 2 ranks")):
-        failure = launch.failure_of(tmp_path, rank)
+        failure = failure_of(tmp_path, rank)
         assert failure is not None
         assert f"rank 2 (cloud b) sent no heartbeat for 2.5 s{waits}" in failure["message"]
     wait_for(lambda: no_workers(tmp_path), 60)  # the monitor writes what the run was

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
+from tests.trainers import LAYOUTS, SKIP, Rank, ranks, spoil, update
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, RankGroup, Work, squared_norm
 from xcloud.parallel.part import StepReport
-from xcloud.training.trainer import Trainer
 
 SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))
 ALONE = RankGroup.alone()
@@ -86,9 +85,9 @@ class Spy(Exchange):
                 parameter.data.zero_()
 
 
-def spied(ranks: list[Trainer]) -> list[Spy]:
+def spied(job: list[Rank]) -> list[Spy]:
     spies = []
-    for trainer in ranks:
+    for trainer in (rank.trainer for rank in job):
         trainer.exchange = Spy(trainer.exchange)
         spies.append(trainer.exchange)
     return spies
@@ -98,24 +97,24 @@ def spied(ranks: list[Trainer]) -> list[Spy]:
 def test_the_trainer_asks_around_every_update_and_the_norm_is_of_what_came_back(
     layout: Any,
 ) -> None:
-    plain, other = (trainers(layout, SKIP_AND_CLIP) for _ in range(2))
+    plain, other = (ranks(layout, SKIP_AND_CLIP) for _ in range(2))
     spies = spied(other)
     norms = [
-        next(r.grad_norm for r in update(ranks, 1) if isinstance(r, StepReport))
-        for ranks in (plain, other)
+        next(r.grad_norm for r in update(job, 1) if isinstance(r, StepReport))
+        for job in (plain, other)
     ]
 
     assert norms[0] is not None and norms[1] == pytest.approx(norms[0] / 2)
     assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
-    for module in (module for trainer in other for module in trainer.pipeline.stages.values()):
+    for module in (module for rank in other for module in rank.trainer.pipeline.stages.values()):
         assert not any(p.any() for p in module.parameters())
 
 
 def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
-    ranks = trainers(LAYOUTS["three clouds"], SKIP)
-    spies = spied(ranks)
-    spoil(ranks, 1, math.nan)
-    update(ranks, 1)
+    job = ranks(LAYOUTS["three clouds"], SKIP)
+    spies = spied(job)
+    spoil(job, 1, math.nan)
+    update(job, 1)
 
     assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
 

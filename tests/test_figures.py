@@ -10,7 +10,7 @@ import pytest
 
 from tests.figures import check_figures, figures_of
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.record.one_way_summary import OneWayStatistics
+from xcloud.job.one_way import OneWayStatistics
 from xcloud.record.summary import RunStatistics
 
 NUM_STEPS = 47
@@ -140,8 +140,7 @@ def test_a_one_way_jobs_figures_are_those_of_its_events() -> None:
                 "sync_s": 0.0, "sent": {"forward": sum(fed.values()), "other": 60},
                 "taken": {"en": 2, "de": 1}, "skipped": {"de": int(step == 3)}, "fed_bytes": fed,
                 "line_s": {name: size / 1e4 for name, size in fed.items()},
-                **({"samples": 12, "tokens": 300, "loss": draw.uniform(0.1, 0.6),
-                    "counts": {"true_positives": 6, "false_positives": 2, "false_negatives": 4}}
+                **({"samples": 12, "tokens": 300, "loss": draw.uniform(0.1, 0.6)}
                    if rank == 0 else {}),
             })  # fmt: skip
     events.append(quality("test", num_steps, {"replaced_loss": 0.352846}, 60.0))
@@ -175,7 +174,6 @@ def test_a_one_way_jobs_figures_are_those_of_its_events() -> None:
         assert own["num_batches"] == (4 if name == "en" else 2) * num_steps
     assert feed["producers"]["en"]["share_taken"] == pytest.approx(2 / 3, abs=1e-4)
     assert summary["link_utilisation"]["forward"] == pytest.approx(max(use.values()), abs=1e-3)
-    assert (feed["precision"], feed["recall"]) == (0.75, 0.6)
     assert feed["num_batches"] == 6 * num_steps and feed["num_skipped"] == 2
     carried = sum(sum(event["fed_bytes"].values()) for event in steps)
     assert feed["bytes_per_token"] == pytest.approx(carried / (300 * num_steps), abs=1e-4)

@@ -17,8 +17,8 @@ from xcloud.base.errors import RunFailed
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.contracts.model import Stage
 from xcloud.job import config as configs
+from xcloud.launch.failures import EXIT_FAILED, write_failure
 from xcloud.launch.local import run
-from xcloud.launch.rank_process import EXIT_FAILED, write_failure
 from xcloud.rank.export import export_stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter

@@ -17,14 +17,27 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, OF_RANK_0
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.wire_audit import audit_file
-from xcloud.watch import monitor as monitors
-from xcloud.watch.monitor import Monitor, main
+from xcloud.watch import following
+from xcloud.watch.following import main
+from xcloud.watch.monitor import Monitor
 
-XCLOUD = Path(monitors.__file__).parents[1]
+OF_RANK_0 = {
+    "data": "name digest rows",
+    "resume": "step changed",
+    "autopilot": "step choice before reason predicted_s",
+    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
+    "producer": "producer state step",
+    "merge": "step weights",
+    "partial_merge": "step weights",
+    "absence": "absent ranks what step",
+    "refused_reports": "sender num reason",
+}
+"""Fields of what nobody but rank 0 reports, of all."""
+XCLOUD = Path(following.__file__).parents[1]
 
 
 @pytest.fixture
@@ -201,7 +214,7 @@ def test_a_monitor_that_fails_still_leaves_a_summary(
         raise RuntimeError("no more")
 
     monkeypatch.setattr(Monitor, "start", fail)
-    monkeypatch.setattr(monitors.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(following.signal, "signal", lambda *_: None)
     caplog.set_level(logging.CRITICAL)
     file = tmp_path / configs.EXPERIMENT_FILE
     assert main([str(tmp_path), "--experiment", str(file), "--parent", "1"]) == 1

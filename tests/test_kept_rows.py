@@ -24,7 +24,8 @@ from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
 from xcloud.parallel.one_forward_one_backward import ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.training.batch_plan import PinnedBatchPlan, cut
+from xcloud.training.batch_plan import cut
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
 
 NUM_SAMPLES, STEPS, SIZE = 40, 9, 16  # 3.6 epochs

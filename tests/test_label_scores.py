@@ -9,13 +9,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from xcloud.tasks.question_answering import exact_match, normalised, word_f1
 from xcloud.tasks.scores import (
     MEANINGS,
     bootstrap_error,
+    exact_match,
     label_measure,
     label_scores,
+    normalised,
     ratio_error,
+    word_f1,
 )
 
 

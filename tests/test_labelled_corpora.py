@@ -21,11 +21,11 @@ from xcloud.tasks.classification import (
     HubCrossLingual,
 )
 from xcloud.tasks.corpus.rows import Corpus, Rows, interleaved
-from xcloud.tasks.paragraphs import size
 from xcloud.tasks.question_answering import (
     FolderQuestionAnswering,
     HubQuestionAnswering,
     QuestionAnswering,
+    size,
 )
 
 ALL, TEXT, LABEL = frozenset({"text", "label"}), frozenset({"text"}), frozenset({"label"})

@@ -12,12 +12,13 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
-from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
+from xcloud.tasks.causal_text import CausalTokenizer, Document, columns_of, pack, pieces_of
 from xcloud.tasks.language_modelling import (
     DemoLanguageModelling,
     FolderLanguageModelling,
     LanguageData,
 )
+from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -125,7 +126,7 @@ def test_a_cloud_without_the_text_keeps_the_answers_and_one_without_labels_none(
     assert "Who" not in answers.sample_outputs("test", {0: [10, 2]}, 1)
     assert text.batch("train", torch.tensor([0])).keys() == {"ids", "text", "types"}
     for refused in (lambda: answers.vocabulary("text"), lambda: text.weight(torch.tensor([0]))):
-        with pytest.raises(DataError, match="seen here"):
+        with pytest.raises(DataError, match="visible here"):
             refused()
     assert whole.fingerprint() == answers.fingerprint() == text.fingerprint()
 
@@ -202,12 +203,11 @@ def test_a_chat_that_is_too_long_loses_its_end_and_one_without_an_answer_is_left
 
 
 def test_padding_is_no_token_of_any_vocabulary() -> None:
-    table = PackedTable([[document(3)], [document(2), document(2, 7)]], ALL)
-    batch = table.padded(torch.tensor([0, 1]))
+    columns = columns_of([[document(3)], [document(2), document(2, 7)]], ALL)
+    batch = {name: table.padded(torch.arange(2)) for name, table in columns.items()}
     assert batch["text"].tolist() == [[0, 1, 2, NO_TOKEN], [0, 1, 7, 8]]
     assert batch["types"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
     assert batch["label"].tolist() == [[1, 2, NO_LABEL, NO_LABEL], [1, NO_LABEL, 8, NO_LABEL]]
-    assert table.num_guessed(torch.tensor([0, 1])) == 4
 
 
 def test_perplexity_is_that_of_all_guessed_tokens(tmp_path: Path, folder: Path) -> None:
@@ -217,6 +217,22 @@ def test_perplexity_is_that_of_all_guessed_tokens(tmp_path: Path, folder: Path) 
     assert data.score("test", {0: [10**12, 1]}).values["perplexity"] < math.inf
     with pytest.raises(ValueError, match="is not in test"):
         data.score("test", {1: [1, 1]})
+
+
+def test_the_error_of_a_perplexity_is_over_documents_not_over_samples(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Two short documents share a sample; a long one is cut into two and stays one document."""
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.txt", "a" * 9, "", "b" * 9, "", "c" * 25)
+    data = task(tmp_path, folder, max_length=20).load(ALL, 0)
+    assert data._documents["test"] == [[0, 1], [2], [2]]
+    found = data.score("test", {0: [round(9e6), 9, round(27e6), 9], 1: [round(38e6), 19],
+                                2: [round(10e6), 5]})  # fmt: skip
+    error = ratio_error([9, 27, 48], [9, 9, 24])
+    assert found.values["loss"] == 2.0 and found.errors["loss"] == round(error, 6)
+    assert found.errors["perplexity"] == round(math.exp(2) * error, 4)
+    assert found.samples[0] == {"loss": 2.0, "tokens": 18}, "a line is a sample, as before"
 
 
 def test_the_demo_splits_share_no_text() -> None:
@@ -232,7 +248,7 @@ def test_the_demo_splits_share_no_text() -> None:
 def test_a_tokenizer_comes_back_from_its_folder(tmp_path: Path, folder: Path) -> None:
     chats(tmp_path, folder).save_tokenizers(tmp_path)
     back = CausalTokenizer.load(tmp_path / "tokenizer")
-    assert back.digest == CausalTokenizer.load(folder).digest
+    assert back.chat(CHAT, "here") == CausalTokenizer.load(folder).chat(CHAT, "here")
     trained = CausalTokenizer.of(TrainedTokenizer(300), str(tmp_path))
     trained.save(tmp_path / "own")
     text = "Ana came.  Twice!"

@@ -5,15 +5,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from xcloud.base.errors import FrameError, LinkClosed, RunFailed
 from xcloud.launch import processes as launch
+from xcloud.launch.failures import EXIT_FAILED, EXIT_PEER_LOST, first_cause, write_failure
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.launch.rank_process import EXIT_FAILED, EXIT_PEER_LOST, write_failure
 from xcloud.record.rank_state import failure_of, ready_file, state_file
 
 
@@ -234,8 +232,6 @@ def test_a_run_starts_where_nobody_tells_which_cores_it_may_use(
 
 
 def test_any_signal_that_ends_a_rank_is_named(tmp_path: Path) -> None:
-    ranks = LocalRanks(tmp_path, ["a"])
     for number, name in ((signal.SIGRTMIN + 1, "real-time"), (signal.SIGKILL, "SIGKILL")):
-        ended: Any = SimpleNamespace(poll=lambda number=number: -number)
-        ranks.processes = [ended]
-        assert f"was ended by signal {int(number)} ({name})" in ranks._first_cause()
+        cause = first_cause(tmp_path, ["a"], lambda number=number: {0: -number}, {})
+        assert f"was ended by signal {int(number)} ({name})" in cause

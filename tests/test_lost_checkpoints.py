@@ -21,7 +21,8 @@ from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError
 from xcloud.comm.state import states_of
 from xcloud.record import checkpoints
-from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.segments import AGREED_FILE
 from xcloud.survive import saving
 from xcloud.training.settings import Checkpoints
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from xcloud.base.errors import ConfigError
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import EncoderConfig, EncoderLayer
+from xcloud.models.encoder import EncoderConfig, EncoderLayer, Packing
 from xcloud.models.split_point import Basis, Split, factors, make_cut
 
 H = 12

@@ -30,8 +30,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.contracts.model import Batch, Head, TokenIds
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
+from xcloud.models.encoder import Packing
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.split_point import Split
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward

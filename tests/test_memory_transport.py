@@ -21,7 +21,7 @@ from xcloud.comm.compression import Compression
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.join.agreement import Verdict
 from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.one_way.plan import Order
+from xcloud.parallel.one_way import Order
 from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 from tests.event_lines import append_event, append_step
 from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
-from xcloud.record.mlflow_tracker import MlflowTracker, Sender
+from xcloud.record.mlflow_store import ALL_RUNS, VIEW_TAG, Store
+from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE, MlflowTracker, Sender
 from xcloud.record.tracking import TrackedRun
 
 REPOSITORY = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
     tracker = MlflowTracker(root=str(root), flush_s=0.05).start(
         TrackedRun(
             "fp16_svd@0.6",
-            {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
+            {"compression.forward.rate": 0.6, "layers": [1, 2], "long": "x" * 10_000},
             {"sweep": "s1"},
             run_dir,
             StepCollector(1),
@@ -73,7 +74,9 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
         (tracker.run_id, "fp16_svd@0.6", "FINISHED")
     ]
     params = dict(query(root, "SELECT key, value FROM params"))
-    assert params == {"compression.forward.rate": "0.6", "long": "x" * 6000}
+    assert params == {
+        "compression.forward.rate": "0.6", "layers": "[1, 2]", "long": "x" * 6000
+    }  # fmt: skip
     tags = dict(query(root, "SELECT key, value FROM tags"))
     assert tags["sweep"] == "s1" and tags["status"] == "finished"
     assert tags["commit"] == "1a2b3c4" and tags["profile"] == "demo"
@@ -94,6 +97,7 @@ def test_the_corpus_is_an_input_and_the_model_has_its_scores(
     }  # fmt: skip
     (model,) = client.search_logged_models([tracker.experiment_id], "metrics.bleu > 41")
     assert model.source_run_id == tracker.run_id and model.tags["corpus"] == "stories"
+    assert model.tags["run_folder"] in model.tags["mlflow.note.content"], "its page shows it"
     assert {m.key: (m.value, m.dataset_name) for m in model.metrics}["bleu"] == (
         41.92, "stories, test",
     )  # fmt: skip
@@ -125,25 +129,37 @@ def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
 
 def test_view_with_our_columns_is_prepared(recorded: tuple[Path, Sender]) -> None:
     tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
-    assert "metrics.`bleu`" in json.loads(tags[view_tag(VIEW_KEY)])["selectedColumns"]
+    assert "metrics.`bleu`" in json.loads(tags[VIEW_TAG + ALL_RUNS])["selectedColumns"]
 
 
 def test_artifacts_are_found_again_after_the_project_has_moved(
     recorded: tuple[Path, Sender], tmp_path: Path
 ) -> None:
     old, tracker = recorded
-    new = tmp_path / "moved"
-    new.mkdir()
-    (new / "mlflow.db").write_bytes((old / "mlflow.db").read_bytes())
+    new = shutil.copytree(old, tmp_path / "moved")
 
-    Store(new).follow_move()
-    location = (new / "artifacts").as_uri()
-    assert query(new, "SELECT artifact_location FROM experiments WHERE name = 'xcloud'") == [
-        (location,)
-    ]
-    assert query(new, "SELECT artifact_uri FROM runs") == [
-        (f"{location}/{tracker.run_id}/artifacts",)
-    ]
+    location = f"mlflow-artifacts:/{tracker.run_id}/artifacts"  # relative to the server
+    assert query(new, "SELECT artifact_uri FROM runs") == [(location,)]
+    (folder,) = Store(new).artifacts_of_sweep("s1")
+    assert (folder / "samples.txt").read_text() == "hola -> hello"
+
+
+def test_a_point_that_begins_again_is_one_row(tmp_path: Path) -> None:
+    root, rows = tmp_path / "mlruns", []
+    blank_store(root)
+    for name in ("first", "again"):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        if rows:
+            (run_dir / REPLACED_FILE).write_text((tmp_path / "first" / TRACKED_FILE).read_text())
+        run = TrackedRun("int8 s1", {}, {"sweep": "s"}, run_dir, StepCollector(1), 9)
+        tracker = MlflowTracker(root=str(root)).start(run)
+        append_step(run_dir, 1, 0.5)
+        tracker.finish("finished" if rows else "stopped", SUMMARY)
+        assert "MLflow lacks" not in tracker.places()
+        client, experiment_id = Store(root).open()
+        rows = [run.info.run_id for run in client.search_runs([experiment_id])]
+        assert rows == [tracker.run_id]
 
 
 START_A_RUN = """

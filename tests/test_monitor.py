@@ -24,7 +24,8 @@ from xcloud.record.summary import read_summary
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import audit_file
 from xcloud.survive.resume import check_can_go_on
-from xcloud.watch.monitor import Monitor, main
+from xcloud.watch.following import main
+from xcloud.watch.monitor import Monitor
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -143,18 +144,15 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
             error_file(tmp_path, rank).write_text(json.dumps(failure))
 
-    monkeypatch.setattr("xcloud.watch.monitor.time.sleep", write_later)
-    monkeypatch.setattr("xcloud.watch.monitor.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("xcloud.watch.following.time.sleep", write_later)
+    monkeypatch.setattr("xcloud.watch.following.signal.signal", lambda number, handler: None)
     words = [str(tmp_path), "--experiment", str(tmp_path / configs.EXPERIMENT_FILE)]
     assert main([*words, "--parent", str(os.getppid())]) == 1
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody
 
 
-def test_a_run_that_resumes_from_long_ago_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_a_run_that_resumes_is_read_again(tmp_path: Path) -> None:
     monitor = monitor_after([], tmp_path)
-    monitor.statistics.steps.recent = 5
     step = {"event": "step", "cloud": "a", "t": 1.0, "step_s": 1.0}
     events = [{**step, "rank": rank, "step": n} for n in range(1, 40) for rank in (0, 1)]
     events.append({"event": "resume", "rank": 0, "cloud": "a", "t": 9.0, "step": 10})

@@ -230,7 +230,7 @@ def numbered(sizes: dict[str, int], first: int = 10) -> dict[str, TokenTable]:
     """Sample i of all parts together is the one token first + i."""
     tables, at = {}, first
     for name, size in sizes.items():
-        tables[name] = TokenTable([[at + i] for i in range(size)], 4)
+        tables[name] = TokenTable([at + i] for i in range(size))
         at += size
     return tables
 
@@ -273,7 +273,7 @@ def test_a_batch_depends_on_seed_and_number_not_on_what_was_asked_before(
 
 def test_samples_come_with_their_ends_and_lengths(tokenizer: Tokenizer) -> None:
     special = tokenizer.token_ids
-    tables = {"es": TokenTable([[7, 8, 9], [special.pad, 6]], 9)}  # a pad inside a text is text
+    tables = {"es": TokenTable([[7, 8, 9], [special.pad, 6]])}  # a pad inside a text is text
     ids_R, counts_B = TextStream(tables, special, 1.0, 0, 2).batch(1)
 
     lines = {tuple(line.tolist()) for line in ids_R.split(counts_B.tolist())}

@@ -23,10 +23,10 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import RankGroup
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, Order
-from xcloud.rank.meters import MemoryMeter
+from xcloud.parallel.one_way import NOBODY, Order
+from xcloud.rank.memory import MemoryMeter
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
+from xcloud.rank.one_way.inbox import Inbox, OrderBook
 from xcloud.rank.one_way.producer import ProducerRank, ProducerRun
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
@@ -34,9 +34,9 @@ from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Checkpoints
-from xcloud.training.trainer import DivergenceGuard
-from xcloud.wire.ends import Ends
+from xcloud.wire.one_way_ends import OneWayEnds
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
@@ -91,7 +91,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
 
 
 class Closing:
-    """Ends with a goodbye or with an error, in an order that the test sees."""
+    """OneWayEnds with a goodbye or with an error, in an order that the test sees."""
 
     def __init__(self, closed: list[str], name: str, error: LinkError | None = None) -> None:
         self._closed, self._name, self._error = closed, name, error
@@ -113,7 +113,7 @@ class ClosingIn(Closing, ReceivingEnd):
 def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not(tmp_path: Path) -> None:
     """A producer waits for no evaluation, and one that is lost is no error at the end."""
     clouds = {"d": OneWayCloud(), "a": OneWayCloud(share=1.0), "b": OneWayCloud(share=1.0)}
-    ends = Ends(MemoryWorld().transport(0), OneWayLayout(clouds, "free"), tmp_path)
+    ends = OneWayEnds(MemoryWorld().transport(0), OneWayLayout(clouds, "free"), tmp_path)
     closed: list[str] = []
     lost = LinkTimeout("sent no heartbeat")
     for peer, error in ((1, lost), (2, None)):

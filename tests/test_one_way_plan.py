@@ -8,7 +8,7 @@ from tests.one_way_toy import feeding
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import FREE, LinkProfile
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Order, State
+from xcloud.parallel.one_way import ConsumptionPlan, Feed, Order, State
 from xcloud.training.settings import Optimizer
 
 

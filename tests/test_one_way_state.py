@@ -22,8 +22,8 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.inbox import Inbox, OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, ConsumptionPlan, Feed, Order
+from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order
+from xcloud.rank.one_way.inbox import Inbox, OrderBook
 from xcloud.training.settings import Checkpoints
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from xcloud.contracts.model import TokenIds
-from xcloud.tasks.tables import PairTable, TokenTable
+from xcloud.tasks.tables import PairTable
 
 IDS = TokenIds(100, pad=0, bos=1, eos=2, mask=3)
 
@@ -39,10 +39,10 @@ def test_pairs_as_in_bert_and_as_in_roberta() -> None:
 )  # fmt: skip
 def test_the_longer_text_is_cut_first(first: int, second: int, kept: tuple[int, int]) -> None:
     found = table([list(range(50, 50 + first))], [list(range(70, 70 + second))], longest=10)
-    assert (len(found.first(0)), len(found.second(0))) == kept
+    assert tuple(map(len, found.texts(0))) == kept
     tokens, _ = found.padded(torch.tensor([0]))
     assert tokens.shape[1] <= 10
-    assert found.first(0) == list(range(50, 50 + kept[0]))
+    assert found.texts(0)[0] == list(range(50, 50 + kept[0]))
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -54,16 +54,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(of_it[0], types[i, : alone.shape[1]])
 
 
-def test_windows_share_their_paragraph() -> None:
-    first, none = torch.tensor([0, 0]), TokenTable([[7, 8]], 5)
-    found = PairTable(
-        IDS, 1, none, first, torch.tensor([2, 2]),
-        TokenTable([[31, 32, 33, 34, 35]], 9), first, torch.tensor([0, 3]), torch.tensor([3, 2]),
-    )  # fmt: skip
-    tokens, _ = found.padded(torch.tensor([0, 1]))
-    assert tokens.tolist() == [[1, 7, 8, 2, 31, 32, 33, 2], [1, 7, 8, 2, 34, 35, 2, 0]]
-    assert found.second_at(torch.tensor([0, 1])).tolist() == [4, 4]
-    assert found.second(1) == [34, 35]
+@pytest.mark.parametrize("separators", [1, 2])
+def test_the_texts_come_back_without_special_ids(separators: int) -> None:
+    pairs = table([[7, 8], []], [[31, 32], [33]], separators=separators)
+    assert [pairs.texts(i) for i in range(2)] == [[[7, 8], [31, 32]], [[], [33]]]
+    assert pairs.second_at.tolist() == [3 + separators, 1 + separators]
+    assert table([[7, 8], []], None, separators=separators).texts(0) == [[7, 8]]
 
 
 def test_no_samples_make_an_empty_batch() -> None:

@@ -10,9 +10,10 @@ from tests.pipelines import in_threads
 from tests.runs import free_port
 from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.gloo_pairs import PairTransport
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.transport import Meeting, PairTransport, meeting_store
+from xcloud.cluster.transport import Meeting, meeting_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()

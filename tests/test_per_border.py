@@ -1,7 +1,8 @@
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import Compression, PerBoundary
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import PerBoundary
 from xcloud.comm.precision import BlockInt, Cast
 
 INT4, FP16 = Compression(BlockInt(4), BlockInt(4)), Compression(Cast("float16"), Cast("float16"))

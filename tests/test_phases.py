@@ -7,7 +7,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import Compression, PerBoundary, PerTensor, Phase, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import PerBoundary, PerTensor, Phase, Phased
 from xcloud.comm.compressor import Chain, Nothing
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
@@ -162,7 +163,7 @@ def test_phased_says_what_it_does() -> None:
         ),  # type: ignore[arg-type]
         (
             lambda: Compression(averaging="int8"),
-            r"averaging must be a .*PerTensor or null, got 'int8'",
+            r"averaging must be a .*PerTensorChoice or null, got 'int8'",
         ),  # type: ignore[arg-type]
         (lambda: PerTensor("int8"), r"averaging.default must be a Compressor, got 'int8'"),  # type: ignore[arg-type]
         (lambda: PerTensor(Cast(), names={"(": Cast()}), r"'\(' is no regular expression"),

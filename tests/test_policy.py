@@ -21,7 +21,7 @@ from xcloud.base.project import project_root
 from xcloud.job import config as configs
 from xcloud.job.overrides import compose_follow_up, with_overrides
 from xcloud.security.policy import Policy
-from xcloud.watch.monitor import monitor_of
+from xcloud.watch.following import monitor_of
 
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {

@@ -12,8 +12,7 @@ import torch
 from tests.translation_models import FIRST_WORD, IDS, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import made_once, pretraining
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
 from xcloud.models.stages import seeded
 
@@ -46,7 +45,7 @@ def fresh(config: EncoderConfig = CONFIG) -> Encoder:
 
 
 @pytest.mark.slow
-def test_the_held_out_loss_falls_far_below_the_unigram_baseline() -> None:
+def test_the_held_out_loss_falls_far_below_the_unigram_baseline(tmp_path: Path) -> None:
     sentences = counting_texts(300)
     counts = Counter(word for sentence in sentences for word in sentence)
     total = counts.total()
@@ -57,14 +56,14 @@ def test_the_held_out_loss_falls_far_below_the_unigram_baseline() -> None:
     before = pretraining.evaluate(
         fresh(), [torch.tensor([IDS.bos, *s, IDS.eos]) for s in sentences], IDS, settings
     )
-    score = pretrain(fresh(), sentences, IDS, settings, lambda line: None)
+    score = pretrain(fresh(), sentences, IDS, settings, lambda line: None, tmp_path)
     assert before.loss > 0.95 * unigram
     assert score.loss < 0.3 * unigram
     assert score.accuracy > 0.8
 
 
 def test_the_result_depends_on_the_seed_and_not_on_reports_or_the_callers_randomness(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = EncoderConfig(**(vars(CONFIG) | {"dropout": 0.1}))
 
@@ -72,7 +71,7 @@ def test_the_result_depends_on_the_seed_and_not_on_reports_or_the_callers_random
         torch.rand(1)
         network = fresh(config)
         settings = MaskedLanguageModelling(steps=6, batch_tokens=64, warmup_steps=2, seed=seed)
-        pretrain(network, texts(30), IDS, settings, lines.append)
+        pretrain(network, texts(30), IDS, settings, lines.append, tmp_path)
         return network.state_dict()
 
     lines: list[str] = []
@@ -135,7 +134,7 @@ def test_an_interrupted_pretraining_ends_with_the_bits_of_an_undisturbed_one(
 
 
 def test_steps_follow_the_size_of_the_corpus_and_the_best_weights_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines, losses = list[str](), list[float]()
     settings = MaskedLanguageModelling(
@@ -149,7 +148,9 @@ def test_steps_follow_the_size_of_the_corpus_and_the_best_weights_are_kept(
         return score
 
     monkeypatch.setattr(pretraining, "evaluate", noted)
-    score = pretrain(fresh(), texts(40), IDS, settings, lines.append)  # noise: cannot be learned
+    score = pretrain(
+        fresh(), texts(40), IDS, settings, lines.append, tmp_path
+    )  # noise: cannot be learned
     passes = losses[:-1]
     a_pass = int(lines[0].split(": ")[1].split()[0]) // 40
     assert 0 < a_pass < 10 and lines[0].endswith("40.0 passes over them; for fewer "
@@ -160,11 +161,11 @@ def test_steps_follow_the_size_of_the_corpus_and_the_best_weights_are_kept(
     assert score.loss == best < passes[-1]
 
 
-def test_weight_decay_spares_biases_and_norms() -> None:
+def test_weight_decay_spares_biases_and_norms(tmp_path: Path) -> None:
     def weights(weight_decay: float) -> dict[str, torch.Tensor]:
         network = fresh()
         settings = MaskedLanguageModelling(steps=1, warmup_steps=0, weight_decay=weight_decay)
-        pretrain(network, texts(30), IDS, settings, lambda line: None)
+        pretrain(network, texts(30), IDS, settings, lambda line: None, tmp_path)
         return {name: value.detach() for name, value in network.named_parameters()}
 
     without, strong = weights(0.0), weights(1.0)
@@ -209,9 +210,11 @@ def test_batches_hold_every_text_once_in_an_epoch_and_no_more_than_their_tokens(
     assert sorted(seen) == sorted(id(text) for text in lines)
 
 
-def test_no_sentences_is_an_error_in_words() -> None:
+def test_no_sentences_is_an_error_in_words(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 sentences or more, got 1"):
-        pretrain(fresh(), [[5], [], []], IDS, MaskedLanguageModelling(), lambda line: None)
+        pretrain(
+            fresh(), [[5], [], []], IDS, MaskedLanguageModelling(), lambda line: None, tmp_path
+        )
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,13 +15,17 @@ from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import Head
 from xcloud.contracts.task import Task, TaskData
-from xcloud.tasks.paragraphs import Paragraph, Question, Windows, window_starts
 from xcloud.tasks.question_answering import (
     DemoQuestionAnswering,
     FolderQuestionAnswering,
     HubQuestionAnswering,
+    Paragraph,
+    Question,
     QuestionAnsweringData,
+    Windows,
+    window_starts,
 )
+from xcloud.tasks.scores import bootstrap_error
 
 ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()
 SMALL: dict[str, Any] = {
@@ -74,7 +79,7 @@ def test_labels_point_at_the_answer_and_every_answer_is_in_a_window(
             found[data._windows["train"].question_of[i]] = text
         else:
             assert last == 0
-    asked = [question for _, question in data._asked["train"]]
+    asked = [question for _, question in data._windows["train"].asked]
     assert sorted(found) == list(range(30))
     for number, text in found.items():
         assert text.lower() == asked[number].answers[0][0].lower()
@@ -87,6 +92,11 @@ def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnswering
     spoilt = {i: [b, b, 99] for i, (_, _, b) in enumerate(
         data.batch("test", torch.arange(len(perfect)))["label"].tolist())}  # fmt: skip
     assert data.score("test", spoilt).values["exact_match"] < 60
+    found = data.score("test", {**perfect, **{i: spoilt[i] for i in range(len(spoilt) // 2)}})
+    f1 = np.array([sample["f1"] for sample in found.samples.values()], float)
+    assert f1.std() > 0
+    drawn = bootstrap_error(len(f1), lambda counts: float((counts * f1).sum() / counts.sum()))
+    assert found.errors["f1"] == pytest.approx(drawn, abs=1e-4), "over resampled questions"
     shown = data.sample_outputs("test", perfect, 2)
     assert shown.count("question") == 2 and "reference" in shown
     assert data.sample_outputs("test", {}, 2) == ""
@@ -104,15 +114,15 @@ def test_the_best_span_over_the_windows_of_a_question_counts() -> None:
     place = context.index("p the")
     paragraph = Paragraph(context, (Question("where?", (("p the", place),)),))
     windows = Windows.of([paragraph], tokenizer, max_length=24, max_question=8, stride=6)
-    assert len(windows.table) > 2
-    labels = [windows.label(w, ("p the", place)) for w in range(len(windows.table))]
+    assert len(windows.starts) > 2
+    labels = [windows.label(w) for w in range(len(windows.starts))]
     holding = [w for w, (first, _, _) in enumerate(labels) if first]
-    assert 0 < len(holding) < len(windows.table)
+    assert 0 < len(holding) < len(labels)
     for w in holding:
-        assert windows.span(w, *labels[w][:2]) == (place, place + 5)
+        assert windows.answer(w, *labels[w][:2]) == "p the"
     begin = labels[0][2]
-    assert windows.span(0, begin - 1, begin) == (0, 0)
-    assert windows.span(0, begin, 99)[0] == 0
+    assert windows.answer(0, begin - 1, begin) == ""
+    assert context.startswith(windows.answer(0, begin, 99))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +148,11 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
     assert view.head is None and view._tokenizer is None
-    assert not view._windows and not view._asked and not view._labels
+    assert not view._windows and not view._labels
     for reach in (view.vocabulary, view.sentences):
-        with pytest.raises(DataError, match="is not a text field visible here"):
+        with pytest.raises(DataError, match="is no text field visible here"):
             reach("text")
-    with pytest.raises(DataError, match="labels are not visible"):
+    with pytest.raises(DataError, match="'label' is no field visible here"):
         view.score("test", {0: [1, 1, 1]})
 
 

@@ -22,8 +22,8 @@ from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, in_threads, samples
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError
+from xcloud.cluster.collectives import GlooCollectives
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.transport import GlooCollectives
 from xcloud.comm.compressor import Nothing
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM

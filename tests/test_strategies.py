@@ -175,7 +175,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_replicas_and_spoils_no
     job = ranks(clouds(2), training, TOPK, strategy=DATA_PARALLEL)
     train(job, 1)
     before = values(job, 0)
-    hook = spoil([job[1].trainer], 0, math.inf)
+    hook = spoil([job[1]], 0, math.inf)
     reports = update(job, 2)
     hook.remove()
 
@@ -208,7 +208,7 @@ def test_a_cloud_whose_gradients_are_wrong_is_outvoted() -> None:
         job = ranks(clouds(3), PLAIN, None, GPipe(3), BatchPlan(18, 18, 1), strategy)
         bias = [rank.trainer.pipeline.stages[0].layer.bias for rank in job]  # type: ignore
         before = bias[0].detach().clone()
-        spoil([job[2].trainer], 0, -1e3)
+        spoil([job[2]], 0, -1e3)
         train(job, 5)
         moved_up[repr(merge)] = float((bias[0] > before).float().mean())
         assert all(torch.equal(bias[0], other) for other in bias[1:])

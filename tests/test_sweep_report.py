@@ -16,14 +16,14 @@ from rich.console import Console
 from tests.sweep_runs import blank_store, compose, write_run
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
-from xcloud.record.mlflow_store import Store
+from xcloud.record.mlflow_store import COSTS, VIEW_TAG, Store, show_first
 from xcloud.record.mlflow_tracker import MlflowTracker
 from xcloud.record.tracking import NullTracker
 from xcloud.report import ui
 from xcloud.report.figures import canvas
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
-from xcloud.sweep.report import prepare, view_of
+from xcloud.sweep.report import columns_of, prepare
 from xcloud.sweep.results import Result, Results, from_folder, open_sweep
 from xcloud.sweep.table import print_sweep, spread_text, write_csv
 
@@ -91,7 +91,6 @@ def test_where_less_is_better_the_lowest_score_comes_first_everywhere(
     ordered = sorted(values, reverse=best == max(values))
     assert list(results.rows[score]) == ordered
     assert float(first[score]) == best
-    assert view_of("s", list(results.rows.settings), score)["orderByAsc"] == (best < max(values))
 
 
 def test_the_share_is_of_the_uncompressed_runs_on_the_same_link(tmp_path: Path) -> None:
@@ -305,18 +304,23 @@ def test_an_unknown_sweep_is_named_with_those_there_are(
         open_sweep("nope")
 
 
-def test_the_page_shows_what_differs_and_draws_quality_against_rates() -> None:
+def test_the_page_shows_what_differs_and_the_figures_best_first(tmp_path: Path) -> None:
     rate = "compression.forward.svd.rate"
     grid = [f"compression=svd_fp16_int8 {rate}={r} seed={s}" for r in (0.2, 0.6) for s in (1, 2)]
-    view = view_of("s", [flatten(compose(one.split())) for one in [*grid, "compression=none"]])
+    points = [flatten(compose(one.split())) for one in [*grid, "compression=none"]]
+    assert columns_of(points) == ["label", rate, "seed"]
 
-    assert view["searchFilter"] == "tags.sweep = 's'"
-    for column in (f"params.`{rate}`", "params.`label`", "params.`seed`", "metrics.`bleu`"):
-        assert column in view["selectedColumns"]
-    charts = {chart["uuid"]: chart for chart in view["compareRunCharts"]}
-    assert f"bleu against {rate}" in charts and "bleu against step_time_s" in charts
-    # A run without a rate would be missing from all axes.
-    assert charts["parallel coordinates"]["selectedParams"] == ["label", "seed"]
+    client, experiment_id = blank_store(tmp_path).open()
+    for score, ascends in {"bleu": False, "perplexity": True}.items():
+        show_first(client, experiment_id, "sweep-s", (score, *COSTS), columns_of(points), "s")
+        tags = client.get_experiment(experiment_id).tags
+        view = json.loads(tags[f"{VIEW_TAG}sweep-s"])
+        assert view["searchFilter"] == "tags.sweep = 's'"
+        assert view["orderByKey"] == f"metrics.`{score}`" and view["orderByAsc"] == ascends
+        assert view["selectedColumns"] == [
+            "params.`label`", f"params.`{rate}`", "params.`seed`",
+            f"metrics.`{score}`", "metrics.`step_time_s`", "metrics.`wan_bytes_per_step`",
+        ]  # fmt: skip
 
 
 def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
@@ -331,13 +335,14 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     client, experiment_id = store.open()
     for folder in sorted(path.parent for path in sweep.glob("*/summary.json")) * 2:
         run = client.create_run(experiment_id, tags={"sweep": "s"})
-        client.log_artifacts(run.info.run_id, str(folder))
+        for path in folder.iterdir():
+            store.keep(client, run.info.run_id, path)
     client.create_run(experiment_id, tags={"sweep": "another"})
 
-    table, charts = ui.sweep_links(client, 5000, "s")[1:]
-    assert "viewStateShareKey=sweep-s" in table and "compareRunsMode=CHART" in charts
-    assert ui.sweep_links(client, 5000, "another") == []
-    assert ui.sweep_links(client, 5000) == ui.sweep_links(client, 5000, "s")
+    of_sweep = list(ui.links(client, 5000, "s"))
+    assert "viewStateShareKey=sweep-s" in of_sweep[1] and "compareRunsMode=CHART" in of_sweep[2]
+    assert list(ui.links(client, 5000, "unknown")) == []
+    assert of_sweep == list(ui.links(client, 5000))[4:7], "the latest last"
     monkeypatch.chdir(tmp_path / "mlruns")
     _, results = open_sweep("s", store)
     assert len(results) == 6, "a point that ran twice counts once"
@@ -371,7 +376,7 @@ def test_mlflow_that_refuses_is_one_line(
     def refuse(*arguments: object) -> str:
         raise RuntimeError("no\nentry")
 
-    monkeypatch.setattr(Store, "write_view", refuse)
+    monkeypatch.setattr(Store, "open", refuse)
     lines = prepare("s", MlflowTracker(root=str(tmp_path)), [from_folder(sweep)[0].settings])()
 
     assert len(lines) == 1 and "could be prepared" in lines[0] and "\n" not in lines[0]

@@ -19,7 +19,6 @@ from xcloud.sweep.points import (
     varying,
     with_also,
 )
-from xcloud.sweep.report import view_of
 from xcloud.sweep.results import Result, Results, entries, from_folder, published_for
 from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept, write_swept_picture
 from xcloud.sweep.table import print_sweep
@@ -218,13 +217,3 @@ def test_a_file_that_is_no_list_of_figures_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"published\.toml is not a list of published figures"):
         entries(path)
     assert entries(tmp_path / "none.toml") == []
-
-
-def test_mlflow_shows_layer_and_rank_as_axes() -> None:
-    view = view_of("s", [run.settings for run in fig_9()], "accuracy")
-
-    parallel = view["compareRunCharts"][-1]
-    assert parallel["selectedParams"] == [LAYER, RANK, "seed"]
-    drawn = [chart["xaxis"]["key"] for chart in view["compareRunCharts"][:-1]]
-    assert drawn == [LAYER, RANK, "step_time_s", "wan_bytes_per_step"]
-    assert view["runsHiddenMode"] == "SHOW_ALL"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import Head
-from xcloud.models.attention import Packing
+from xcloud.models.encoder import Packing
 from xcloud.models.low_rank_split import (
     SampleHead,
     SpanHead,

@@ -3,7 +3,6 @@
 from xcloud.record.events import StepTotals
 from xcloud.record.tracking import (
     final_metrics,
-    flatten,
     legal_name,
     quality_metrics,
     step_metrics,
@@ -19,24 +18,6 @@ def test_every_name_we_make_is_legal_in_mlflow() -> None:
         _validate_param_name(legal_name(name))
     assert legal_name("train/loss") == "train/loss"
     assert legal_name("compute_s_cloud A-1.x") == "compute_s_cloud A-1.x"
-
-
-def test_nested_parameters_are_joined_by_dots() -> None:
-    params = {
-        "cluster": {"clouds": [{"name": "source"}, {"name": "target"}], "wan": None},
-        "layers": [1, 2],
-        "empty": {},
-        "rate": 0.6,
-    }
-    assert flatten(params) == {
-        "cluster.clouds.0.name": "source",
-        "cluster.clouds.1.name": "target",
-        "cluster.wan": "None",
-        "layers": "[1, 2]",
-        "empty": "{}",
-        "rate": "0.6",
-    }
-    assert flatten({}) == {}
 
 
 def test_curves_and_final_values_do_not_share_a_name() -> None:

@@ -108,7 +108,9 @@ def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
         raise RuntimeError("too late to matter")
 
     monkeypatch.setattr(Store, "open", hang)
-    tracker = MlflowTracker(flush_s=0.01, finish_timeout_s=0.3).start(tracked(tmp_path))
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.01, finish_timeout_s=0.3).start(
+        tracked(tmp_path)
+    )
     append_step(tmp_path, 1, 1.0)
     tracker.artifact(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
@@ -139,7 +141,7 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
     monkeypatch.setattr(Store, "open", open_with(client))
     monkeypatch.setattr("xcloud.record.mlflow_tracker.RETRY_AFTER_S", 0.01)
     with caplog.at_level(logging.WARNING):
-        tracker = MlflowTracker(flush_s=0.01).start(tracked(tmp_path))
+        tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(tracked(tmp_path))
         append_step(tmp_path, 1, 1.0)
         wait_for(lambda: client.curve("train/loss") == [(1, 1.0)])
         is_down.set()
@@ -155,7 +157,7 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
     assert client.curve("train/loss") == [(number, float(number)) for number in range(1, 6)]
     assert client.taken("params") == [[("rate", "0.6")]]
     assert client.calls[-1] == ("status", "FINISHED")
-    assert tracker.places()["MLflow run"] == "id-of-the-run"
+    assert tracker.places()["MLflow run"].startswith("id-of-the-run")
     assert "MLflow lacks" not in tracker.places()
 
 
@@ -171,7 +173,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
     monkeypatch.setattr("xcloud.record.mlflow_tracker.FINISH_ATTEMPTS", 1)
-    tracker = MlflowTracker(flush_s=0.01).start(tracked(tmp_path))
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(tracked(tmp_path))
     append_step(tmp_path, 1, 1.0)
     wait_for(lambda: len(client.curve("train/loss")) == 1)
     is_down.set()
@@ -180,7 +182,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
 
     said = tracker.places()
     assert said["MLflow lacks"] == "all after step 1 (ConnectionError: down)"
-    assert said["MLflow run"] == "id-of-the-run"
+    assert said["MLflow run"] == "id-of-the-run at http://down:1"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "events.jsonl", "mlflow_run.json"
     ]  # fmt: skip
@@ -198,7 +200,7 @@ def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    tracker = MlflowTracker(flush_s=0.02).start(tracked(tmp_path))
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.02).start(tracked(tmp_path))
     tracker.artifact(tmp_path / "never written")
     append_step(tmp_path, 1, 1.0)
     with caplog.at_level(logging.WARNING):
@@ -216,7 +218,7 @@ def test_failed_run_has_its_cause_as_a_tag(
 ) -> None:
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
-    tracker = MlflowTracker(flush_s=0.02).start(tracked(tmp_path, tags={}))
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.02).start(tracked(tmp_path, tags={}))
     tracker.finish("failed", {"cause": "rank 1 died", "num_steps": 0})
 
     tags = dict(pair for batch in client.taken("tags") for pair in batch)
@@ -230,7 +232,9 @@ def test_many_steps_travel_in_few_calls_of_a_size_that_mlflow_takes(
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
     params = {str(index): index for index in range(250)}
-    tracker = MlflowTracker(flush_s=0.2).start(tracked(tmp_path, params=params))
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.2).start(
+        tracked(tmp_path, params=params)
+    )
     values = {str(index): 0.0 for index in range(7)}
     for number in range(500):
         append_step(tmp_path, number, None, values=values)
@@ -293,7 +297,9 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
     monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
 
     def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> Sender:
-        tracker = MlflowTracker(flush_s=0.01).start(tracked(tmp_path, params={"rate": rate}))
+        tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(
+            tracked(tmp_path, params={"rate": rate})
+        )
         if resume is not None:
             append_event(tmp_path / EVENTS_FILE, "resume", rank=0, cloud="c", step=resume)
         for number in steps:
@@ -326,7 +332,9 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
 
     def attempt(client: FakeClient, folder: Path, steps: range, is_killed: bool) -> None:
         monkeypatch.setattr(Store, "open", open_with(client))
-        tracker = MlflowTracker(flush_s=0.01, points=500).start(tracked(folder, num_steps=1500))
+        tracker = MlflowTracker(uri="http://down:1", flush_s=0.01, points=500).start(
+            tracked(folder, num_steps=1500)
+        )
         for step in steps:
             loss = 99.0 if step in (650, 1221) else 1.0 / step
             append_step(folder, step, loss, t=float(step))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.channels import same_state, stored
-from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
+from tests.trainers import LAYOUTS, SKIP, ranks, spoil, update
 from xcloud.base.errors import DataError
 from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
@@ -124,22 +124,22 @@ def test_what_is_frozen_is_not_kept_and_another_one_is_refused() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_skips_in_a_row_are_counted_on(layout: Any) -> None:
     training = replace(SKIP, max_skips_in_a_row=2)
-    original, restored = trainers(layout, training), trainers(layout, training)
+    original, restored = ranks(layout, training), ranks(layout, training)
     update(original, 1)
-    for ranks in (original, restored):
-        spoil(ranks, 0, math.nan)
+    for job in (original, restored):
+        spoil(job, 0, math.nan)
     for step in (2, 3):
         update(original, step)
     for before, after in zip(original, restored, strict=True):
         after.load_state_dict(stored(before.state_dict()))
 
-    assert all(trainer.num_updates == 3 for trainer in restored)
+    assert all(rank.trainer.num_updates == 3 for rank in restored)
     assert all("after 2 skipped updates in a row" in str(r) for r in update(restored, 4))
 
 
 def test_the_state_of_another_rank_is_refused() -> None:
-    ranks = trainers(LAYOUTS["three clouds"], SKIP)
+    trainers = [rank.trainer for rank in ranks(LAYOUTS["three clouds"], SKIP)]
     with pytest.raises(ValueError, match=r"trainer of rank 1 contains 'stage 0\.values"):
-        ranks[1].load_state_dict(ranks[0].state_dict())
+        trainers[1].load_state_dict(trainers[0].state_dict())
     with pytest.raises(ValueError, match="whole number 'num_updates'"):
-        ranks[1].load_state_dict({})
+        trainers[1].load_state_dict({})

@@ -19,7 +19,7 @@ from xcloud.report import ui
 @pytest.fixture
 def port() -> int:
     with socket.socket() as probe:
-        probe.bind((ui.HOST, 0))
+        probe.bind((ui.UI_HOST, 0))
         return int(probe.getsockname()[1])
 
 
@@ -35,7 +35,7 @@ def test_says_so_when_the_port_is_taken(
 ) -> None:
     (tmp_path / "mlflow.db").touch()
     with socket.socket() as other:
-        other.bind((ui.HOST, port))
+        other.bind((ui.UI_HOST, port))
         other.listen()
         assert ui.main(["--root", str(tmp_path), "--port", str(port)]) == 1
     assert f"--port {port + 1}" in capsys.readouterr().err
@@ -54,13 +54,15 @@ def test_serves_the_store_and_ends_cleanly(tmp_path: Path, port: int) -> None:
             lines.append(line)
             if "Ctrl+C" in line:
                 break
-        page = f"http://{ui.HOST}:{port}"
+        page = f"http://{ui.UI_HOST}:{port}"
         with urllib.request.urlopen(page, timeout=60) as answer:
             assert answer.status == 200
         links = re.findall(r"http\S+", "".join(lines))
         assert len(links) == 3
-        start = f"{page}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
-        assert all(link.startswith(start) for link in links)
+        start = f"{page}/#/experiments/{experiment_id}"
+        runs = f"{start}/runs?workflowType=machine_learning&viewStateShareKey=xcloud"
+        models = f"{start}/models?workflowType=machine_learning"
+        assert links == [runs, f"{runs}&compareRunsMode=CHART", models]
 
         process.send_signal(signal.SIGTERM)  # SIGINT: test_sweep_ui.py
         assert process.wait(60) == 0

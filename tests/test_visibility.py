@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from experiments.gradient_leaks.meter import AveragesMeter
 from tests.configs import CONF, build, composed
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.base.errors import ConfigError, RunFailed
@@ -144,8 +145,8 @@ def test_defences_and_meter_are_chosen_by_name() -> None:
         "security/meter=attack",
     )  # fmt: skip
 
-    assert found.security.defences.label == "gaussian(0.1)+marvell(2)"
-    assert found.defences_in_force == found.security.defences.label
+    assert found.security.defences_label == "gaussian(0.1)+marvell(2)"
+    assert found.defences_in_force == found.security.defences_label
     assert "defences: gaussian(0.1)+marvell(2)" in found.headline
     assert found.security.meter is not None and found.security.meter.last_steps == 50
 
@@ -168,6 +169,13 @@ def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None
         configs.job_from_config(OmegaConf.create(config))
     owner["one_stage_per_rank"] = False
     configs.job_from_config(OmegaConf.create(config))
+
+
+def test_the_meter_of_averages_is_a_leak_meter_of_its_own() -> None:
+    found = built("two_owners", "security=two_owners", "security/meter=averages")
+
+    assert isinstance(found.leak_meter, AveragesMeter)
+    assert found.leak_meter.averaging_steps == 3 and not found.leak_meter.keep
 
 
 def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.contracts.model import TokenIds
-from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
-from xcloud.tasks.word_starts import begins_unspaced
+from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer, begins_unspaced
 
 TEXTS = [f"the cat number {i} sleeps in the house" for i in range(50)]
 THAI, CHINESE = "แมวนอนอยู่ในบ้าน", "猫在房子里睡觉。"

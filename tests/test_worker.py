@@ -23,7 +23,7 @@ from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.join import joining
 from xcloud.join.agreement import Verdict
-from xcloud.launch import rank_process, several_machines, torchrun, worker
+from xcloud.launch import failures, rank_process, several_machines, torchrun, worker
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
@@ -173,15 +173,15 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
     try:
         raise ConfigError("max_steps is negative") from KeyError("cause")
     except ConfigError as error:
-        rank_process.write_failure(tmp_path, 3, error)
+        failures.write_failure(tmp_path, 3, error)
     assert capsys.readouterr().err == "xcloud: rank 3: max_steps is negative\n"
     kept = json.loads((tmp_path / "rank3.error.json").read_text())
     assert kept["message"] == "max_steps is negative" and "KeyError" in "".join(kept["traceback"])
 
-    rank_process.write_failure(tmp_path, 3, LinkClosed("what follows from it"))
+    failures.write_failure(tmp_path, 3, LinkClosed("what follows from it"))
     assert json.loads((tmp_path / "rank3.error.json").read_text()) == kept
     assert not capsys.readouterr().err
-    rank_process.write_failure(tmp_path, 4, ValueError("a defect"))
+    failures.write_failure(tmp_path, 4, ValueError("a defect"))
     assert "ValueError: a defect" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from xcloud.launch.local import run
 
 SMALL = ("tracker=none", "cluster=local")
 TEXTS = ("model.text.source.num_texts=400", "model.text.tokenizer.vocab_size=400")
-PRETRAINED = "model.{}.backbone.num_texts=400", "model.{}.backbone.network.pretraining.steps=2"
+PRETRAINED = "model.{}.backbone.num_texts=400", "model.{}.backbone.pretraining.steps=2"
 NETWORKS = tuple(
     setting.format(name)
     for name in ("generators.cloud_a", "generators.cloud_b", "discriminator")

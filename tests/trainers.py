@@ -12,7 +12,8 @@ from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wir
 from xcloud.base.errors import TrainingDiverged
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.compression import Compression, Phased, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.compressor import Chain
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
@@ -28,6 +29,7 @@ from xcloud.rank.tied import join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, Feed
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.wiring import Wiring
@@ -65,7 +67,7 @@ class Rank:
     @property
     def stateful(self) -> dict[str, Stateful]:
         own = {"trainer": self.trainer, "channels": self.wiring}
-        return {**own, **{part.name: part for part in self.parts if part.name == "tied"}}
+        return own | {p.name: p for p in self.parts if p.name in ("tied", "guard")}
 
     def state_dict(self) -> State:
         return states_of(self.stateful)
@@ -122,7 +124,8 @@ def ranks(
             LossReport(place.replica, strategy.traits.is_apart, is_private),
         )  # fmt: skip
         buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
-        parts: list[Part] = []
+        guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
+        parts: list[Part] = [guard]
         if isinstance(privacy, SamplePrivacy):
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
@@ -143,24 +146,21 @@ def ranks(
     return in_threads([lambda one=one, own=own: made(one.wiring, own) for one, own in both])
 
 
-def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
-    return [rank.trainer for rank in ranks(layout, training)]
-
-
-def update(job: Sequence[Trainer | Rank], step: int) -> list[StepReport | str]:
+def update(job: Sequence[Rank], step: int) -> list[StepReport | str]:
     """All ranks at once; what each reports, or how it diverges."""
 
-    def one(trainer: Trainer | Rank) -> StepReport | str:
+    def one(rank: Rank) -> StepReport | str:
         try:
-            return trainer.update(step)
+            return rank.update(step)
         except TrainingDiverged as error:
             return str(error)
 
-    return in_threads([lambda t=trainer: one(t) for trainer in job])
+    return in_threads([lambda r=rank: one(r) for rank in job])
 
 
-def spoil(job: Sequence[Trainer], stage: int, value: float) -> Any:
+def spoil(job: Sequence[Rank], stage: int, value: float) -> Any:
     """From now on the gradient of this stage's own bias, and of nothing else, holds `value`."""
-    trainer = next(t for t in job if stage in t.pipeline.stages)  # of one lane only
-    bias = next(p for p in trainer.pipeline.stages[stage].parameters() if p.ndim == 1)
+    pipelines = (rank.trainer.pipeline for rank in job)
+    held = next(p for p in pipelines if stage in p.stages)  # of one lane only
+    bias = next(p for p in held.stages[stage].parameters() if p.ndim == 1)
     return bias.register_hook(lambda gradient: torch.full_like(gradient, value))

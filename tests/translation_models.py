@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xcloud.contracts.model import Batch, BuildContext, Message, SplitModel, Stage, TokenIds
-from xcloud.models.attention import Packing
+from xcloud.models.encoder import Packing
 from xcloud.models.transformer import TargetStage
 
 IDS = TokenIds(size=24, pad=0, bos=1, eos=2, mask=3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
 from xcloud.contracts.model import Batch, BuildContext, Head, Message, Stage, TokenIds
-from xcloud.models.backbone import OwnBackbone, PublicBackbone
+from xcloud.models.backbone import PublicBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.split_point import Split
@@ -42,8 +42,9 @@ class RandomText:
 
 def backbone(num_layers: int = LAYERS) -> PublicBackbone:
     pretraining = MaskedLanguageModelling(steps=2, batch_tokens=64, warmup_steps=1)
-    network = OwnBackbone(HIDDEN, num_layers, 2, 32, 0.1, pretraining, type_vocab_size=2)
-    return PublicBackbone(RandomText(), 40, network)
+    return PublicBackbone(
+        HIDDEN, num_layers, 2, 32, 0.1, pretraining, 2, text=RandomText(), num_texts=40
+    )
 
 
 def model(output: str = "sample", pooling: str = "first", **split: Any) -> LowRankSplit:

@@ -36,7 +36,7 @@ COMMANDS = {
         "report table2 other_sweep",
     ),
     "claims": Command(
-        "xcloud.claims.list",
+        "xcloud.claims.pages",
         "list what is claimed, published and own, with its state; write docs/paper.md",
         "claims",
     ),
@@ -46,9 +46,10 @@ COMMANDS = {
         "reproduce demo --quick",
     ),
     "site": Command(
-        "xcloud.claims.site",
+        "xcloud.claims.pages",
         "write the records as a static site",
         "site --out site",
+        "site",
     ),
     "translate": Command(
         "xcloud.use",
@@ -67,9 +68,9 @@ COMMANDS = {
         "worker experiment.yaml --cloud cloud_a --run-dir runs/first",
     ),
     "monitor": Command(
-        "xcloud.watch.monitor",
-        "follow a run over several machines (its first worker starts this)",
-        "monitor runs/first --experiment experiment.yaml --parent PID",
+        "xcloud.watch.following",
+        "follow a run over several machines, or write the record that a killed monitor did not",
+        "monitor runs/first --experiment experiment.yaml --again",
     ),
     "status": Command(
         "xcloud.watch.status",

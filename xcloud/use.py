@@ -9,11 +9,11 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -24,8 +24,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Message
-from xcloud.contracts.model import BuildContext, Stage
-from xcloud.contracts.task import SavedText, SavesText, UsedAs
+from xcloud.contracts.model import BuildContext, Stage, TokenIds
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal import CausalLM
@@ -39,6 +38,24 @@ from xcloud.tasks.translation import TranslationText
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
+class SavedText(Protocol):
+    """What `save_tokenizers` wrote, loaded to use a trained model without the corpus."""
+
+    @property
+    def vocabularies(self) -> Mapping[str, TokenIds]:
+        """Of the batch fields that hold token ids."""
+
+
+@runtime_checkable
+class SavesText(Protocol):
+    """A task whose trained models can be used on texts of one's own."""
+
+    used_as: ClassVar[str]
+
+    def saved_text(self, folder: Path) -> SavedText:
+        """Raises DataError if the folder has none."""
+
+
 @dataclass(frozen=True)
 class TrainedRun:
     """text: what the run's task left for use without its corpus."""
@@ -48,7 +65,7 @@ class TrainedRun:
     text: SavedText
 
     @staticmethod
-    def open(folder: Path, used_as: UsedAs) -> TrainedRun:
+    def open(folder: Path, used_as: str) -> TrainedRun:
         """Raises ConfigError or DataError if the folder holds no finished run of that kind."""
         check_is_run(folder, EXPERIMENT_FILE)
         job = read_job(folder / EXPERIMENT_FILE)

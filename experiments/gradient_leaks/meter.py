@@ -99,13 +99,13 @@ class AveragesObserver:
                     yield {"step": seen.step, "of": seen.replica, "attack": attack, "texts": texts}
 
     def finish(self, run_dir: Path) -> None:
-        about = self._observer.about
+        rank = self._observer
         notes = {
-            "cloud": about["cloud"], "replica": about["replica"], "batches": self._batches,
+            "cloud": rank.cloud, "replica": rank.replica, "batches": self._batches,
             "covers": self._victim.covers, "guesses": list(self.guesses()),
         }  # fmt: skip
         (run_dir / OBSERVATIONS_DIR).mkdir(exist_ok=True)
-        path = run_dir / OBSERVATIONS_DIR / f"averages{about['rank']}.json"
+        path = run_dir / OBSERVATIONS_DIR / f"averages{rank.rank}.json"
         path.write_text(json.dumps(notes), encoding="utf-8")
 
     def _attacked(self, seen: _Seen) -> Iterator[tuple[str, list[list[int]]]]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from xcloud.claims.claims import Claim, Drawn, Estimate, Figure
-from xcloud.claims.records import Record
+from xcloud.claims.reproduce import Record
 from xcloud.report.figures import LINES, canvas, plain, save
 
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"

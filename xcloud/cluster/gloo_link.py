@@ -1,4 +1,4 @@
-"""Links over torch.distributed point-to-point calls, with a thread at each end.
+"""Our carrier: links over torch.distributed point-to-point calls, with a thread at each end.
 
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
 posted its receive, so receives are posted ahead (`LinkWindow`); a receive may be longer than the
@@ -14,6 +14,8 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
+from xcloud.cluster.collectives import GlooCollectives
 from xcloud.cluster.frame import Kind, seal_frame
 from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
@@ -32,6 +35,7 @@ from xcloud.cluster.link_end import (
     SendingEnd,
     wait_for_peer,
 )
+from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, Transport
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
@@ -204,3 +208,40 @@ def first_line(error: BaseException) -> str:
     """Without gloo's source position, advice and C++ trace."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()
+
+
+class Gloo:
+    """The carrier where `cluster.carrier` names no other; of open meetings it is GlooPairs."""
+
+    def transport(self, meeting: Meeting) -> Transport:
+        assert not meeting.is_open
+        if meeting.num_ranks > 1:
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                timeout=timedelta(seconds=JOIN_WITHIN_S),
+            )  # fmt: skip
+        return GlooTransport(meeting)
+
+
+class GlooTransport(Transport):
+    """Over the process group of torch.distributed that all ranks of the job have joined."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting)
+        self._lines: dict[str, dist.ProcessGroup] = {}
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """A process group for each direction keeps a link full duplex."""
+        self._lines[name] = dist.new_group(list(ranks), timeout=FOREVER)
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        return GlooOutLink(PeerInGroup(self._lines[line], peer), settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return GlooInLink(PeerInGroup(self._lines[line], peer), settings)
+
+    def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), timeout=FOREVER)
+        return GlooCollectives(group, device) if self.rank in ranks else None

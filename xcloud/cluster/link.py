@@ -1,5 +1,5 @@
-"""One direction between two ranks: what a link promises, counts and records, and the times of
-its messages: an emulated line's clock, a real line's meter, a log of sending and receiving.
+"""One direction between two ranks: what a link counts and records, and the times of its messages:
+an emulated line's clock, a real line's meter, a log of sending and receiving.
 
 Links move frames and count bytes; they never look into a tensor.
 """
@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -49,38 +49,6 @@ class LinkStats:
 
     def count_line(self, kind: Kind, line_s: float) -> None:
         self.line_s[kind] += line_s  # type: ignore[assignment]
-
-
-class OutLink(Protocol):
-    """The sending end. `send` returns before delivery; LinkClosed if the peer is gone."""
-
-    stats: LinkStats
-
-    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
-        """carries: what each part is, in words, for the record of what left the cloud."""
-
-    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
-        """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
-
-    def close(self, timeout_s: float) -> None:
-        """Deliver what is under way and say goodbye.
-
-        Raises LinkTimeout when nothing was taken, and the peer was silent, for timeout_s.
-        """
-
-
-class InLink(Protocol):
-    """The receiving end."""
-
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        """The next message, which must be `key`.
-
-        Raises LinkTimeout after overdue_s seconds (in an evaluation: not while the peer gives
-        heartbeats), LinkClosed if the peer is gone, FrameError if something else came.
-        """
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the peer's goodbye. Raises LinkTimeout when it was silent for timeout_s."""
 
 
 def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:

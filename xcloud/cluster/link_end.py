@@ -121,7 +121,10 @@ class Outgoing(NamedTuple):
 
 
 class SendingEnd:
-    """An OutLink. A subclass carries the frames: `_put` and `close`."""
+    """The sending end. A subclass carries the frames: `_put` and `close`.
+
+    `send` returns before delivery; it raises LinkClosed if the peer is gone.
+    """
 
     def __init__(self, settings: OutSettings) -> None:
         self.peer_name, self.stats = settings.peer_name, LinkStats()
@@ -131,10 +134,12 @@ class SendingEnd:
         self._sequence = 0
 
     def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
+        """carries: what each part is, in words, for the record of what left the cloud."""
         with self._sending:
             self._send(key, parts, carries)
 
     def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+        """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
         if not self._sending.acquire(blocking=False):
             return
         try:
@@ -145,7 +150,8 @@ class SendingEnd:
             self._sending.release()
 
     def close(self, timeout_s: float) -> None:
-        """See OutLink."""
+        """Deliver what is under way and say goodbye. Raises LinkTimeout when nothing was taken,
+        and the peer was silent, for timeout_s."""
         raise NotImplementedError
 
     @property
@@ -181,7 +187,8 @@ class SendingEnd:
 
 
 class ReceivingEnd:
-    """An InLink. A subclass gets the frames: `_open` each, then `_deliver` it, or `_end`."""
+    """The receiving end. A subclass gets the frames: it calls `_open` on each, then `_deliver` or
+    `_end`."""
 
     def __init__(self, settings: InSettings) -> None:
         self.peer_name = settings.peer_name
@@ -194,6 +201,11 @@ class ReceivingEnd:
         self._expected = 0
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        """The next message, which must be `key`.
+
+        Raises LinkTimeout after overdue_s seconds (in an evaluation: not while the peer gives
+        heartbeats), LinkClosed if the peer is gone, FrameError if something else came.
+        """
         with self._settings.life.awaiting(key):
             return self._recv(key, overdue_s)
 

@@ -7,17 +7,13 @@ Times in seconds, bandwidth in bits per second of the line, packet headers inclu
 from __future__ import annotations
 
 import math
-import random
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, NotNegativeFloat, PositiveFloat, settings
+from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
+from xcloud.cluster.unsteady_line import UnsteadyLine
 
 # TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are payload (20 IP, 32 TCP with
 # timestamps, 14 Ethernet). A kernel shaper (tbf) counts the same bytes.
@@ -73,113 +69,8 @@ class FreeWan(Wan):
 REAL, FREE = Wan(), FreeWan()
 
 
-_Pair = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=2)]
-_PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=3)]
-
-
-@settings("wan", kw_only=True)
-class UnsteadyLine(Wan):
-    """What an emulated line does over time.
-
-    trace: [[seconds since the start, bits per second], ...], or in each entry a third number, the
-        latency in seconds: what the line does from then on; repeats every trace_period_s if that
-        is set. Before the first entry it is bandwidth_bits_per_s and latency_s.
-    outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
-    outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
-    """
-
-    trace: Sequence[_PairOrThree] = ()
-    trace_period_s: NotNegativeFloat = 0.0
-    outages: Sequence[_Pair] = ()
-    outage_every_s: NotNegativeFloat = 0.0
-    outage_lasting_s: NotNegativeFloat = 0.0
-    seed: NotNegative = 0
-
-    def __post_init__(self) -> None:
-        for name in ("trace", "outages"):
-            entries = tuple(map(tuple, getattr(self, name)))
-            object.__setattr__(self, name, entries)
-            if list(entries) != sorted(entries):
-                raise ConfigError(f"wan.{name} must be in order of time, got {list(entries)}")
-        if any(not duration for _, duration in self.outages):
-            raise ConfigError(f"wan.outages must last longer than 0 s, got {list(self.outages)}")
-        if self.trace_period_s and self.trace and self.trace[-1][0] >= self.trace_period_s:
-            raise ConfigError(
-                f"wan.trace_period_s ({self.trace_period_s}) must be longer than the last time in "
-                f"wan.trace ({self.trace[-1][0]})"
-            )
-        rates = [entry[1] for entry in self.trace]
-        if self.trace and not (any(rates) if self.trace_period_s else rates[-1]):
-            raise ConfigError(
-                "wan.trace ends with a bandwidth of 0, so nothing more would ever arrive; end it "
-                "with a bandwidth above 0, or set wan.trace_period_s, where one of them is above 0"
-            )
-        if bool(self.outage_every_s) != bool(self.outage_lasting_s):
-            raise ConfigError(
-                "wan.outage_every_s and wan.outage_lasting_s go together; got "
-                f"{self.outage_every_s} and {self.outage_lasting_s}"
-            )
-
-    @property
-    def _nominal(self) -> Sequence[float]:
-        """What holds before the first entry of the trace."""
-        raise NotImplementedError
-
-    def _rate_from(self, now_s: float) -> tuple[float, float]:
-        """Bits per second at now_s, and until when this rate holds."""
-        until = math.inf
-        for start, duration in (*self.outages, *self._random_outages(now_s)):
-            if start <= now_s < start + duration:
-                return 0.0, start + duration
-            if start > now_s:
-                until = min(until, start)
-        entry, next_s = self._entry_from(now_s)
-        return entry[1], min(until, next_s)
-
-    def _entry_from(self, now_s: float) -> tuple[Sequence[float], float]:
-        """The entry of the trace that holds at now_s, and until when."""
-        if not self.trace:
-            return self._nominal, math.inf
-        period = self.trace_period_s
-        lap = math.floor(now_s / period) if period else 0
-        # A lap's end computed as (lap + 1) * period may round to now_s itself.
-        if period and (lap + 1) * period <= now_s:
-            lap += 1
-        base = lap * period
-        starts = [entry[0] for entry in self.trace]
-        index = bisect_right(starts, now_s - base) - 1
-        # Between two starts rounding may leave base + start just above now_s: never go backwards.
-        if index + 1 < len(starts) and base + starts[index + 1] <= now_s:
-            index += 1
-        if index >= 0:
-            entry = self.trace[index]
-        else:
-            entry = self.trace[-1] if period and lap else self._nominal
-        if index + 1 < len(starts):
-            return entry, base + starts[index + 1]
-        # Not base + period, which may round to now_s: the next lap would never begin.
-        return entry, (lap + 1) * period if period else math.inf
-
-    @cached_property
-    def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
-        return random.Random(self.seed), []
-
-    def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """The seeded outage that began last before now_s and the next one; drawn lazily, the same
-        in all ranks and whatever was asked before."""
-        if not self.outage_every_s:
-            return []
-        generator, drawn = self._outage_draws
-        while not drawn or drawn[-1][0] <= now_s:
-            end = sum(drawn[-1]) if drawn else 0.0
-            gap = generator.expovariate(1.0 / self.outage_every_s)
-            drawn.append((end + gap, self.outage_lasting_s))
-        following = bisect_right(drawn, (now_s, math.inf))
-        return drawn[max(0, following - 1) : following + 1]
-
-
 @settings("wan")
-class LinkProfile(UnsteadyLine):
+class LinkProfile(Wan, UnsteadyLine):
     """One direction of the link between two clouds; the other is identical and independent.
 
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
@@ -200,13 +91,23 @@ class LinkProfile(UnsteadyLine):
     has_numbers = True
     patience_settings = "cluster.wan.timeout_s or cluster.wan.timeout_factor"
 
+    def __post_init__(self) -> None:
+        for name in ("trace", "outages"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        if self._is_unsteady:
+            self.check()
+
+    @property
+    def _is_unsteady(self) -> bool:
+        return bool(self.trace or self.outages or self.outage_every_s or self.outage_lasting_s)
+
+    @property
+    def nominal(self) -> tuple[float, float, float]:
+        return 0.0, self.bandwidth_bits_per_s, self.latency_s
+
     @property
     def profile(self) -> LinkProfile:
         return self
-
-    @property
-    def _nominal(self) -> Sequence[float]:
-        return 0.0, self.bandwidth_bits_per_s
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds until the last byte arrives on an idle link at its nominal bandwidth."""
@@ -234,21 +135,17 @@ class LinkProfile(UnsteadyLine):
     def sent_at(self, start_s: float, num_bytes: int) -> float:
         """When the last byte is sent if the first is sent at start_s (seconds since the start)."""
         bits = 8.0 * line_bytes(num_bytes)
-        now = start_s
-        while True:
-            rate, until = self._rate_from(now)
-            if rate > 0 and (bits <= rate * (until - now)):
-                return now + bits / rate
-            bits -= rate * (until - now)
-            now = until
+        if self._is_unsteady:
+            return self.last_bit_at(start_s, bits)
+        return start_s + bits / self.bandwidth_bits_per_s
 
     def bandwidth_at(self, now_s: float) -> float:
         """Bits per second at now_s (seconds since the start); 0 in an outage."""
-        return self._rate_from(now_s)[0]
+        return self.rate_from(now_s)[0]
 
     def latency_at(self, now_s: float) -> float:
         """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
-        entry, _ = self._entry_from(now_s)
+        entry = self.entry_from(now_s)[0] if self.trace else self.nominal
         return entry[2] if len(entry) == 3 else self.latency_s
 
 

@@ -11,7 +11,7 @@ trace: it passes by the memories, and what a compressor learns or counts from it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.cluster.link import InLink, OutLink
+from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import BoundaryField, Message, Samples
-from xcloud.comm.compression import Selection
 from xcloud.comm.compressor import Chain, ChannelId, Compressor, Parts, Randomized, seed_from
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.state import Stateful, StatefulParts, stateful
@@ -101,18 +100,6 @@ class Codecs(StatefulParts):
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
 
-class SelectableCodecs(Codecs):
-    """The codec of one direction for every choice of a `Selectable`; `switches` says which is in
-    force."""
-
-    def __init__(self, codecs: Sequence[Codec], switches: Selection) -> None:
-        super().__init__([(None, codec) for codec in codecs])
-        self._switches = switches
-
-    def at(self, step: int) -> Codec:
-        return self._phases[self._switches.at(step)][1]
-
-
 class _FieldCodecs(StatefulParts):
     """The codecs of one end, one for each floating field: what they remember must not mix."""
 
@@ -166,7 +153,7 @@ class SendChannel(_FieldCodecs):
 
     def __init__(
         self,
-        link: OutLink,
+        link: SendingEnd,
         fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
@@ -232,7 +219,7 @@ class ReceiveChannel(_FieldCodecs):
 
     def __init__(
         self,
-        link: InLink,
+        link: ReceivingEnd,
         fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
@@ -300,24 +287,3 @@ class ReceiveChannel(_FieldCodecs):
         if tuple(TensorSpec.of(part) for part in parts) != specs:
             raise FrameError(f"{key}: not what the boundary between the stages promises")
         return tuple(part.to(self.device) for part in parts)
-
-
-class Loopback:
-    """Both ends of a boundary between two stages of one rank: hands over what it is given."""
-
-    def __init__(self) -> None:
-        self._messages: dict[MessageKey, Message] = {}
-        self._start: Parts = ()
-
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        self._messages[key] = {name: value.detach() for name, value in message.items()}
-        return message
-
-    def send_start(self, tensors: Parts) -> None:
-        self._start = tensors
-
-    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        return self._messages.pop(key)
-
-    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
-        return self._start

@@ -1,112 +1,32 @@
-"""Which compressors and memories act where: at a boundary, from which step on, on which tensor of
-an average; and which of them a run may choose between (rank/autopilot.py chooses).
+"""Which compressors and memories act at a boundary and on what replicas average. Those that change
+by step, boundary or tensor, or are chosen between while a run goes on: compression_plans.py.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
+from typing import Protocol, runtime_checkable
 
-from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, settings
+from xcloud.base.settings import settings
 from xcloud.comm.compressor import Compressor, Nothing
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.state import State, StatefulParts, whole_number
-
-_EMBEDDING = re.compile(
-    r"(^|\.)(embed\w*|\w+_embed(ding)?s?|wte|wpe|words|positions|types|lm_head)(\.|$)"
-)
-_NAME = re.compile(r"boundary_(\d+)")
-_ROWS = re.compile(r"\[\d+:\d+\]$")
-
-
-@settings("compression.averaging")
-class PerTensor:
-    """`default`, except for some.
-
-    vectors: norms and biases, and whatever has one axis or none; they are few values of much
-        effect. embeddings: tables of words and positions and the head over the vocabulary, by the
-        name; a step changes few of their rows. names: regular expressions to be found in a
-        parameter's name, such as "lora_B" or "layers\\.0\\."; the first that is found decides,
-        before vectors and embeddings. What is None counts as the rest.
-    """
-
-    default: Compressor
-    vectors: Compressor | None = None
-    embeddings: Compressor | None = None
-    names: Mapping[str, Compressor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for pattern in self.names:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"compression.averaging.names: {pattern!r} is no regular expression: {error}"
-                ) from error
-
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """name: of the parameter, its module's name before it; rows of it that an average cuts
-        out, such as "…weight[0:64]", are called as the whole."""
-        name = _ROWS.sub("", name)
-        for pattern, compressor in self.names.items():
-            if re.search(pattern, name):
-                return compressor
-        if self.vectors is not None and len(shape) < 2:
-            return self.vectors
-        if self.embeddings is not None and _EMBEDDING.search(name):
-            return self.embeddings
-        return self.default
-
-    @property
-    def label(self) -> str:
-        """Such as "powersgd(4), vectors: fp16"."""
-        others = (f"{name}: {compressor.label}" for name, compressor in self._special.items())
-        return ", ".join((self.default.label, *others))
-
-    @property
-    def is_identity(self) -> bool:
-        return all(c.family == "none" for c in (self.default, *self._special.values()))
-
-    @property
-    def _special(self) -> dict[str, Compressor]:
-        some = {"vectors": self.vectors, "embeddings": self.embeddings, **self.names}
-        return {name: compressor for name, compressor in some.items() if compressor is not None}
 
 
 class CompressionPlan(ABC):
     """What every setting of `compression` answers: which compressors act at a boundary, from which
-    step on, and on what replicas average."""
+    step on, and on what replicas average.
+
+    boundaries: those with a compression of their own.
+    """
+
+    boundaries: Sequence[int] = ()
 
     @property
     @abstractmethod
     def label(self) -> str:
         """Short name for run names and tables."""
-
-    @abstractmethod
-    def at(self, step: int) -> Compression:
-        """Raises ConfigError where settings do not say it."""
-
-    @property
-    @abstractmethod
-    def averaged(self) -> Compression:
-        """The one that acts on what replicas average, and on what both ends of the pipeline hold.
-        Raises ConfigError unless it is the same for the whole run."""
-
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor of a tensor that is averaged. Raises ConfigError as `averaged`."""
-        return self.averaged.for_tensor(name, shape)
-
-    @property
-    def averaging_label(self) -> str:
-        """Raises ConfigError as `averaged`."""
-        return self.averaged.averaging_label
-
-    def at_boundary(self, stage: int) -> CompressionPlan:
-        """Of the boundary after `stage`."""
-        return self
 
     @property
     @abstractmethod
@@ -115,9 +35,22 @@ class CompressionPlan(ABC):
         for ever."""
 
     @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Boundaries with a compression of their own."""
-        return ()
+    @abstractmethod
+    def averaged(self) -> Compression:
+        """The one that acts on what replicas average, and on what both ends of the pipeline hold.
+        Raises ConfigError unless it is the same for the whole run."""
+
+    def at(self, step: int) -> Compression:
+        """Raises ConfigError where settings do not say it."""
+        return next(one for until, one in self.by_step if until is None or step <= until)
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that is averaged. Raises ConfigError as `averaged`."""
+        return self.averaged.for_tensor(name, shape)
+
+    def at_boundary(self, stage: int) -> CompressionPlan:
+        """Of the boundary after `stage`."""
+        return self
 
     @property
     def has_memory(self) -> bool:
@@ -131,6 +64,20 @@ class CompressionPlan(ABC):
         return all(one.is_identity for _, one in self.by_step)
 
 
+@runtime_checkable
+class PerTensorChoice(Protocol):
+    """compression_plans.PerTensor is one."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def is_identity(self) -> bool: ...
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """name: of the parameter, its module's name before it."""
+
+
 @settings("compression")
 class Compression(CompressionPlan):
     """forward: for activations. backward: for their gradients. averaging: for what replicas send
@@ -141,10 +88,7 @@ class Compression(CompressionPlan):
     backward: Compressor = field(default_factory=Nothing)
     forward_memory: Memory = field(default_factory=NoMemory)
     backward_memory: Memory = field(default_factory=NoMemory)
-    averaging: Compressor | PerTensor | None = None
-
-    def at(self, step: int) -> Compression:
-        return self
+    averaging: Compressor | PerTensorChoice | None = None
 
     @property
     def averaged(self) -> Compression:
@@ -155,9 +99,8 @@ class Compression(CompressionPlan):
         return [(None, self)]
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        if isinstance(self.averaging, PerTensor):
-            return self.averaging.for_tensor(name, shape)
-        return self.averaging or self.backward
+        chosen = self.averaging or self.backward
+        return chosen if isinstance(chosen, Compressor) else chosen.for_tensor(name, shape)
 
     @property
     def averaging_label(self) -> str:
@@ -178,197 +121,8 @@ class Compression(CompressionPlan):
 
     @property
     def is_identity(self) -> bool:
-        if isinstance(self.averaging, PerTensor) and not self.averaging.is_identity:
+        chosen = self.averaging or self.backward
+        if isinstance(chosen, PerTensorChoice) and not chosen.is_identity:
             return False
-        boundaries = self.forward.family == self.backward.family == "none" and not self.has_memory
-        return boundaries and (self.averaging is None or self.for_tensor("", ()).family == "none")
-
-
-@settings("Phase")
-class Phase:
-    """until_step: the last step of this phase; None for the last phase."""
-
-    until_step: NotNegative | None
-    compression: Compression
-
-
-class Phased(CompressionPlan):
-    """Different compression in successive phases of training, in the order given.
-
-    Every phase has its own memories, empty at its first step.
-    """
-
-    def __init__(self, **phases: Phase) -> None:
-        for name, phase in phases.items():
-            _check(f"Phased.{name}", phase, Phase)
-        names, steps = list(phases), [phase.until_step for phase in phases.values()]
-        if not steps or steps[-1] is not None:
-            raise ConfigError(
-                "Phased needs a last phase with until_step null, which lasts to the end; "
-                f"got until_step {steps} for {names}"
-            )
-        previous = -1
-        for name, until in zip(names[:-1], steps[:-1], strict=True):
-            if until is None:
-                raise ConfigError(
-                    f"Phased.{name}.until_step is null, so {names[-1]!r} would never begin; give "
-                    "every phase except the last the step at which it ends"
-                )
-            if until <= previous:
-                raise ConfigError(
-                    f"Phased.{name}.until_step must exceed that of the phase before ({previous}), "
-                    f"got {until}; list the phases in the order of their steps"
-                )
-            previous = until
-        self.phases = dict(phases)
-
-    @property
-    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
-        return [(phase.until_step, phase.compression) for phase in self.phases.values()]
-
-    def at(self, step: int) -> Compression:
-        for phase in self.phases.values():
-            if phase.until_step is None or step <= phase.until_step:
-                return phase.compression
-        raise AssertionError("the last phase has no end")
-
-    @property
-    def averaged(self) -> Compression:
-        (_, first), *others = self.by_step
-        means = [
-            one.backward if one.averaging is None else one.averaging for _, one in self.by_step
-        ]
-        if others and any(repr(mean) != repr(means[0]) for mean in means):
-            raise ConfigError(
-                "what replicas average cannot change its compressor during a run, but the phases "
-                f"of compression have {', '.join(dict.fromkeys(map(str, means)))}; give every "
-                "phase the same `averaging`"
-            )
-        return first
-
-    @property
-    def label(self) -> str:
-        """Such as "none+none to step 200, int4+int8"."""
-        return ", ".join(
-            phase.compression.label
-            + ("" if phase.until_step is None else f" to step {phase.until_step}")
-            for phase in self.phases.values()
-        )
-
-    def __repr__(self) -> str:
-        return f"Phased({', '.join(f'{name}={phase}' for name, phase in self.phases.items())})"
-
-
-class PerBoundary(CompressionPlan):
-    """`default` at every boundary except those named: boundary_1=... is the one after stage 1.
-
-    For models whose boundaries carry different things: sending 15 % of a gradient's rows suits a
-    boundary with one row per token, not one with a row per sample.
-    """
-
-    def __init__(self, default: Compression | Phased, **boundaries: Compression | Phased) -> None:
-        _check("PerBoundary.default", default, Compression, Phased)
-        self.default = default
-        self._boundaries: dict[int, Compression | Phased] = {}
-        for name, compression in boundaries.items():
-            _check(f"PerBoundary.{name}", compression, Compression, Phased)
-            if (match := _NAME.fullmatch(name)) is None:
-                raise ConfigError(
-                    f"PerBoundary.{name}: name a boundary boundary_N, with N the stage before it"
-                )
-            self._boundaries[int(match[1])] = compression
-
-    @property
-    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
-        plans = (self.default, *self._boundaries.values())
-        return [entry for plan in plans for entry in plan.by_step]
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        return tuple(sorted(self._boundaries))
-
-    def at_boundary(self, stage: int) -> CompressionPlan:
-        return self._boundaries.get(stage, self.default)
-
-    def at(self, step: int) -> Compression:
-        raise ConfigError("compression differs by boundary: ask at_boundary(stage) first")
-
-    @property
-    def averaged(self) -> Compression:
-        return self.default.averaged
-
-    @property
-    def label(self) -> str:
-        """Such as "int4+int2, boundary 1: int8+int8"."""
-        others = (f"boundary {s}: {self._boundaries[s].label}" for s in self.boundaries)
-        return ", ".join((self.default.label, *others))
-
-    def __repr__(self) -> str:
-        others = (f", boundary_{stage}={self._boundaries[stage]}" for stage in self.boundaries)
-        return f"PerBoundary(default={self.default}{''.join(others)})"
-
-
-def _check(name: str, value: object, *kinds: type) -> None:
-    if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(
-            f"{name} must be a {wanted}, got {value!r}; in YAML give it a _target_, such as "
-            "xcloud.comm.compression.Compression"
-        )
-
-
-class Selection(StatefulParts):
-    """Which choice is in force from which step, in one rank. All its channels look here."""
-
-    own_names = ("choice", "before", "since_step")
-
-    def __init__(self) -> None:
-        self.choice, self.before, self.since_step = 0, 0, 0
-
-    def switch(self, choice: int, from_step: int) -> None:
-        self.choice, self.before, self.since_step = choice, self.at(from_step - 1), from_step
-
-    def at(self, step: int) -> int:
-        """The number of the choice at this step; of none before the last switch but one."""
-        return self.choice if step >= self.since_step else self.before
-
-    def own(self) -> State:
-        return {"choice": self.choice, "before": self.before, "since_step": self.since_step}
-
-    def take(self, own: State) -> None:
-        for name in self.own_names:
-            setattr(self, name, whole_number(own, name))
-
-
-class Selectable(CompressionPlan):
-    """The choices by name; the run begins with the first, and replicas are averaged with it.
-
-    Every choice has compressors and memories of its own at both ends of a channel. While another
-    is in force they rest: a delta cache stays equal at both ends, and what error feedback has not
-    sent yet is added to the first message of its sample after the choice has come back.
-    """
-
-    def __init__(self, choices: Mapping[str, Compression]) -> None:
-        self.choices = dict(choices)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.choices)
-
-    @property
-    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
-        return [(None, choice) for choice in self.choices.values()]
-
-    def at(self, step: int) -> Compression:
-        raise ConfigError(
-            "this run chose its compression while it went on (autopilot), so its settings do not "
-            "say which it ended with; leave the compressors out (--uncompressed)"
-        )
-
-    @property
-    def averaged(self) -> Compression:
-        return next(iter(self.choices.values()))
-
-    @property
-    def label(self) -> str:
-        return f"autopilot({', '.join(choice.label for choice in self.choices.values())})"
+        used = [c for c in (self.forward, self.backward, chosen) if isinstance(c, Compressor)]
+        return not self.has_memory and all(c.family == "none" for c in used)

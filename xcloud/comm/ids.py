@@ -38,7 +38,9 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import settings
-from xcloud.comm.bits import Ints, bits_bytes, pack, packed_bytes, read_bits, unpack, write_bits
+from xcloud.comm.precision import pack, packed_bytes, unpack
+
+Ints = npt.NDArray[np.int64]
 
 VERSION = 1
 FIXED, RANKED = 0, 1
@@ -333,3 +335,31 @@ def _best_k(gaps: Ints, below: int) -> int:
     while k and cost(k - 1) <= cost(k):
         k -= 1
     return k
+
+
+def bits_bytes(widths_N: Ints) -> int:
+    """Bytes that numbers of these widths take."""
+    return (int(widths_N.sum()) + 7) // 8
+
+
+def write_bits(numbers_N: Ints, widths_N: Ints) -> Tensor:
+    """Numbers in 0..2**width-1, lowest bits first → uint8 [bits_bytes(widths)]."""
+    place_K, shift_K = _layout(widths_N)
+    bits_K = (numbers_N[place_K] >> shift_K) & 1
+    return torch.from_numpy(np.packbits(bits_K.astype(np.uint8)))
+
+
+def read_bits(data: Tensor, widths_N: Ints) -> Ints:
+    """The numbers of `write_bits`; widths up to 52."""
+    place_K, shift_K = _layout(widths_N)
+    bits_K = np.unpackbits(data.numpy(), count=len(place_K)).astype(np.int64)
+    # Sums below 2**53 are exact in float64.
+    sums = np.bincount(place_K, weights=bits_K << shift_K, minlength=len(widths_N))
+    return sums.astype(np.int64)
+
+
+def _layout(widths_N: Ints) -> tuple[Ints, Ints]:
+    """For every bit: the index of its number, and which bit of that number it is."""
+    place_K = np.repeat(np.arange(len(widths_N)), widths_N)
+    starts_N = np.cumsum(widths_N) - widths_N
+    return place_K, np.arange(len(place_K)) - starts_N[place_K]

@@ -1,12 +1,18 @@
 """Send a tensor unchanged, in a shorter floating-point format, or as integers of 1 to 8 bits in
-blocks. Pure tensor code: no links, no groups.
+blocks; and the packing of such integers. Pure tensor code: no links, no groups.
 
 Shapes: N values of the tensor in any shape; integers in M = ceil(N / block) blocks of K values.
+
+`pack` and `unpack` take codes of one width, cut into planes of 8, 4, 2 and 1 bits (6 = 4 + 2). A
+plane of w bits is packed in rows: byte j holds codes j, j + M, j + 2M, … with M = ceil(N * w / 8),
+so every step is one pass over neighbouring bytes; with codes j, j + 1, … in a byte the same work
+takes strided passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -16,7 +22,6 @@ from torch.nn.functional import pad
 
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.bits import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers, wide
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
@@ -224,3 +229,81 @@ def _cut(scales_M: Tensor) -> Tensor:
 def _inverse(scales_M: Tensor) -> Tensor:
     """1 / scale, or 0 where that would overflow (so zeros stay zeros); NaN stays NaN."""
     return (1 / scales_M).masked_fill_(scales_M.abs() < 2**-126, 0)
+
+
+def packed_bytes(num_codes: int, bits: int) -> int:
+    """Bytes of `num_codes` codes: bits/8 each, every plane rounded up to a whole byte."""
+    return sum(_plane_bytes(num_codes, width) for width, _ in _planes(bits))
+
+
+def pack(codes_N: Tensor, bits: int) -> Tensor:
+    """Integer codes in 0 .. 2**bits - 1, bits 0..31 → uint8 [packed_bytes(N, bits)].
+
+    uint8 codes must fit into `bits` bits: they are not masked where that would cost a pass.
+    """
+    num_codes = codes_N.numel()
+    packed = torch.empty(packed_bytes(num_codes, bits), dtype=torch.uint8, device=codes_N.device)
+    start = 0
+    for width, shift in _planes(bits):
+        plane = codes_N
+        if bits != width:
+            plane = (codes_N >> shift).bitwise_and_((1 << width) - 1)
+        plane = plane.to(torch.uint8)
+        size = _plane_bytes(num_codes, width)
+        target = packed[start : start + size]
+        target.copy_(plane[:size])
+        for offset, first in _rows(width, size):
+            row = plane[first : first + size]
+            target[: len(row)].add_(row, alpha=1 << offset)  # bits still zero: add is or
+        start += size
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, num_codes: int) -> Tensor:
+    """The codes of `pack`, uint8 [N] up to 8 bits and int32 [N] beyond."""
+    dtype = torch.uint8 if bits <= 8 else torch.int32
+    codes_N = torch.zeros(num_codes, dtype=dtype, device=packed.device)
+    start = 0
+    for width, shift in _planes(bits):
+        size = _plane_bytes(num_codes, width)
+        plane = _unpack_plane(packed[start : start + size], width, num_codes)
+        if bits == width:
+            return plane
+        codes_N.bitwise_or_(plane.to(dtype) << shift)
+        start += size
+    return codes_N
+
+
+def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
+    if width == 8:
+        return source.clone()
+    plane = torch.empty(num_codes, dtype=torch.uint8, device=source.device)
+    size, mask = len(source), (1 << width) - 1
+    torch.bitwise_and(source, mask, out=plane[:size])
+    for offset, first in _rows(width, size):
+        row = plane[first : first + size]
+        torch.bitwise_right_shift(source[: len(row)], offset, out=row)
+        if offset + width < 8:
+            row.bitwise_and_(mask)
+    return plane
+
+
+@cache
+def _planes(bits: int) -> tuple[tuple[int, int], ...]:
+    """(width, shift) of each plane, widest first and highest bits first."""
+    planes, shift = [], bits
+    while shift:
+        width = next(width for width in (8, 4, 2, 1) if width <= shift)
+        shift -= width
+        planes.append((width, shift))
+    return tuple(planes)
+
+
+def _plane_bytes(num_codes: int, width: int) -> int:
+    return -(-num_codes * width // 8)
+
+
+def _rows(width: int, size: int) -> Iterator[tuple[int, int]]:
+    """(bit offset in the byte, first code) of every row after the first."""
+    for row in range(1, 8 // width):
+        yield row * width, row * size

@@ -15,8 +15,8 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import Rate, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.bits import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers
+from xcloud.comm.precision import pack, packed_bytes, unpack
 
 _SAMPLE = 1 << 16
 """Values that show roughly where the largest begin."""

@@ -41,19 +41,14 @@ class Stateful(Protocol):
 
 class StatefulParts:
     """Base class of what has stateful parts, values of its own, or both. A subclass gives parts by
-    name, and `own`, `own_names` and `take` for its values; saving and restoring stand here only.
+    name, and `own_names`, with `own` and `take` for values that are no whole numbers under these
+    names; saving and restoring stand here only.
 
         class Trainer(StatefulParts):
             own_names = ("step",)
 
             def parts(self) -> Mapping[str, Stateful]:
                 return {"network": self._network, "exchange": self._exchange}
-
-            def own(self) -> State:
-                return {"step": self._step}
-
-            def take(self, own: State) -> None:
-                self._step = whole_number(own, "step")
     """
 
     own_names: Collection[str] = ()
@@ -64,11 +59,13 @@ class StatefulParts:
         return {}
 
     def own(self) -> State:
-        return {}
+        return {name: getattr(self, name) for name in self.own_names}
 
     def take(self, own: State) -> None:
         """Restore what `own` returned, checked by whole_number and the like: called before the
         parts are restored, also where a state has none of these values. Raises ValueError."""
+        for name in self.own_names:
+            setattr(self, name, whole_number(own, name))
 
     @property
     def state_owner(self) -> str:
@@ -160,6 +157,24 @@ def whole_numbers(state: State, name: str, *shape: int) -> Tensor:
 def rows_of(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
     """int64 [len(rows), width], of no rows too, for `whole_numbers`."""
     return torch.tensor(rows, dtype=torch.int64).view(-1, width)
+
+
+def fill(places: Mapping[str, Tensor], state: State, owner: str) -> None:
+    """Copy a state into tensors of the same names, shapes and dtypes. Raises ValueError if it has
+    others."""
+
+    def spec(value: Tensor | int | None) -> object:
+        return (value.dtype, value.shape) if isinstance(value, Tensor) else None
+
+    names = places.keys() | state.keys()
+    if wrong := [n for n in sorted(names) if spec(places.get(n)) != spec(state.get(n))]:
+        raise ValueError(
+            f"the state of {owner} does not fit it: {', '.join(wrong)} missing, unknown or of "
+            "another shape; it was saved with other settings"
+        )
+    with torch.no_grad():
+        for name, place in places.items():
+            place.copy_(torch.as_tensor(state[name]))
 
 
 def states_of(parts: Mapping[str, Stateful]) -> State:

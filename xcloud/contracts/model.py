@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -189,18 +189,3 @@ class SplitModel(Protocol):
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         """The stage with its initial weights, which depend on the seed but not on the cluster; or,
         where the context has an exported stage's architecture, arbitrary ones."""
-
-
-@runtime_checkable
-class FreelyCut(Protocol):
-    """A model of equal blocks that may be cut after any of them, so that a planner can choose.
-    Its setting is `blocks_per_stage`: a count for each stage but the last."""
-
-    def num_blocks(self, max_length: int) -> int:
-        """0 where other settings say where the model is cut."""
-
-    def block_counts(self, num_stages: int, max_length: int) -> list[int]:
-        """Of each stage, as its settings say now."""
-
-    def with_block_counts(self, counts: Sequence[int]) -> Self:
-        """counts: of each stage."""

@@ -16,11 +16,18 @@ from torch import Tensor, nn
 from xcloud.comm.state import Stateful
 from xcloud.contracts.model import BuildPlace
 from xcloud.contracts.task import Scores
-from xcloud.record.one_way_summary import COUNTS
 
-SUMS = (*("loss_sum", "weight", "samples", "tokens"), *COUNTS)
-"""What `Consumer.consume` may sum up. `weight` divides `loss_sum` and the gradients; the last
-three give precision and recall. What is left out counts as 0."""
+COUNTS = ("true_positives", "false_positives", "false_negatives")
+SUMS = ("loss_sum", "weight", "samples", "tokens", *COUNTS)
+"""What `Consumer.consume` may sum up. `weight` divides `loss_sum` and the gradients. What is left
+out counts as 0."""
+
+
+def precision_recall(sums: Mapping[str, float]) -> dict[str, float]:
+    """Of COUNTS; each is left out if its denominator is 0."""
+    hits, wrong, missed = (sums[name] for name in COUNTS)
+    denominators = {"precision": hits + wrong, "recall": hits + missed}
+    return {name: hits / below for name, below in denominators.items() if below}
 
 
 @dataclass(frozen=True)
@@ -113,10 +120,14 @@ class OneWayModel(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """See Job.left_positions."""
+        """Tokens of the longest text that the encoder which it leaves can read; None: any."""
 
     def describe(self) -> str:
         """Which parts and which data, in a few words; known without reading anything."""
+
+    @property
+    def data(self) -> str:
+        """Which data the producers read, as every cloud may know."""
 
     def check(self, producers: Sequence[str]) -> None:
         """Raise ConfigError if there is no part for one of these clouds, or one too many, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -77,27 +77,6 @@ class TaskData(Protocol):
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
         """A few predictions with their references, for display."""
-
-
-class SavedText(Protocol):
-    """What `save_tokenizers` wrote, loaded to use a trained model without the corpus."""
-
-    @property
-    def vocabularies(self) -> Mapping[str, TokenIds]:
-        """Of the batch fields that hold token ids."""
-
-
-UsedAs = Literal["translation task", "causal language model"]
-
-
-@runtime_checkable
-class SavesText(Protocol):
-    """A task whose trained models can be used on texts of one's own."""
-
-    used_as: ClassVar[UsedAs]
-
-    def saved_text(self, folder: Path) -> SavedText:
-        """Raises DataError if the folder has none."""
 
 
 class Task(Protocol):

@@ -76,6 +76,13 @@ class MultilingualElectra:
         size = self.discriminator.backbone.describe()
         return f"{self.text.describe()}; generators {generators} → discriminator {size}"
 
+    @property
+    def data(self) -> str:
+        return "; ".join(
+            f"{name}: {'+'.join(own.parts)} of {self.text.of(own.source).describe()}"
+            for name, own in self.generators.items()
+        )
+
     def check(self, producers: Sequence[str]) -> None:
         if set(producers) != set(self.generators):
             raise ConfigError(

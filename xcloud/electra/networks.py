@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.ids import CorruptedTexts
 from xcloud.contracts.model import TokenIds
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 
 SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
 

@@ -28,19 +28,18 @@ from xcloud.comm.state import State, Stateful, StatefulParts
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
 from xcloud.contracts.task import Scores
 from xcloud.electra.networks import Discriminator, corrupt, detect_replaced, inner_rows
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
 from xcloud.models.checkpoint import export_bert, export_electra
-from xcloud.models.encoder import Encoder
+from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
 from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for
 from xcloud.training.trained_module import TrainedModule
-from xcloud.training.trainer import diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them

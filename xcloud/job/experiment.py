@@ -7,8 +7,9 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
-from xcloud.job.job import Job, PipelineJob
-from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
+from xcloud.job.features import CHECKED_LAST, FEATURES
+from xcloud.job.job import PipelineJob
+from xcloud.job.needs import check_choices
 from xcloud.security.leak_meter import LeakMeter
 
 
@@ -37,7 +38,7 @@ class Experiment(PipelineJob):
             )
         layout = self.cluster
         if layout.num_replicas > 1:
-            _ = self.compression.averaging_label  # raises for one that cannot be
+            _ = self.compression.averaged.averaging_label  # raises for one that cannot be
         for boundary in self.compression.boundaries:
             if boundary >= layout.num_stages - 1:
                 raise ConfigError(
@@ -48,7 +49,6 @@ class Experiment(PipelineJob):
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
             self._check_visibility(replica, fields)
-        self.security.defences.check(fields[layout.num_stages - 1])
         for feature in FEATURES:
             feature.check(self)
         if self.autopilot is not None:
@@ -58,10 +58,10 @@ class Experiment(PipelineJob):
         layout, clouds = self.cluster, tuple(self.cluster.clouds)
         stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
         try:
-            self.security.check(clouds, fields, stage_cloud)
+            self.security.check("holders", clouds, fields, stage_cloud)
             if self.security.weights:
                 parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
-                self.security.check_weights(clouds, parts, stage_cloud)
+                self.security.check("weights", clouds, parts, stage_cloud)
         except ConfigError as error:
             if replica == 0:
                 raise
@@ -78,7 +78,7 @@ class Experiment(PipelineJob):
             return "off"
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
             return "none" if compression.is_identity else compression.label
-        averaging = compression.averaging_label
+        averaging = compression.averaged.averaging_label
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
@@ -89,12 +89,11 @@ class Experiment(PipelineJob):
     @property
     def defences_in_force(self) -> str:
         """The defences' label; "off" where no boundary is one that they act on, "none" if none."""
-        defences = self.security.defences
-        if not defences.label:
+        if not self.security.chosen_defences:
             return "none"
         boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
         acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
-        return defences.label if acts else "off"
+        return self.security.defences_label if acts else "off"
 
     @property
     def leak_meter(self) -> LeakMeter | None:
@@ -118,7 +117,7 @@ class Experiment(PipelineJob):
             parts.append(f"keeps up to {self.training.activation_cache_mb} MB of frozen rows")
         if self.strategy_in_force:
             parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
-        if defences := self.security.defences.label:
+        if defences := self.security.defences_label:
             off = " (off: nothing they protect leaves its cloud)"
             parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
         if self.security.privacy is not None:
@@ -135,15 +134,6 @@ class Experiment(PipelineJob):
     def scores_first(self) -> bool:
         """Whether the test set is scored before the first step too, for comparison."""
         return getattr(self.model, "is_pretrained", False) and not self.is_elastic
-
-    @property
-    def why_not_in_turns(self) -> str:
-        if not self.strategy.traits.is_apart:
-            return ""
-        return (
-            f"strategy={self.strategy.name} averages between some steps and sends beside others, "
-            "which turns would miss or hide (compare samples_per_s)"
-        )
 
     @property
     def essential_ranks(self) -> frozenset[int]:
@@ -173,15 +163,6 @@ class Experiment(PipelineJob):
     @property
     def schedule_label(self) -> str:
         return self.schedule.label
-
-    def check_after(self, first: Job) -> None:
-        self.task.check()  # all but the model's checkpoint
-        most = first.left_positions
-        if most is not None and self.task.max_length > most:
-            raise ConfigError(
-                f"task.max_length is {self.task.max_length}, but the pre-trained encoder will "
-                f"have {most} positions (model.text.max_length)"
-            )
 
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the

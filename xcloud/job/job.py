@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,6 +23,7 @@ from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.job.places import Places
+from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot, Planning
@@ -32,7 +32,8 @@ from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
 from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.policy import Visibility
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Checkpoints, Training
 
 
@@ -153,21 +154,6 @@ class Job(Names, ABC):
     def schedule_label(self) -> str:
         """In what order the work is done."""
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """For the pictures of a run."""
-        return {
-            "schedule": self.schedule_label,
-            "link": self.cluster.describe_link(),
-            "compression": self.compression_in_force,
-            **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
-        }
-
-    @property
-    def why_not_in_turns(self) -> str:
-        """Why its steps cannot be timed in turns with those of other jobs; "" if they can."""
-        return ""
-
     def statistics(self) -> RunStatistics:
         """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
@@ -221,25 +207,6 @@ class Job(Names, ABC):
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""
 
-    @property
-    def next_experiment(self) -> Sequence[str]:
-        """Command line of the experiment that runs after this one; empty: none."""
-        return ()
-
-    def leaves(self, run_dir: Path) -> Mapping[str, str]:
-        """Settings of another experiment that make it read what a finished run left."""
-        return {}
-
-    def check_after(self, first: Job) -> None:
-        """As `check`, of a job that reads what `first` will leave, which is not there yet."""
-        self.check()
-
-    @property
-    def left_positions(self) -> int | None:
-        """Tokens of the longest text that the encoder which it leaves can read, if it leaves one
-        with a limit."""
-        return None
-
     def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""
         return None
@@ -252,7 +219,7 @@ class Job(Names, ABC):
 @settings(kw_only=True)
 class PipelineJob(Job):
     """What runs where and how it trains. cluster: once built, with the replicas that the strategy
-    makes."""
+    makes. parts: of every rank, around an update, besides those that the settings ask for."""
 
     task: SkipValidation[Task]
     model: SkipValidation[SplitModel]
@@ -262,6 +229,7 @@ class PipelineJob(Job):
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
+    parts: Mapping[str, SkipValidation[FurtherPart]] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Self:
@@ -280,9 +248,15 @@ class PipelineJob(Job):
         return ties is not None and bool(ties(self.cluster.num_stages))
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the boundary after `stage`."""
-        cloud_of = partial(self.cluster.stage_cloud, replica=replica)
-        return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
+        """By direction, of the boundary after `stage`. One acts where a message goes from a cloud
+        that holds the protected data (forward: what the first stage reads; backward: what the last
+        one reads) to one that does not. Later messages are computed from protected ones."""
+        last = self.cluster.num_stages - 1
+        first_cloud, here, there, last_cloud = (
+            self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
+        )
+        leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
+        return {way: d for way, d in self.security.chosen_defences.items() if leaves[way]}
 
     @property
     def boundaries(self) -> dict[int, Boundary]:
@@ -336,14 +310,12 @@ class PipelineJob(Job):
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
         """Batch fields that any rank of the cloud reads."""
-        stages = self.cluster.clouds[cloud].stages or ()
-        return frozenset[str]().union(
-            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
-        )
+        return self._fields(self.cluster.clouds[cloud].stages or ())
 
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""
-        stages = self.cluster.placement(rank).stages
-        return frozenset().union(
-            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
-        )
+        return self._fields(self.cluster.placement(rank).stages)
+
+    def _fields(self, stages: Sequence[int]) -> frozenset[str]:
+        num_stages = self.cluster.num_stages
+        return frozenset[str]().union(*(self.model.fields(s, num_stages) for s in stages))

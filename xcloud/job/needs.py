@@ -1,22 +1,20 @@
-"""What features need of a job, and the refusal of one that lacks it.
-
-A feature is an entry of FEATURES, or of CHECKED_LAST if its needs depend on the task: where it is
-on, and why it needs what. A need is a function of the job that names the setting that stands
-against it. So a new feature is one entry here, and no other feature knows of it; what only one of
-them needs is a need of its own. What an object needs that it is given when it is built (a strategy
-of its cluster) it checks there.
+"""What features may need of a job (features.py says which needs what): each need is a function of
+the job that names the setting that stands against it, or finds none. None is asked for a feature
+that is off. What an object needs that it is given when it is built (a strategy of its cluster) it
+checks there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.activation_cache import decodes_rows_alone
-from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
 from xcloud.parallel.schedule import put_off
@@ -34,28 +32,6 @@ class Lack(NamedTuple):
 
 
 Need = Callable[[PipelineJob], Lack | None]
-
-
-@dataclass(frozen=True)
-class Feature:
-    """name: as its setting is written, {} in place of what `used` returns: something true where a
-    job uses the feature. why: by need, what the feature does that needs it. without: how to run
-    without the feature."""
-
-    name: str
-    used: Callable[[PipelineJob], object]
-    why: Mapping[Need, str]
-    without: str
-
-    def check(self, job: PipelineJob) -> None:
-        """Raise ConfigError for the first need that the job lacks."""
-        if not (used := self.used(job)):
-            return
-        for need, why in self.why.items():
-            if (lack := need(job)) is not None:
-                remedies = ", or ".join(filter(None, (lack.remedy, self.without)))
-                name = self.name.format(used)
-                raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
 
 
 @dataclass(frozen=True)
@@ -106,9 +82,14 @@ untied_ends = Plain(
     "take model.embeddings=untie or freeze",
 )
 whole_stages = Plain(
-    lambda job: bool(_shards(job)),
+    lambda job: any(cloud.shard for cloud in job.cluster.clouds.values()),
     "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
     "leave shard out",
+)
+noise_without_labels = Plain(
+    lambda job: job.security.chosen_defences["forward"].needs_labels,
+    "it needs labels, which are not available there",
+    "use it backward",
 )
 whole_replicas = Plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
@@ -267,99 +248,6 @@ def rows_arrive_alike(job: PipelineJob) -> Lack | None:
                     f"take none, fp16, bf16 or integers whose block divides {width}",
                 )
     return None
-
-
-def _shards(job: PipelineJob) -> list[str]:
-    return [name for name, cloud in job.cluster.clouds.items() if cloud.shard]
-
-
-def _averages_without_feedback(job: PipelineJob) -> bool:
-    averaging = job.strategy.averaging
-    return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
-
-
-def _private_by(job: PipelineJob, unit: str) -> bool:
-    return job.security.privacy is not None and job.security.privacy.unit == unit
-
-
-FEATURES: Sequence[Feature] = (
-    Feature(
-        "autopilot",
-        lambda job: job.autopilot,
-        {
-            no_plan: "changes the compression",
-            one_pipeline: "decides in one rank for a single pipeline",
-            one_rank_at_metered_ends: "measures a real network from one rank at each end",
-        },
-        "set autopilot=off",
-    ),
-    Feature(
-        "strategy.averaging.feedback=false",
-        _averages_without_feedback,
-        {self_correcting_compressor: "adds nothing of what a message left out to the next one"},
-        "set feedback to true",
-    ),
-    Feature(
-        "model.embeddings=tie",
-        lambda job: job.ties_ends,
-        {
-            no_privacy: "hands the other end gradients as they are",
-            every_update_together: "needs both ends in every update",
-            words_may_be_at_both_ends: "sends gradients to the other end",
-        },
-        "take model.embeddings=untie or freeze",
-    ),
-    Feature(
-        "cluster.clouds.{0[0]}.shard",
-        _shards,
-        {
-            untied_ends: "shards gradients over ranks",
-            every_update_together: "shards parameters and gradients over ranks",
-            equal_shards_in_step: "averages what each rank holds with ranks that hold the same",
-            no_privacy: "shards gradients over ranks",
-        },
-        "leave shard out",
-    ),
-    Feature(
-        "security.defences.backward={.label}",
-        lambda job: job.security.defences.backward,
-        {labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
-        "choose security/defences/backward=max_norm or gaussian_noise",
-    ),
-    Feature(
-        "security/privacy=cloud",
-        lambda job: _private_by(job, "cloud"),
-        {
-            several_replicas: "noises what replicas in several clouds give to an averaging",
-            all_clouds_stay: "gives no bound if what one merge leaves out is sent with the next",
-        },
-        "choose security/privacy=sample",
-    ),
-    Feature(
-        "security/privacy=sample",
-        lambda job: _private_by(job, "sample"),
-        {
-            whole_stages: "clips each sample's gradient in one rank",
-            whole_replicas: "noises parameter gradients",
-            whole_backward: "clips each sample's gradient before the next one's is computed",
-            one_sample_each: "needs one sample in every micro-batch",
-        },
-        "set security/privacy=none",
-    ),
-)
-CHECKED_LAST: Sequence[Feature] = (
-    Feature(
-        "training.activation_cache_mb={}",
-        lambda job: job.training.activation_cache_mb,
-        {
-            rows_may_be_kept: "keeps rows of another cloud",
-            all_clouds_stay: "relies on what every cloud has kept",
-            constant_boundary: "keeps rows that are the same in every epoch",
-            rows_arrive_alike: "keeps rows as they arrived in the first epoch",
-        },
-        "set it to 0",
-    ),
-)
 
 
 def check_choices(job: PipelineJob) -> None:

@@ -1,12 +1,24 @@
 """OneWayExperiment: the one frozen object that describes a one-way job, in which several clouds
 feed one with integers. Its file is read and checked like any experiment's (config.py).
+
+How the figures of its summary are made, beside those of any run (record/summary.py):
+- A step is the consumer's; its time and the waiting of the consumer (starvation) are of its ranks.
+- A producer's seconds are per consumer step and rank, so that clouds are comparable; its waiting
+  is back-pressure: nothing was ordered. They are reported about once a second and attributed to
+  the next complete step, so sums are exact and single steps are not.
+- `sent.forward` of a step counts the whole frames of the batches it used; `other` is everything
+  else that crossed meanwhile: orders, reports.
+- `bytes_per_token` = those frames / the tokens in them; null where nothing crosses clouds.
+- `finished`: every rank of the producer has finished, so its model is exported.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from pydantic import SkipValidation
 
@@ -15,8 +27,9 @@ from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
-from xcloud.parallel.one_way.plan import Feed
-from xcloud.record.one_way_summary import OneWayStatistics
+from xcloud.parallel.one_way import Feed
+from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
+from xcloud.record.summary import RunStatistics, Summary, ratio
 from xcloud.training.settings import Checkpoints, OnDivergence
 
 
@@ -64,10 +77,6 @@ class OneWayExperiment(Job):
         fitted = self.feed.fitted(self.cluster, self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
 
-    @property
-    def why_not_in_turns(self) -> str:
-        return "the producers of a one-way job run ahead of their consumer while others are timed"
-
     def statistics(self) -> OneWayStatistics:
         return OneWayStatistics(self.cluster)
 
@@ -90,10 +99,6 @@ class OneWayExperiment(Job):
 
     # Ids cross as they are: a defence would have to change the text itself, and what they reveal
     # is no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
-
-    @property
-    def next_experiment(self) -> Sequence[str]:
-        return self.follow_up
 
     @property
     def essential_ranks(self) -> frozenset[int]:
@@ -119,12 +124,113 @@ class OneWayExperiment(Job):
     def check(self) -> None:
         self.model.check(self.cluster.producers)
 
-    @property
-    def left_positions(self) -> int | None:
-        return self.model.max_positions
-
     def next_command(self, run_dir: Path) -> str | None:
         return None if self.follow_up else self.model.next_command(run_dir)
 
-    def leaves(self, run_dir: Path) -> Mapping[str, str]:
-        return self.model.leaves(run_dir)
+
+class FeedCollector(StepCollector):
+    """Steps of the consumer, with the producers' seconds since the step before."""
+
+    def __init__(self, layout: OneWayLayout) -> None:
+        super().__init__(layout.num_consumers)
+        self.group_sizes = {name: layout.clouds[name].num_ranks for name in layout.producers}
+        self.pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
+
+    def feed(self, event: Event) -> StepTotals | None:
+        if event["event"] == "resume":  # what was fed to steps that are done again
+            self.pending = {kind: {} for kind in TIMES}
+        if event["event"] == "fed":
+            for kind in TIMES:
+                add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})
+        totals = super().feed(event)
+        if totals is not None:
+            add_to(
+                totals.numbers, {("num_ranks", n): size for n, size in self.group_sizes.items()}
+            )
+            for kind in TIMES:
+                # Every producer in every step: all means and curves have the same length.
+                fed = dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
+                totals.numbers |= {(kind, name): seconds for name, seconds in fed.items()}
+                self.pending[kind] = {}
+        return totals
+
+
+class OneWayStatistics(RunStatistics):
+    """Figures of a run, and what each producer had in it."""
+
+    def __init__(self, layout: OneWayLayout) -> None:
+        self._feed = FeedCollector(layout)
+        super().__init__(self._feed)
+        self._shares = dict(zip(layout.producers, layout.shares, strict=True))
+        self._made: Counter[str] = Counter()
+        self._loss: dict[str, float | None] = {}
+        self._seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
+
+    def feed(self, event: Event) -> StepTotals | None:
+        if event["event"] == "fed":
+            name = event["cloud"]
+            self._made[name] += event["num_batches"]
+            self._loss[name] = event.get("loss", self._loss.get(name))  # absent: all were skipped
+            for kind in TIMES:
+                add_to(self._seconds[kind], {name: event.get(kind, 0.0)})
+        return super().feed(event)
+
+    def seconds(self, kind: str, first: int) -> dict[str, float]:
+        sums = super().seconds(kind, first)
+        if self.num_steps:  # what was reported after the last step counts, too
+            add_to(sums, self._feed.pending[kind])
+        return sums
+
+    def num_skipped(self) -> int:
+        """The consumer's updates; a producer's are its own."""
+        skipped = self.events("skipped_update")
+        return sum(event["cloud"] not in self._shares for event in skipped)
+
+    def summary(self, **facts: Any) -> Summary:
+        summary = super().summary(**facts)
+        steps = self.steps
+        line_s, elapsed_s = steps.sums("line_s"), sum(steps["step_s"])
+        use = {name: ratio(line_s.get(name) or None, elapsed_s) for name in self._shares}
+        busiest = max((u for u in use.values() if u is not None), default=None)
+        summary["link_utilisation"] = {"forward": busiest, "backward": None}
+        taken, skipped = Counter(steps.sums("taken")), Counter(steps.sums("skipped"))
+        num_bytes = sum(steps.sums("fed_bytes").values())
+        summary["feed"] = {
+            "bytes_per_token": ratio(num_bytes or None, steps.sum("tokens"), 4),
+            "num_batches": int(taken.total()),
+            "num_skipped": int(skipped.total()),
+            "producers": {
+                name: {
+                    "share": round(share, 4),
+                    "share_taken": ratio(taken[name] or None, taken.total(), 4),
+                    "num_batches": int(taken[name]),
+                    "num_skipped": int(skipped[name]),
+                    "link_utilisation": use[name],
+                    **self._producer(name),
+                }
+                for name, share in self._shares.items()
+            },
+        }
+        return summary
+
+    def _producer(self, name: str) -> dict[str, Any]:
+        made = self._made[name]
+        states = [e["state"] for e in self.events("producer") if e["producer"] == name]
+        own = Counter(
+            event["event"]
+            for event in self.events("skipped_update", "finish")
+            if event["cloud"] == name
+        )
+        return {
+            "num_made": made,
+            "num_skipped_updates": own["skipped_update"],
+            "loss": self._loss.get(name),
+            **{
+                f"{kind}_per_batch": ratio(self._seconds[kind].get(name) or None, made, 6)
+                for kind in ("compute_s", "waiting_s")
+            },
+            "state": states[-1] if states else "absent",
+            "num_slow": states.count("slow"),
+            "num_dead": states.count("dead"),
+            "finished": own["finish"] == self._feed.group_sizes[name],
+        }

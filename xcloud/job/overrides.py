@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -30,6 +30,8 @@ from xcloud.job.config import (
     read_job,
     this_clouds_policy,
 )
+from xcloud.job.job import PipelineJob
+from xcloud.job.one_way import OneWayExperiment
 from xcloud.record.segments import EVENTS_FILE, check_is_run
 from xcloud.record.summary import read_summary
 
@@ -193,16 +195,16 @@ def compose_follow_up(
     """
     if not OmegaConf.select(config, "follow_up"):
         return None  # and no job is built, which the run does
-    experiment = job_from_config(config)
+    experiment = cast(OneWayExperiment, job_from_config(config))  # no other has a follow_up
     try:
         with _composing(conf_dir):
-            following = compose("config", overrides=list(experiment.next_experiment))
+            following = compose("config", overrides=list(experiment.follow_up))
         OmegaConf.set_struct(following, False)
-        named = [override.key_or_group for override in _parsed(experiment.next_experiment)]
+        named = [override.key_or_group for override in _parsed(experiment.follow_up)]
         for key in KEPT:
             if not _chooses(named, key):
                 following[key] = config[key]
-        leaves = experiment.leaves(run_dir)
+        leaves = experiment.model.leaves(run_dir)
         read = {key: value for key, value in leaves.items() if not _chooses(named, key)}
         for key, value in read.items():
             OmegaConf.update(following, key, value)
@@ -210,16 +212,27 @@ def compose_follow_up(
             this_clouds_policy().check_build(plain_settings(following))
         job = job_from_config(following)
         if read:
-            job.check_after(experiment)
+            _check_reading(job.pipeline, experiment)
         else:
             job.check()
     except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"follow_up={list(experiment.next_experiment)} makes no experiment that can run: "
+            f"follow_up={list(experiment.follow_up)} makes no experiment that can run: "
             f"{lines[0]}; [] runs none"
         ) from error
     return following
+
+
+def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:
+    """As job.check, of one that reads what `first` will leave, which is not there yet."""
+    job.task.check()
+    most = first.model.max_positions
+    if most is not None and job.task.max_length > most:
+        raise ConfigError(
+            f"task.max_length is {job.task.max_length}, but the pre-trained encoder will "
+            f"have {most} positions (model.text.max_length)"
+        )
 
 
 def _chooses(named: Sequence[str], key: str) -> bool:

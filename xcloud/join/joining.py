@@ -14,7 +14,7 @@ from xcloud.job.job import Job
 from xcloud.join import restarts
 from xcloud.join.agreement import Verdict, agree
 from xcloud.join.compared import Table
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.segments import CheckpointSteps
 from xcloud.survive.resume import RankCheckpoints, newest_common
 
 
@@ -24,7 +24,7 @@ def join(
     """table: what this rank runs. meet: with the others, in a place that is called once this one
     has read its checkpoints. Raises ConfigError in a rank that cannot go on."""
     held = {}
-    if CheckpointFolder(run_dir).steps():
+    if CheckpointSteps(run_dir).steps():
         held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
     meeting = meet()
     return meeting, agree(job, meeting, table, held, newest_common)

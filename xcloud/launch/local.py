@@ -19,9 +19,8 @@ from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.compared import compared_settings
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.rank_state import forget_launcher, note_attempt
-from xcloud.record.segments import has_events
+from xcloud.record.segments import CheckpointSteps, has_events
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.watch.monitor import Monitor
 
@@ -144,7 +143,7 @@ def _train(
     ranks: LocalRanks, monitor: Monitor, experiment: Job, follow: Callable[[], bool]
 ) -> None:
     """To the end of the run, in as many attempts as that takes and the user allows."""
-    folder, most = CheckpointFolder(ranks.run_dir), experiment.launch.max_restarts
+    folder, most = CheckpointSteps(ranks.run_dir), experiment.launch.max_restarts
     for number in range(most + 1):
         note_attempt(ranks.run_dir, most - number)
         ranks.start()
@@ -160,7 +159,7 @@ def _train(
 
 
 def _rest(run_dir: Path) -> str:
-    agreed = CheckpointFolder(run_dir).agreed_steps()
+    agreed = CheckpointSteps(run_dir).agreed_steps()
     if not agreed:
         return "it has no checkpoint to go on from; an unfinished backbone is kept in the cache"
     return f"go on from step {agreed[0]}: python run.py resume={run_dir}"

@@ -7,28 +7,27 @@ no orphans (each child asks the kernel to end it with its parent).
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from enum import Enum
 from pathlib import Path
 
 import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
-from xcloud.record.rank_state import error_file, failure_of, ready_file, state_file
+from xcloud.launch.failures import first_cause, lost_clouds, named_failures, own_failures
+from xcloud.record.rank_state import error_file, ready_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
-_SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
+_STOPPED_CODES = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal before it could be handled
 MEMORY_SETTINGS = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -63,24 +62,6 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-class Condition(Enum):
-    """Of a rank's process."""
-
-    RUNNING = "running"
-    DONE = "done"
-    STOPPED = "stopped"  # it ended early, as it was asked to
-    FAILED = "failed"
-
-    @classmethod
-    def of(cls, process: subprocess.Popen[bytes]) -> Condition:
-        code = process.poll()
-        if code is None:
-            return cls.RUNNING
-        if code in (EXIT_START_AGAIN, -signal.SIGUSR1):  # before it could be handled
-            return cls.STOPPED
-        return cls.DONE if code == 0 else cls.FAILED
-
-
 class LocalRanks:
     """The worker processes of one run. essential: ranks whose failure fails the run; the others
     may be lost once they are ready, which the remaining ranks report. None: all ranks.
@@ -106,7 +87,7 @@ class LocalRanks:
         self.is_asked_to_stop = False
         self._restart_s, self._lost_after_s = restart_s, lost_after_s
         self._since_s: dict[object, float] = {}  # when something was first seen, see _for_s
-        self._environment: dict[str, str] = {}
+        self._suspended: dict[int, float] = {}  # ranks that were given up, after how many seconds
 
     def start(self) -> None:
         """May be called again once `wait` has raised RunFailed."""
@@ -114,18 +95,8 @@ class LocalRanks:
         self._remove_meeting_point()
         self.processes = []
         self._since_s.clear()
-        num_ranks = len(self.clouds)
-        threads = max(1, num_cores() // num_ranks)
-        self._environment = {
-            **MEMORY_SETTINGS,
-            "OMP_NUM_THREADS": str(threads),
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            **os.environ,
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-        }
-        for rank in range(num_ranks):
+        self._suspended.clear()
+        for rank in range(len(self.clouds)):
             self.processes.append(self._start(rank))
         if self.is_asked_to_stop:  # meanwhile: the last ones were not there to hear it
             self.ask_to_stop()
@@ -133,6 +104,18 @@ class LocalRanks:
     def _stop_if_asked(self) -> None:
         if self.is_asked_to_stop:
             raise RunStopped
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {
+            **MEMORY_SETTINGS,
+            "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **os.environ,
+            "LOCAL_WORLD_SIZE": str(len(self.clouds)),
+        }
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
@@ -150,8 +133,13 @@ class LocalRanks:
     @property
     def may_come_right(self) -> bool:
         """Whether a failure may not come again: it was no error that a rank itself has named."""
-        failures = [failure_of(self.run_dir, rank) for rank in self._own_failures()]
-        return not any(failure and failure["expected"] for failure in failures)
+        return not named_failures(self.run_dir, self.failed)
+
+    @property
+    def failed(self) -> dict[int, int]:
+        """Exit codes of the ranks that have failed."""
+        ended = {rank: process.poll() or 0 for rank, process in enumerate(self.processes)}
+        return {r: code for r, code in ended.items() if code not in (0, *_STOPPED_CODES)}
 
     def log(self, rank: int) -> Path:
         return self.run_dir / f"rank{rank}.log"
@@ -175,32 +163,40 @@ class LocalRanks:
 
         a rank stopped before all met, END_WITHIN_S ago   the run has stopped: those that wait for
                                                           it inside torch hear no signal
-        one failed before all met or it was ready         the run fails
-        an essential one failed                           it fails, once the others have reported
+        one failed before all met                         the run fails
+        one failed that is essential or was not ready     it fails, once the others have reported
         an essential one runs                             the run goes on; lost clouds begin again
         another one runs, for LATE_S at most              the run goes on
         an essential one stopped                          the run has stopped
         """
         self._end_suspended(self.essential if has_met else range(len(self.processes)))
-        every = [Condition.of(process) for process in self.processes]
-        needed = {every[rank] for rank in self.essential}
-        if Condition.STOPPED in every and not has_met and self._for_s("stop") > END_WITHIN_S:
+        codes = [process.poll() for process in self.processes]
+        needed, has_failed = [codes[rank] for rank in self.essential], bool(self.failed)
+        is_stopped = any(code in _STOPPED_CODES for code in codes)
+        if is_stopped and not has_met and self._for_s("stop") > END_WITHIN_S:
             raise RunStopped
-        if Condition.FAILED in every and (not has_met or self._lost_before_ready()):
-            self._fail(self._first_cause())
-        if Condition.FAILED in needed:
-            cause = self._first_cause()
-            self._hear_last_words()
-            self._fail(cause)
-        if Condition.RUNNING in needed:
+        if has_failed and (not has_met or not self._can_do_without(self.failed)):
+            cause = first_cause(self.run_dir, self.clouds, lambda: self.failed, self._suspended)
+            if has_met:
+                self._hear_last_words()
+            if self.is_asked_to_stop and not own_failures(self.run_dir, self.failed):
+                raise RunStopped  # ranks that are asked to end go one by one, and others lose them
+            raise RunFailed(cause)
+        if None in needed:
             if has_met and self._restart_s is not None and not self.is_asked_to_stop:
                 self._begin_again(self._restart_s)
             return False
-        if self._for_s("end") <= LATE_S and Condition.RUNNING in every:
+        if self._for_s("end") <= LATE_S and None in codes:
             return False
-        if Condition.STOPPED in needed:
+        if any(code in _STOPPED_CODES for code in needed):
             raise RunStopped
         return True
+
+    def _can_do_without(self, failed: Iterable[int]) -> bool:
+        """Ranks that are ready, of those that may be lost."""
+        return all(
+            r not in self.essential and ready_file(self.run_dir, r).exists() for r in failed
+        )
 
     def _for_s(self, what: object) -> float:
         """Seconds since this was asked first."""
@@ -211,26 +207,18 @@ class LocalRanks:
         """A suspended rank would keep others waiting where no link looks for heartbeats: while
         they join, and in a collective. Until it is ended it has been suspended all along."""
         for rank in watched:
-            key = ("suspended", rank)
-            if not _is_suspended(self.processes[rank]):
-                if self.processes[rank].poll() is None:
+            key, process = ("suspended", rank), self.processes[rank]
+            if not _is_suspended(process):
+                if process.poll() is None:
                     self._since_s.pop(key, None)
             elif self._lost_after_s is not None and self._for_s(key) > self._lost_after_s:
-                self.processes[rank].kill()
-
-    def _fail(self, cause: str) -> None:
-        """Ranks that are asked to end go one by one, and the others lose them."""
-        if self.is_asked_to_stop and not self._own_failures():
-            raise RunStopped
-        raise RunFailed(cause)
+                self._suspended[rank] = self._lost_after_s
+                process.kill()
 
     def _begin_again(self, restart_s: float) -> None:
         """Clouds that have lost a rank, by a signal or with another rank, are started again."""
-        lost = {self.clouds[r] for r, process in enumerate(self.processes) if process.poll()}
-        failed = {self.clouds[r] for r in self._own_failures() if failure_of(self.run_dir, r)}
-        if lost and _phase_of(self.run_dir, 0) == "evaluation":  # nothing is left to come back to
-            return
-        for cloud in lost - failed:
+        ended = [rank for rank, process in enumerate(self.processes) if process.poll()]
+        for cloud in lost_clouds(self.run_dir, self.clouds, ended):
             if self._for_s(cloud) < restart_s:
                 continue
             del self._since_s[cloud]
@@ -242,14 +230,6 @@ class LocalRanks:
                 error_file(self.run_dir, rank).unlink(missing_ok=True)
                 self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
                 self.processes[rank] = self._start(rank)
-
-    def _lost_before_ready(self) -> bool:
-        return any(
-            Condition.of(process) is Condition.FAILED
-            and not ready_file(self.run_dir, rank).exists()
-            for rank, process in enumerate(self.processes)
-            if rank not in self.essential
-        )
 
     def _hear_last_words(self) -> None:
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -277,43 +257,6 @@ class LocalRanks:
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
 
-    def _first_cause(self) -> str:
-        """A rank that lost its peer fails too, often before the peer's exit is noticed; wait a
-        moment and name the rank with a cause of its own."""
-        settled = time.monotonic() + _SETTLE_S
-        while time.monotonic() < settled and not self._own_failures():
-            time.sleep(0.05)
-        failed = [r for r, p in enumerate(self.processes) if Condition.of(p) is Condition.FAILED]
-        rank = (self._own_failures() or failed)[0]
-        code = self.processes[rank].poll()
-        assert code is not None
-        failure = failure_of(self.run_dir, rank)
-        if failure is not None:
-            what = failure["message"]
-        elif ("suspended", rank) in self._since_s:
-            what = f"was stopped (SIGSTOP) for more than {self._lost_after_s:g} s and is given up"
-        elif code < 0:
-            names = {known.value: known.name for known in signal.Signals}
-            what = f"was ended by signal {-code} ({names.get(-code, 'real-time')})"
-        else:
-            what = f"ended with exit code {code}: {self._last_line(rank)}"
-        return f"rank {rank} of cloud {self.clouds[rank]!r}: {what} (log: {self.log(rank)})"
-
-    def _own_failures(self) -> list[int]:
-        """Ranks whose failure is not just the loss of another rank."""
-        found = []
-        for rank, process in enumerate(self.processes):
-            if Condition.of(process) is not Condition.FAILED:
-                continue
-            failure = failure_of(self.run_dir, rank)
-            if failure is None or not failure["peer_lost"]:
-                found.append(rank)
-        return found
-
-    def _last_line(self, rank: int) -> str:
-        lines = self.log(rank).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "its log is empty"
-
 
 def _is_suspended(process: subprocess.Popen[bytes]) -> bool:
     """By SIGSTOP."""
@@ -321,10 +264,3 @@ def _is_suspended(process: subprocess.Popen[bytes]) -> bool:
         return process.poll() is None and psutil.Process(process.pid).status() == "stopped"
     except psutil.Error:
         return False
-
-
-def _phase_of(run_dir: Path, rank: int) -> str:
-    try:
-        return str(json.loads(state_file(run_dir, rank).read_text())["phase"])
-    except (OSError, ValueError, KeyError):
-        return ""

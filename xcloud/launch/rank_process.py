@@ -6,29 +6,29 @@ failed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.cluster.gloo_link import Gloo
+from xcloud.cluster.gloo_pairs import GlooPairs
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.transport import Gloo, Meeting, Transport
+from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
 from xcloud.join.compared import Table, table_of
 from xcloud.join.joining import join, meet_here
+from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import role_of
@@ -40,20 +40,17 @@ from xcloud.record.segments import has_events
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 from xcloud.survive.saving import StopSignal
 
-EXIT_FAILED = 1
-EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
 LAST_WORDS_S = 0.3
 
 
-@dataclass(frozen=True)
 class Process:
     """What a rank's process has beside the rank. asked: whether it is to end early. state: what it
     does at the moment, for python -m xcloud status; None: nobody asks. Here the launcher of this
     machine looks after the ranks."""
 
-    asked: StopSignal
-    state: RankState | None = None
+    def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
+        self.asked, self.state = asked, state
 
     def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
         """This rank has all its links."""
@@ -174,9 +171,11 @@ def _device_of(job: Job, rank: int) -> torch.device:
     return device
 
 
-class RankProcess:
-    """Started by the launcher of this machine, which has checked what it gives its ranks, and
-    looks after them. says: whether it prints what it does."""
+class RankProcess(Process):
+    """Started by the launcher of this machine, which has checked what it gives its ranks. says:
+    whether it prints what it does."""
+
+    state: RankState
 
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
 
@@ -185,9 +184,9 @@ class RankProcess:
         run_dir.mkdir(parents=True, exist_ok=True)
         for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
             stale.unlink(missing_ok=True)  # of an earlier run in this folder
-        self.state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
-        self.process = Process(StopSignal(), self.state)
-        self.process.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
+        state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
+        super().__init__(StopSignal(), state)
+        self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
     def main(self) -> NoReturn:
         """Ends the process itself."""
@@ -215,11 +214,11 @@ class RankProcess:
         meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
         self.begin(job, config)
         if job.cluster.num_processes < job.cluster.num_ranks:
-            is_stopped = live_in_threads(job, table, self.run_dir, self.process.asked, self.state)
+            is_stopped = live_in_threads(job, table, self.run_dir, self.asked, self.state)
         else:
-            transport = (job.cluster.carrier or Gloo()).transport(meeting)
-            settings = table["setting"]
-            is_stopped = live(job, self.run_dir, settings, verdict, self.process, transport)
+            ours = GlooPairs() if meeting.is_open else Gloo()
+            transport = (job.cluster.carrier or ours).transport(meeting)
+            is_stopped = live(job, self.run_dir, table["setting"], verdict, self, transport)
         self.end(is_stopped)
         return is_stopped
 
@@ -238,35 +237,6 @@ class RankProcess:
     def fail(self, error: BaseException) -> int:
         """Returns the exit code."""
         return write_failure(self.run_dir, self.rank, error)
-
-
-def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
-    """Say in a file what went wrong here; returns the exit code."""
-    text = str(error)
-    # Who refuses a frame has lost nobody: the refusal is the cause.
-    is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
-    # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
-    peer_lost = is_lost or (
-        isinstance(error, RuntimeError)
-        and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
-    )
-    expected = isinstance(error, XcloudError)
-    message = (text if expected else f"{type(error).__name__}: {text}").strip()
-    lines = traceback.format_exception(error)
-    failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
-    if error_file(run_dir, rank).exists():  # another thread has named the first cause
-        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
-    # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
-    with contextlib.suppress(OSError):
-        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
-    with contextlib.suppress(OSError):
-        said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
-        print(said, end="", file=sys.stderr, flush=True)
-    return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
-
-
-def failed(error: BaseException) -> str:
-    return f"has failed: {str(error)[:300]}"
 
 
 def _set_threads() -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,13 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.failure_detector import FailureDetector
 from xcloud.join.restarts import meet_under_torchrun
-from xcloud.launch.rank_process import Process, RankProcess, failed, write_failure
+from xcloud.launch.failures import failed, write_failure
+from xcloud.launch.rank_process import RankProcess
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 TABLE_WITHIN_S = 30.0  # of a run that has failed
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchedProcess(Process):
-    """It watches the other ranks itself."""
-
-    detector: FailureDetector
-
-    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
-        super().enter(role, last_words)
-        self.detector.met(role.needs, role.lives, last_words)
-
-    def leave(self) -> None:
-        self.detector.leave()
-
-    def stand_aside(self) -> None:
-        self.detector.stand_aside()
 
 
 class TorchrunProcess(RankProcess):
@@ -59,7 +42,7 @@ class TorchrunProcess(RankProcess):
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
         self._cloud = cloud
         self._monitor: subprocess.Popen[bytes] | None = None
-        self._failure_detector: FailureDetector | None = None
+        self._detector: FailureDetector | None = None
 
     def read(self, config: Any) -> Job:
         job = configs.shared_job(config, self.run_dir)  # the file comes from elsewhere
@@ -67,12 +50,26 @@ class TorchrunProcess(RankProcess):
         return job
 
     def meet(self, job: Job) -> Meeting:
-        detector = self._failure_detector = FailureDetector(
+        self._detector = FailureDetector(
             self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
             self._end_alone, partial(is_needed, job, self.rank) if job.is_elastic else bool,
         )  # fmt: skip
-        self.process = WatchedProcess(self.process.asked, self.state, detector=detector)
-        return meet_under_torchrun(job, self.rank, self.run_dir, detector)
+        return meet_under_torchrun(job, self.rank, self.run_dir, self._detector)
+
+    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
+        super().enter(role, last_words)
+        self.detector.met(role.needs, role.lives, last_words)
+
+    def leave(self) -> None:
+        self.detector.leave()
+
+    def stand_aside(self) -> None:
+        self.detector.stand_aside()
+
+    @property
+    def detector(self) -> FailureDetector:
+        assert self._detector is not None, "there is one once the ranks meet"
+        return self._detector
 
     def begin(self, job: Job, config: Any) -> None:
         _check_started(job)
@@ -86,17 +83,19 @@ class TorchrunProcess(RankProcess):
     def end(self, is_stopped: bool) -> None:
         if self.is_first_here and self.rank and not is_stopped and self.model.is_dir():
             print(f"this cloud's part of the model: {self.model.resolve()}", flush=True)
+        for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
+            clock.unlink(missing_ok=True)
         if self._monitor is not None:
             self.state.enter("waiting for the monitor")
             if await_monitor(self._monitor) < 0:
                 print(
                     "the monitor was killed; to write the run's record: python -m xcloud monitor "
-                    f"{self.run_dir} --experiment {self.file} --parent $$ --again", flush=True,
+                    f"{self.run_dir} --experiment {self.file} --again", flush=True,
                 )  # fmt: skip
 
     def fail(self, error: BaseException) -> int:
-        if self._failure_detector is not None:
-            self._failure_detector.close()
+        if self._detector is not None:
+            self._detector.close()
         code = super().fail(error)
         self._await_table()
         return code

@@ -18,57 +18,55 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, Stage
-from xcloud.models.attention import CrossAttention, LayerCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
-from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
+from xcloud.models.encoder import (
+    CrossAttention,
+    Encoder,
+    EncoderConfig,
+    EncoderLayer,
+    LayerCache,
+    Packing,
+    check_heads,
+)
 from xcloud.models.stages import RowsStage, seeded
 from xcloud.models.transformer import SOURCE, TARGET, EncoderDecoder, TargetStage
 
 
-class EncoderAdapter(nn.Module):
-    """x + up(relu(down(LN(x)))), H -> A -> H."""
-
-    def __init__(self, hidden: int, adapter_size: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.down = nn.Linear(hidden, adapter_size)
-        self.up = nn.Linear(adapter_size, hidden)
-        self.dropout = nn.Dropout(dropout)
-        _start_small(self.up)
-
-    def forward(self, rows_RH: Tensor, packing: Packing, cache: None) -> Tensor:
-        added = self.up(F.relu(self.down(self.norm(rows_RH))))
-        rows: Tensor = rows_RH + self.dropout(added)
-        return rows
-
-
-class DecoderAdapter(nn.Module):
-    """x = LN(x + cross-attention(x, source)); x = LN(x + up(relu(down(x)))), H -> A -> H."""
+class Adapter(nn.Module):
+    """In the encoder x + feed(LN(x)); in the decoder x = LN(x + cross-attention(x, source));
+    x = LN(x + feed(x)). feed is up(relu(down(x))), H -> A -> H, near zero at the start, so that
+    the pretrained network is unchanged."""
 
     def __init__(
-        self, hidden: int, source_hidden: int, adapter_size: int, num_heads: int, dropout: float
+        self, hidden: int, size: int, dropout: float, cross: CrossAttention | None = None
     ) -> None:
         super().__init__()
-        self.cross = CrossAttention(hidden, source_hidden, num_heads)
-        self.cross_norm = nn.LayerNorm(hidden)
-        self.down = nn.Linear(hidden, adapter_size)
-        self.up = nn.Linear(adapter_size, hidden)
+        if cross is not None:
+            self.cross, self.cross_norm = cross, nn.LayerNorm(hidden)
         self.norm = nn.LayerNorm(hidden)
+        self.down, self.up = nn.Linear(hidden, size), nn.Linear(size, hidden)
         self.dropout = nn.Dropout(dropout)
-        _start_small(self.up)
+        nn.init.normal_(self.up.weight, std=1e-3)
+        nn.init.zeros_(self.up.bias)
 
-    def forward(self, rows_TH: Tensor, packing: Packing, cache: LayerCache) -> Tensor:
-        attended = self.cross(rows_TH, packing, cache.source)
-        rows: Tensor = self.cross_norm(rows_TH + self.dropout(attended))
-        added = self.up(F.relu(self.down(rows)))
-        rows = self.norm(rows + self.dropout(added))
+    def forward(self, rows: Tensor, packing: Packing, cache: LayerCache | None) -> Tensor:
+        if cache is None:
+            rows = rows + self._feed(self.norm(rows))
+            return rows
+        attended = self.cross(rows, packing, cache.source)
+        rows = self.cross_norm(rows + self.dropout(attended))
+        rows = self.norm(rows + self._feed(rows))
         return rows
+
+    def _feed(self, rows: Tensor) -> Tensor:
+        added: Tensor = self.dropout(self.up(F.relu(self.down(rows))))
+        return added
 
 
 class AdaptedLayer(nn.Module):
     """A frozen encoder layer followed by its adapter; in the decoder under a causal mask."""
 
-    def __init__(self, layer: EncoderLayer, adapter: EncoderAdapter | DecoderAdapter) -> None:
+    def __init__(self, layer: EncoderLayer, adapter: Adapter) -> None:
         super().__init__()
         self.frozen = layer
         self.adapter = adapter
@@ -94,12 +92,6 @@ class AdaptedHead(nn.Module):
         """[R, H] -> [R, V]. words_VH: the frozen tied embedding."""
         scores: Tensor = self.head(rows_RH, words_VH + self.words)
         return scores
-
-
-def _start_small(last: nn.Linear) -> None:
-    """Near-zero initialisation: the pretrained network is unchanged at the start."""
-    nn.init.normal_(last.weight, std=1e-3)
-    nn.init.zeros_(last.bias)
 
 
 @settings("AbNet")
@@ -150,7 +142,6 @@ class AbNet(EncoderDecoder):
         return self.encoder.width()
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        self._check_stage(stage, num_stages)
         is_last, architecture = stage == num_stages - 1, context.architecture
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
         if architecture is None:
@@ -181,7 +172,7 @@ class AbNet(EncoderDecoder):
         for i in parts:
             # One random stream per layer: initial weights do not depend on the layout.
             with seeded(context.seed, "encoder adapter", i):
-                adapter = EncoderAdapter(config.hidden, self.adapter_size, self.dropout)
+                adapter = Adapter(config.hidden, self.adapter_size, self.dropout)
             layers[str(i)] = AdaptedLayer(encoder.layer(i), adapter)
         about = {"backbone": asdict(weights.config)}
         ids = context.vocabularies.get(SOURCE)
@@ -202,11 +193,11 @@ class AbNet(EncoderDecoder):
         head: nn.Module = decoder.head
         if self.word_adapters:
             head = AdaptedHead(head, decoder.embeddings.words.weight)
-        sizes = (config.hidden, source_hidden, self.adapter_size, self.cross_attention_heads)
         layers = {}
         for i in range(config.num_layers):
             with seeded(context.seed, "decoder adapter", i):
-                adapter = DecoderAdapter(*sizes, self.dropout)
+                cross = CrossAttention(config.hidden, source_hidden, self.cross_attention_heads)
+                adapter = Adapter(config.hidden, self.adapter_size, self.dropout, cross)
             layers[str(i)] = AdaptedLayer(decoder.layer(i), adapter)
         about = {"backbone": asdict(weights.config), "source_hidden": source_hidden}
         return TargetStage(decoder.embeddings, layers, head, self, context, about)

@@ -42,9 +42,8 @@ class Weights:
 
 
 class Source:
-    """What sources of weights have in common. They give the weights of the network for one side,
-    named by its text field ("source" or "target"), its width, which the other cloud needs to know
-    too, and its depth.
+    """Gives the weights of the network for one side, named by its text field ("source" or
+    "target"), its width, which the other cloud needs to know too, and its depth.
 
     needs_sentences: whether building any part of it requires the field's texts. is_checkpoint:
     whether it comes from a file, which may be out of reach here. text: public ones that it is
@@ -106,8 +105,7 @@ class OwnBackbone(OwnSizes):
         return f"own {self.num_layers} x {self.hidden}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
-        """The first rank of a stage fills the cache, the others read it, so all share one
-        network."""
+        """The first rank of a stage fills the cache, the others read it."""
         if name not in context.vocabularies:
             raise ConfigError(
                 f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see "
@@ -117,27 +115,24 @@ class OwnBackbone(OwnSizes):
         sentences, ids = context.sentences(name), context.vocabularies[name]
         config = self.config(ids, context.max_length, self.type_vocab_size)
 
+        def report(line: str) -> None:
+            context.report(f"backbone for {name!r}: pretraining {line}")
+
         def build(path: Path, unfinished: Path) -> None:
             with seeded(self.pretraining.seed, "backbone"):
                 encoder = Encoder(config).to(context.device)
+            setting = f"{context.setting}.pretraining"
             score = pretrain(
-                encoder,
-                sentences,
-                ids,
-                self.pretraining,
-                lambda line: context.report(f"backbone for {name!r}: pretraining {line}"),
-                unfinished,
-                f"{context.setting}.pretraining",
+                encoder, sentences, ids, self.pretraining, report, unfinished, setting
             )
             tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
-            save_file(tensors, path, {"loss": str(score.loss), "accuracy": str(score.accuracy)})
+            save_file(tensors, path, {k: str(v) for k, v in asdict(score).items()})
 
         file = f"backbones/{self._key(config, ids, sentences)}.safetensors"
         path, made = made_once(file, context, build)
         if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
-                about = kept.metadata()
-            score = HeldOutScore(float(about["loss"]), float(about["accuracy"]))
+                score = HeldOutScore(**{k: float(v) for k, v in kept.metadata().items()})
             what = "kept as" if made else "from"
             context.report(f"backbone for {name!r}: {score}, {what} {path}")
         return Weights(config, load_file(path))
@@ -145,16 +140,11 @@ class OwnBackbone(OwnSizes):
     def _key(
         self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
     ) -> str:
+        described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
         pretraining = asdict(self.pretraining)
         if self.pretraining.max_epochs is None:  # the key from before this setting existed
             del pretraining["max_epochs"]
-        described = {
-            "code": CODE_VERSION,
-            "config": asdict(config),
-            "pretraining": pretraining,
-            "ids": asdict(ids),
-        }
-        return key_of(described, bytes_of(sentences))
+        return key_of(described | {"pretraining": pretraining}, bytes_of(sentences))
 
 
 @settings("SeededBackbone")
@@ -175,27 +165,20 @@ class SeededBackbone(OwnSizes):
         return Weights(config, encoder.state_dict())
 
 
-@settings("PublicBackbone")
-class PublicBackbone(Source):
-    """An OwnBackbone pretrained on public text, in the same cache, so that every cloud can build
-    the same one without private text.
+@settings("PublicBackbone", kw_only=True)
+class PublicBackbone(OwnBackbone):
+    """Pretrained on public text, so that every cloud can build the same one without private text.
 
-    text, num_texts: the pretraining texts and their number; the task must use the same tokenizer.
-    network: sizes and pretraining.
+    text, num_texts: to pretrain on; the task must use the same tokenizer.
     """
 
     text: PublicTexts
     num_texts: Annotated[int, Field(ge=2)] = 20_000
-    network: OwnBackbone = field(default_factory=OwnBackbone)
+
+    needs_sentences: ClassVar[bool] = False
 
     def describe(self) -> str:
-        return f"{self.network.describe()}, pretrained on {self.text.describe()}"
-
-    def width(self) -> int:
-        return self.network.width()
-
-    def depth(self) -> int:
-        return self.network.depth()
+        return f"{super().describe()}, pretrained on {self.text.describe()}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         ids = self.text.token_ids(context.cache_dir)
@@ -205,14 +188,9 @@ class PublicBackbone(Source):
                 f"the encoder's public text has the special ids {ids}, but the task's {name!r} "
                 f"has {seen}: give both the same tokenizer"
             )
-        sentences = self.text.sentences(self.num_texts, context.cache_dir)
-        public = replace(
-            context,
-            vocabularies={PUBLIC: ids},
-            sentences=lambda field_name: sentences,
-            setting=f"{context.setting}.network",
-        )
-        return self.network.weights(PUBLIC, public)
+        texts = self.text.sentences(self.num_texts, context.cache_dir)
+        public = replace(context, vocabularies={PUBLIC: ids}, sentences=lambda of: texts)
+        return super().weights(PUBLIC, public)
 
 
 @settings("PretrainedBackbone")

@@ -8,7 +8,7 @@ Shapes: R rows (tokens that are not padding), H features, K = rank features, P a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import NO_TOKEN, Batch, BuildContext, Stage, TokenIds
 from xcloud.hub import key_of, make_once
-from xcloud.models.attention import Packing
+from xcloud.models.encoder import Packing
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, Split, largest_entry_sign
 from xcloud.models.stages import TEXT, TYPES, seeded
@@ -47,16 +47,16 @@ def basis_of(
     """
     if stage > 1 or not split.is_low_rank or split.is_inside:
         return None
-    _, hidden = sizes
+    assert split.rank is not None
+    hidden, places = sizes[1], split.num_places(context.max_length)
     if not split.is_measured:
-        # E of random orthonormal rows, D = E', no anchor: split.method=identity.
-        return _around(_random_rows(split, hidden, context.seed), torch.zeros(0, hidden))
-    if stage and split.hands_over:
-        assert split.rank is not None
-        anchor = torch.zeros(split.num_places(context.max_length), hidden)
-        return _around(torch.zeros(split.rank, hidden), anchor)
-    text = public if split.needs_public_text else None
-    return measured_basis(split, lower(), sizes, text, context)
+        encode = orthonormal_rows(split.rank, hidden, context.seed, "cut", split.block)
+    elif stage and split.hands_over:
+        encode = torch.zeros(split.rank, hidden)
+    else:
+        text = public if split.needs_public_text else None
+        return measured_basis(split, lower(), sizes, text, context)
+    return Basis(encode, encode.T.contiguous(), torch.zeros(places, hidden))
 
 
 def measured_basis(
@@ -66,10 +66,10 @@ def measured_basis(
     public: PublicTexts | None,
     context: BuildContext,
 ) -> Basis:
-    """Basis and anchor, estimated on public text or (public None) on this cloud's training text.
+    """Estimated on public text or (public None) on this cloud's training text.
 
     lower: all up to the cut block and with it, as a first stage for texts that end with NO_TOKEN.
-    Cached as cache_dir/cuts/<hash>.safetensors. The hash covers settings, weights and text, and
+    Cached as cache_dir/cuts/<hash>.safetensors; the hash covers settings, weights and text, and
     the run's seed if the basis starts at random.
     """
     cache_dir, (num_words, hidden) = context.cache_dir, sizes
@@ -84,14 +84,10 @@ def measured_basis(
     else:
         whose, batch = "the owner's", dict(context.samples(split.calibration_texts))
         batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
-    settings = {
-        name: value
-        for name, value in asdict(split).items()
-        if name not in ("linear", "freeze_bottom", "head_rank", "anchor")
-    }
+    measured = replace(split, freeze_bottom=False, head_rank=None, anchor=split.anchor_kind)
     described = {
         "code": CODE_VERSION,
-        "settings": settings | {"anchor": split.anchor_kind},
+        "settings": asdict(measured),
         "places": split.num_places(context.max_length),
         "config": lower.architecture,
         "seed": context.seed if split.method == "identity" else None,
@@ -121,16 +117,6 @@ def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Te
     return columns.T.float().contiguous()
 
 
-def _random_rows(split: Split, hidden: int, seed: int) -> Tensor:
-    assert split.rank is not None
-    return orthonormal_rows(split.rank, hidden, seed, "cut", split.block)
-
-
-def _around(encode: Tensor, anchor: Tensor) -> Basis:
-    """With the transpose of E for D."""
-    return Basis(encode, encode.T.contiguous(), anchor)
-
-
 def _public_batch(
     split: Split, public: PublicTexts, ids: TokenIds, context: BuildContext
 ) -> Batch:
@@ -153,11 +139,12 @@ def _public_batch(
 def _measure(
     split: Split, lower: Stage, hidden: int, batch: Batch, context: BuildContext
 ) -> Basis:
+    assert split.rank is not None
     moments = _Moments(lower.to(context.device).eval(), hidden, batch, context)
     anchor = moments.anchor(split.num_places(context.max_length))
     if split.method == "identity":
-        return _around(_random_rows(split, hidden, context.seed), anchor)
-    assert split.rank is not None
+        encode = orthonormal_rows(split.rank, hidden, context.seed, "cut", split.block)
+        return Basis(encode, encode.T.contiguous(), anchor)
     encode, decode, share = moments.components(anchor, split.rank, split.whiten)
     context.report(
         f"cut in block {split.block}: {split.rank} features keep {100 * share:.1f} % of the "

@@ -52,20 +52,12 @@ MAX_LENGTH = 2**15 - 1  # places cross as int16
 
 @settings("model")
 class CausalLM(TextModel):
-    """checkpoint: folder or hub id of a causal model of a type in causal_network.KINDS; the task
-        must use its tokenizer. own: a small one made on the spot. Exactly one of them is given.
-    lora: adapters beside a frozen model; None: all weights are trained.
+    """Each setting: docs/causal-language-models.md. Exactly one of checkpoint and own is given.
+
     embeddings: without lora. None: trained, as the head is; refused where both are one matrix
-        (tied) and lie in different stages. There, tie: trained as one, both ends exchange their
-        gradients of it in every update; untie: trained as two; freeze: both stay. Frozen, or
-        beside LoRA, each end holds its own copy, which is exact.
-    blocks_per_stage: a count for each stage but the last, which takes the rest; 0 leaves a first
-        stage only the embeddings. None spreads the blocks evenly.
-    split: where the first stage ends, and to how many features rows are reduced there; see
-        split_point.py. Without a layer all features cross.
+        (tied) and lie in different stages. Frozen, or beside LoRA, each end holds its own copy.
+    split: its layer is the last block of the first stage. Without a layer all features cross.
     public_text: for a basis with split.calibration=public; None: the text of `own`.
-    vocabulary_chunk: tokens of which the loss has the logits at a time.
-    activation_checkpointing: keep the input of each block only, and compute it again backwards.
     """
 
     is_pretrained: ClassVar[bool] = True
@@ -105,10 +97,9 @@ class CausalLM(TextModel):
             return
         if split.is_inside:
             raise ConfigError(
-                "model.split.method=svd replaces a sub-layer together with its skip connection. "
-                "In a decoder all that a block adds goes to the rows that skip it, so without "
-                "them nothing of the text would cross: choose pca, identity or orthogonal, whose "
-                "down projection takes the rows themselves"
+                "model.split.method=svd replaces a sub-layer together with its skip connection, "
+                "so in a decoder nothing of the text would cross: choose pca, identity or "
+                "orthogonal"
             )
         for name, usual in (("head_rank", None), ("calibration_pairs", False)):
             if getattr(split, name) != usual:

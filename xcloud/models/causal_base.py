@@ -7,9 +7,8 @@ Shapes: B samples, S positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, field
-from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.hub import bytes_of, key_of
 from xcloud.models.causal_network import (
@@ -41,9 +40,9 @@ CODE_VERSION = 2
 class NextTokenPretraining(Descent):
     """Guess the next token, in windows of `length` tokens of the joined texts."""
 
-    steps: Annotated[int, Field(ge=0)] = 800
-    learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
-    warmup_steps: Annotated[int, Field(ge=0)] = 80
+    steps: NotNegative = 800
+    learning_rate: PositiveFloat = 3e-3
+    warmup_steps: NotNegative = 80
     batch_size: Positive = 16
     length: Annotated[int, Field(ge=2)] = 64
 
@@ -106,17 +105,16 @@ class OwnCausal:
         texts = self.text.sentences(self.num_texts, context.cache_dir)
 
         def build(folder: Path, unfinished: Path) -> None:
-            what = f"{self.describe()}: pretraining on {len(texts):,} public texts"
+            def report(line: str) -> None:
+                what = f"{self.describe()}: pretraining on {len(texts):,} public texts"
+                context.report(f"{what}, {line}")
+
             shorter = "model.own.pretraining.steps=N makes it shorter"
-            context.report(f"{what}, {self.pretraining.steps} steps; {shorter}")
+            report(f"{self.pretraining.steps} steps; {shorter}")
             part = Part(range(self.num_layers), True, True)
             network = network_of(config, part)
             draw_weights(network, self.pretraining.seed)
             stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
-
-            def report(line: str) -> None:
-                context.report(f"{what}, {line}")
-
             loss = _pretrain(stage, texts, ids, self.pretraining, report, unfinished)
             write_checkpoint(network, folder)
             if self.pretraining.steps:
@@ -149,27 +147,26 @@ def _pretrain(
     device = next(stage.parameters()).device
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "windows"))
 
+    def windows() -> Iterator[dict[str, Tensor]]:
+        while True:
+            starts_B = torch.randint(
+                len(flat) - settings.length, (settings.batch_size,), generator=draw
+            )
+            places_BS = starts_B[:, None] + torch.arange(settings.length)
+            text_BS, label_BS = flat[places_BS].to(device), flat[places_BS + 1].to(device)
+            yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
+
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = stage(None, {name: part.to(device) for name, part in batch.items()}).loss
+        loss: Tensor = stage(None, batch).loss
         return loss / batch[LABEL].numel()
 
     mean = math.nan
-    batches = map(_windows, repeat(flat), repeat(settings), repeat(draw))
     with torch.enable_grad():
         stage.train()
         descent = settings.descend(
-            stage, batches, loss_of, report, lambda: f"loss {mean:.3f}", unfinished
+            stage, windows(), loss_of, report, lambda: f"loss {mean:.3f}", unfinished
         )
         for _, loss in descent:
             now = float(loss)
             mean = now if math.isnan(mean) else 0.95 * mean + 0.05 * now
     return mean
-
-
-def _windows(
-    flat: Tensor, settings: NextTokenPretraining, draw: torch.Generator
-) -> dict[str, Tensor]:
-    starts_B = torch.randint(len(flat) - settings.length, (settings.batch_size,), generator=draw)
-    text_BS = flat[starts_B[:, None] + torch.arange(settings.length)]
-    label_BS = flat[starts_B[:, None] + torch.arange(1, settings.length + 1)]
-    return {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}

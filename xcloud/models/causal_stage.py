@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, cast
 
 import torch
@@ -28,8 +28,8 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Packing
 from xcloud.models.causal_network import HEAD, KINDS, Part, adapter_tensors, ties_embeddings
+from xcloud.models.encoder import Packing
 from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES
 
@@ -186,16 +186,18 @@ class CausalStage(Stage):
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
-        """[millionths of a nat, tokens guessed] of each sample."""
+        """Of each sample [millionths of a nat, tokens guessed] of one document after the other."""
         packing, rows = self._rows(received, batch)
-        losses, owners = self._losses(rows, packing, batch)
-        nats_B = torch.zeros(packing.num_samples, dtype=torch.float64, device=losses.device)
-        nats_B.index_add_(0, owners, losses.double())
-        counts_B = owners.bincount(minlength=packing.num_samples)
-        return [
-            [round(1e6 * nats), count]
-            for nats, count in zip(nats_B.tolist(), counts_B.tolist(), strict=True)
-        ]
+        losses, guessed = self._losses(rows, packing, batch)
+        starts_R = packing.positions == 0
+        num_documents = int(starts_R.sum())
+        owners = starts_R.cumsum(0)[guessed] - 1
+        nats = torch.zeros(num_documents, dtype=torch.float64, device=losses.device)
+        nats.index_add_(0, owners, losses.double())
+        counts = owners.bincount(minlength=num_documents)
+        found = torch.stack(((1e6 * nats).round().long(), counts), 1)
+        ends = starts_R.cumsum(0)[packing.counts.cumsum(0) - 1].tolist()
+        return [found[start:end].flatten().tolist() for start, end in pairwise([0, *ends])]
 
     @torch.no_grad()
     def next_words(
@@ -229,16 +231,13 @@ class CausalStage(Stage):
         return packing, rows
 
     def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Nats of each guessed token, and the sample that it belongs to. Other rows never reach
-        the head."""
+        """Nats of each guessed token, and its row. Other rows never reach the head."""
         labels_R = packing.pack(batch[LABEL])
         guessed = (labels_R != NO_LABEL).nonzero()[:, 0]
-        samples = torch.arange(packing.num_samples, device=rows.device)
-        owners = samples.repeat_interleave(packing.counts)[guessed]
         losses = chunked_cross_entropy(
             rows[guessed], self._head.weight, labels_R[guessed], self._chunk, self._softcap
         )
-        return losses, owners
+        return losses, guessed
 
     @property
     def _head(self) -> nn.Linear:

@@ -20,16 +20,10 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.hub import go_offline_if_unreachable
-from xcloud.models.encoder import Activation, Encoder, EncoderConfig
+from xcloud.models.encoder import ACTIVATIONS, Encoder, EncoderConfig
 
 MODEL_TYPES = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
 OFFSET_TYPES = ("camembert", "roberta", "xlm-roberta")  # positions start at padding_idx + 1
-ACTIVATION_NAMES: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 CONFIG_NAMES = {  # ours: theirs
     "vocab_size": "vocab_size",
     "hidden": "hidden_size",
@@ -131,15 +125,14 @@ def read_config(name_or_path: str) -> Checkpoint:
     given = AutoConfig.for_model(**raw)
     if getattr(given, "embedding_size", given.hidden_size) != given.hidden_size:
         raise _refusal(name_or_path, "projects its embeddings to another width")
-    if given.hidden_act not in ACTIVATION_NAMES:
+    if given.hidden_act not in ACTIVATIONS:
         raise _refusal(name_or_path, f"uses the activation {given.hidden_act!r}")
-    if model_type not in ("bert", "ernie") and ACTIVATION_NAMES[given.hidden_act] != "gelu":
+    if model_type not in ("bert", "ernie") and given.hidden_act != "gelu":
         raise _refusal(name_or_path, f"uses {given.hidden_act!r} in its layers, gelu in its head")
     if raw.get("position_embedding_type", "absolute") != "absolute":
         raise _refusal(name_or_path, f"has {raw['position_embedding_type']!r} positions")
     offset = given.pad_token_id + 1 if model_type in OFFSET_TYPES else 0
     values = {ours: getattr(given, theirs) for ours, theirs in CONFIG_NAMES.items()}
-    values["activation"] = ACTIVATION_NAMES[given.hidden_act]
     values["max_positions"] -= offset
     return Checkpoint(
         EncoderConfig(**values),
@@ -236,9 +229,8 @@ def _export(
         inside = "" if ours.startswith("head.") else f"{about['model_type']}."
         parts = weights[ours].chunk(len(names))
         theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
-    activation = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
     described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
-    described |= {"hidden_act": activation[config.activation], "dtype": "float32", **about}
+    described |= {"dtype": "float32", **about}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
@@ -258,7 +250,7 @@ def _refusal(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f"PretrainedBackbone {name!r} {reason}; supported are checkpoints of type "
         f"{', '.join(MODEL_TYPES)} with absolute positions, a single width and an "
-        f"activation among {', '.join(ACTIVATION_NAMES)}"
+        f"activation among {', '.join(ACTIVATIONS)}"
     )
 
 
@@ -272,16 +264,13 @@ def fetch(name: str, load: Callable[..., T]) -> T:
         f"(hf download {name}) and copy it to ~/.cache/huggingface/hub"
     )
     unreachable = f"checkpoint {name!r} is not in the hub cache, and the hub is out of reach"
-    is_folder = Path(name).expanduser().is_dir()
-    if is_folder:
-        name = str(Path(name).expanduser())
+    folder = Path(name).expanduser()
     try:
-        return load(name, local_files_only=True)
+        return load(str(folder) if folder.is_dir() else name, local_files_only=True)
     except OSError as error:
-        if is_folder:
-            raise DataError(
-                f"folder {name} is not a complete checkpoint: {_first_line(error)}"
-            ) from error
+        if folder.is_dir():
+            why = _first_line(error)
+            raise DataError(f"folder {folder} is not a complete checkpoint: {why}") from error
         if name.startswith(("/", ".", "~")):
             raise DataError(f"no folder {name}; {wanted}") from None
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
@@ -291,9 +280,8 @@ def fetch(name: str, load: Callable[..., T]) -> T:
     try:
         return load(name)
     except OSError as error:
-        raise DataError(
-            f"the hub has no such checkpoint: {_first_line(error)}; {wanted}"
-        ) from error
+        why = _first_line(error)
+        raise DataError(f"the hub has no such checkpoint: {why}; {wanted}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -6,16 +6,13 @@ Shapes: N live hypotheses, B unfinished sentences, K beams (N = B*K), V token id
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import NotNegativeFloat, Positive, settings
 from xcloud.contracts.model import TokenIds
-
-NotBelow0 = Annotated[float, Field(ge=0.0)]
 
 
 class StepDecoder(Protocol):
@@ -36,7 +33,7 @@ class Limits:
     half-trained network rambles on to the task's maximum length.
     """
 
-    length_ratio: NotBelow0 = 2.0
+    length_ratio: NotNegativeFloat = 2.0
     length_extra: Positive = 10
 
     def limits(self, source_counts: Tensor, longest: int) -> Tensor:
@@ -77,7 +74,7 @@ class Beam(Limits):
     """
 
     size: Positive = 4
-    length_penalty: NotBelow0 = 1.0
+    length_penalty: NotNegativeFloat = 1.0
 
     def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
         beams, longest = self.size, int(limits.max())

@@ -38,10 +38,9 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Packing
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.calibration import basis_of, orthonormal_rows
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Basis, Projection, Split, make_cut
 from xcloud.models.stages import LABEL, TEXT, RowsStage, TextModel, rows_boundary, seeded
@@ -57,8 +56,7 @@ Pooling = Literal["first", "mean"]
 class LowRankSplit(TextModel):
     """A SplitModel of 2 or 3 stages; see the module.
 
-    backbone: the pretrained encoder, which every cloud must be able to build without private
-        text: a PretrainedBackbone or a PublicBackbone.
+    backbone: every cloud must be able to build it without private text.
     output: the head's input: "sample", one row per sample (classes, a value), or "span", all rows.
         A setting, because the middle cloud does not see the task.
     public_text: for estimating a basis, if split.calibration=public.

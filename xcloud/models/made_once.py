@@ -4,19 +4,17 @@ what public text, by which descent. What is learned is in pretraining.py and cau
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import NotNegative, settings
+from xcloud.base.settings import NotNegative, NotNegativeFloat, PositiveFloat, settings
 from xcloud.base.units import human_duration
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import BuildContext, TokenIds
@@ -80,9 +78,9 @@ class Descent:
     """
 
     steps: NotNegative
-    learning_rate: Annotated[float, Field(gt=0.0)]
+    learning_rate: PositiveFloat
     warmup_steps: NotNegative
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    weight_decay: NotNegativeFloat = 0.01
     seed: NotNegative = 0
 
     def learning_rate_at(self, step: int) -> float:
@@ -98,7 +96,7 @@ class Descent:
         loss_of: Callable[[Batch], Tensor],
         report: Callable[[str], None],
         score: Callable[[], object],
-        unfinished: Path | None = None,
+        unfinished: Path,
         more: nn.Module | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Train `network` in place; yields each step, counted from 0, and its loss.
@@ -113,13 +111,16 @@ class Descent:
         parts["generators"] = _Generators(next(network.parameters()).device)
         if more is not None:
             parts["more"] = TrainedModule(more, None)
-        saved = _Saved(parts, unfinished)
-        for _ in range(saved.step):
+        folder = CheckpointFolder(unfinished)
+        first = next((step for step in folder.steps() if folder.ranks(step)), 0)
+        if first:
+            load_states(parts, folder.read(first, 0), "an unfinished backbone")
+            report(f"resumed after step {first} of {self.steps}, where it was interrupted")
+        for _ in range(first):
             next(batches)
-        if saved.step:
-            report(f"resumed after step {saved.step} of {self.steps}, where it was interrupted")
-        progress = _Progress(saved.step, self.steps, report, score)
-        for step in range(saved.step, self.steps):
+        began_at_s = saved_at_s = time.monotonic()
+        report_at_s = began_at_s + FIRST_REPORT_S
+        for step in range(first, self.steps):
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate_at(step)
             loss = loss_of(next(batches))
@@ -128,47 +129,19 @@ class Descent:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             yield step, loss.detach()
-            progress.after(step + 1)
-            saved.after(step + 1)
-
-
-class _Saved:
-    """The state of a descent in a folder, or (None) nowhere. step: how many are done in it."""
-
-    def __init__(self, parts: dict[str, Stateful], folder: Path | None) -> None:
-        self._parts, self._saved_at_s = parts, time.monotonic()
-        self._folder = CheckpointFolder(folder) if folder is not None else None
-        steps = self._folder.steps() if self._folder else []
-        self.step = next((s for s in steps if self._folder and self._folder.ranks(s)), 0)
-        if self._folder and self.step:
-            load_states(parts, self._folder.read(self.step, 0), "an unfinished backbone")
-
-    def after(self, step: int) -> None:
-        if self._folder and time.monotonic() - self._saved_at_s >= SAVE_EVERY_S:
-            self._folder.write(step, 0, states_of(self._parts), {})
-            for earlier in self._folder.steps()[1:]:
-                self._folder.delete(earlier, 0)
-            self._saved_at_s = time.monotonic()
-
-
-class _Progress:
-    """Report every REPORT_EVERY_S how far a descent is, and how long the rest will take."""
-
-    def __init__(
-        self, first: int, steps: int, report: Callable[[str], None], score: Callable[[], object]
-    ) -> None:
-        self._first, self._steps, self._report, self._score = first, steps, report, score
-        self._began_at_s, self._report_at_s = math.nan, time.monotonic() + FIRST_REPORT_S
-
-    def after(self, step: int) -> None:
-        now_s = time.monotonic()
-        if step == self._first + 1:  # takes longer than others
-            self._began_at_s = now_s
-        elif now_s >= self._report_at_s:
-            step_s = (now_s - self._began_at_s) / (step - self._first - 1)
-            left = human_duration(step_s * (self._steps - step))
-            self._report(f"step {step}/{self._steps}, about {left} left, {self._score()}")
-            self._report_at_s = now_s + REPORT_EVERY_S
+            now_s = time.monotonic()
+            if step == first:  # takes longer than others
+                began_at_s = now_s
+            elif now_s >= report_at_s:
+                left_s = (now_s - began_at_s) / (step - first) * (self.steps - step - 1)
+                left = human_duration(left_s)
+                report(f"step {step + 1}/{self.steps}, about {left} left, {score()}")
+                report_at_s = time.monotonic() + REPORT_EVERY_S
+            if now_s - saved_at_s >= SAVE_EVERY_S:
+                folder.write(step + 1, 0, states_of(parts), {})
+                for earlier in folder.steps()[1:]:
+                    folder.delete(earlier, 0)
+                saved_at_s = now_s
 
 
 class _Generators:

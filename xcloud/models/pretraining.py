@@ -20,10 +20,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.settings import Fraction, NotNegative, Positive, PositiveFloat, settings
 from xcloud.contracts.model import TokenIds
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import Encoder
+from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.made_once import Descent
 from xcloud.models.stages import seed_of
 
@@ -49,10 +48,10 @@ class MaskedLanguageModelling(Descent):
     keeps the weights with which it was least. None: `steps`, and the last weights.
     """
 
-    steps: Annotated[int, Field(ge=0)] = 2000
+    steps: NotNegative = 2000
     # for widths about 128; 4e-3 got stuck there, 1e-3 was slower
-    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-3
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    learning_rate: PositiveFloat = 2e-3
+    warmup_steps: NotNegative = 100
     batch_tokens: Positive = 1024  # 1,600 small steps beat 800 of twice the size, in equal time
     mask_share: Annotated[float, Field(gt=0.0, le=0.9)] = 0.15
     held_out_share: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
@@ -95,7 +94,7 @@ def pretrain(
     ids: TokenIds,
     settings: MaskedLanguageModelling,
     report: Callable[[str], None],
-    unfinished: Path | None = None,
+    unfinished: Path,
     setting: str = "pretraining",
 ) -> HeldOutScore:
     """Train the encoder in place, on its device. Deterministic given settings, sentences and
@@ -106,13 +105,23 @@ def pretrain(
     """
     device = next(encoder.parameters()).device
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "masks and order"))
-    train, held_out = _divided(encoder, sentences, ids, settings, draw)
+    longest = encoder.config.max_positions - 2
+    texts = [torch.tensor([ids.bos, *text[:longest], ids.eos]) for text in sentences if len(text)]
+    if len(texts) < 2:
+        raise DataError(
+            f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
+            "Is the corpus empty?"
+        )
+    order = torch.randperm(len(texts), generator=draw).tolist()
+    num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
+    train = [texts[i] for i in order[num_held_out:]]
+    held_out = [texts[i] for i in order[:num_held_out]]
     a_pass, shorter = math.ceil(sum(map(len, train)) / settings.batch_tokens), "steps"
     if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
         warmup, shorter = min(settings.warmup_steps, most // 10), "max_epochs"
         settings = replace(settings, steps=most, warmup_steps=warmup)
-    num, passes = len(train) + len(held_out), f"{settings.steps / a_pass:.1f} passes over them"
-    report(f"on {num:,} texts: {settings.steps} steps, {passes}; for fewer {setting}.{shorter}=N")
+    passes = f"{settings.steps} steps, {settings.steps / a_pass:.1f} passes over them"
+    report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
 
     def loss_of(batch: _Guesses) -> Tensor:
         return _loss(encoder, batch)[0]
@@ -142,30 +151,6 @@ def pretrain(
         return score()
 
 
-def _divided(
-    encoder: Encoder,
-    sentences: Sequence[Sequence[int]],
-    ids: TokenIds,
-    settings: MaskedLanguageModelling,
-    draw: torch.Generator,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Texts with special ids, to train on and to hold out."""
-    longest = encoder.config.max_positions - 2
-    texts = [
-        torch.tensor([ids.bos, *sentence[:longest], ids.eos])
-        for sentence in sentences
-        if len(sentence)
-    ]
-    if len(texts) < 2:
-        raise DataError(
-            f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
-            "Is the corpus empty?"
-        )
-    order = torch.randperm(len(texts), generator=draw).tolist()
-    num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
-    return [texts[i] for i in order[num_held_out:]], [texts[i] for i in order[:num_held_out]]
-
-
 @torch.no_grad()
 def evaluate(
     encoder: Encoder, texts: Sequence[Tensor], ids: TokenIds, settings: MaskedLanguageModelling
@@ -174,11 +159,10 @@ def evaluate(
     was_training = encoder.training
     encoder.eval()
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
+    causal = settings.causal_share == 1
     total, right, num = 0.0, 0, 0
     for start in range(0, len(texts), 64):
-        batch = texts[start : start + 64]
-        causal = settings.causal_share == 1
-        guesses = _guesses(batch, ids, settings.mask_share, draw, causal)
+        guesses = _guesses(texts[start : start + 64], ids, settings.mask_share, draw, causal)
         loss, hits = _loss(encoder, guesses)
         masked = len(guesses.truth_M)
         total, right, num = total + float(loss) * masked, right + int(hits), num + masked
@@ -223,8 +207,7 @@ def _cut(texts: Sequence[Tensor], batch_tokens: int) -> list[list[Tensor]]:
 
 
 class _Guesses(NamedTuple):
-    """A batch as the network sees it: its rows [R], texts' lengths, the rows to predict from [M]
-    and what is to be predicted [M]."""
+    """A batch: what the network sees [R], texts' lengths, rows to predict from [M], the truth."""
 
     seen_R: Tensor
     lengths: Tensor

@@ -18,56 +18,40 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.models.attention import Packing
-from xcloud.models.encoder import EncoderLayer
+from xcloud.models.encoder import EncoderLayer, Packing
 
-USUAL_ANCHOR = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": "position"}
+Anchor = Literal["none", "mean", "position"]
 
 
 @settings("split")
 class Split:
-    """Where the encoder is cut, and how its output is reduced to `rank` features per row.
+    """Where the encoder is cut, and how its output is reduced to `rank` features per row; each
+    setting: docs/low-rank-split.md. Without a layer it is the unsplit reference model: full rows
+    cross after block 0, and all other settings are ignored. The methods:
 
-    layer: index of the cut block. null: the unsplit reference model: full rows cross after block
-        0, and all other settings are ignored.
-    rank: features that cross; null: all features cross after the block, without loss.
-    method:
-      svd: replace one linear layer of the block by W = U S V (truncated SVD), all three trained,
-        and cut between S and V. The skip connection around that sub-layer is dropped, because its
-        rows do not cross. As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE 2023(4),
-        section 2.2.2.
-      identity: the block is kept; its output h crosses as E h and continues as D E h, E with
-        random orthonormal rows and D = E' initially: a low-rank identity path across the cut,
-        after ResBM, arXiv:2604.11947. Difference: linear, with no other path.
-      pca: as identity, but E and D start as the principal components of h.
-      orthogonal: as pca, with E and D kept orthonormal during training; the mean of h at each
+    svd: replace one linear layer of the block (`linear`) by W = U S V (truncated SVD), all three
+        trained, and cut between S and V. The skip connection around that sub-layer is dropped,
+        because its rows do not cross. As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE
+        2023(4), section 2.2.2.
+    identity: the block is kept; its output h crosses as E h and continues as D E h, E with random
+        orthonormal rows and D = E' initially: a low-rank identity path across the cut, after
+        ResBM, arXiv:2604.11947. Difference: linear, with no other path.
+    pca: as identity, but E and D start as the principal components of h around its mean.
+    orthogonal: as pca, with E and D kept orthonormal during training; the mean of h at each
         position is subtracted before the cut and added after it, after MAPL, arXiv:2606.05484.
         Difference: MAPL's anchor is per token id, which the other cloud must not know.
-      LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the
-        other cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it
-        is the svd cut with random initial weights.
-    linear: which W (svd only): the last of the feed-forward sub-layer, or attention's output.
-    anchor: what is subtracted before E and added after D: none, mean (of h) or position (mean of
-        h per position); null = none for identity, mean for pca, position for orthogonal. The
-        anchor added after D is trained.
-    whiten: scale the crossing features to unit variance, so that one quantisation scale fits all.
-    freeze_bottom: freeze everything before the cut, V or E included, and disable its dropout; no
-        gradient then returns over the boundary.
-    calibration: the text for estimating basis and anchor. own: the owner's training text; the
-        other cloud receives D and the anchor in one message before the first step (4 K H bytes,
-        plus 4 H or 4 P H), which reveals the second moments of h. public: text that every cloud
-        has; nothing crosses, and the basis fits less well.
-    calibration_texts: number of texts to use.
-    calibration_pairs: join public texts to pairs, for pair tasks. Does not affect own samples.
-    head_rank: features that cross to the head if it is a separate stage; null = all. The
-        bottleneck is part of the model whatever the number of stages.
+    LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the other
+        cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it is the
+        svd cut with random initial weights.
+    The anchor that is added after D is trained. With calibration=own the other cloud receives D
+    and the anchor in one message before the first step, 4 K H bytes and 4 H or 4 P H.
     """
 
     layer: NotNegative | None
     rank: Positive | None = 8
     method: Literal["svd", "identity", "pca", "orthogonal"] = "svd"
     linear: Literal["feed_forward_output", "attention_output"] = "feed_forward_output"
-    anchor: Literal["none", "mean", "position"] | None = None
+    anchor: Anchor | None = None
     whiten: bool = False
     freeze_bottom: bool = False
     calibration: Literal["own", "public"] = "own"
@@ -95,7 +79,6 @@ class Split:
             self._refuse(why, linear=("feed_forward_output",), anchor=(None,), **unwhitened)
 
     def _refuse(self, why: str, **usual: tuple[object, ...]) -> None:
-        """Raise ConfigError for a setting that would be accepted and ignored."""
         for name, allowed in usual.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"split.{name} {why}")
@@ -116,8 +99,14 @@ class Split:
         return self.layer or 0
 
     @property
-    def anchor_kind(self) -> str:
-        return self.anchor or USUAL_ANCHOR[self.method]
+    def anchor_kind(self) -> Anchor:
+        usual: dict[str, Anchor] = {
+            "svd": "none",
+            "identity": "none",
+            "pca": "mean",
+            "orthogonal": "position",
+        }
+        return self.anchor or usual[self.method]
 
     def num_places(self, max_length: int) -> int:
         """Anchors: none, one, or one for each position."""
@@ -126,9 +115,8 @@ class Split:
     @property
     def is_measured(self) -> bool:
         """Whether a basis or an anchor is estimated before training."""
-        if not self.is_low_rank:
-            return False
-        return self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
+        is_given = self.method in ("svd", "identity") and self.anchor_kind == "none"
+        return self.is_low_rank and not is_given
 
     @property
     def needs_public_text(self) -> bool:
@@ -249,10 +237,9 @@ class SvdTop(nn.Module):
             self.u.weight.copy_(u)
             self.u.bias.copy_(linear.bias)
             self.s.weight.copy_(s)
-        for name in (
-            ("attention",) if in_attention else ("attention", "attention_norm", "up", "down")
-        ):
-            delattr(block, name)
+        del block.attention
+        if not in_attention:
+            del block.attention_norm, block.up, block.down
         self.block, self._in_attention = block, in_attention
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Packing
+from xcloud.models.encoder import Packing
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 
@@ -117,9 +117,6 @@ def seeded_on(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def seeded(seed: int, *names: str | int) -> Iterator[None]:
+def seeded(seed: int, *names: str | int) -> AbstractContextManager[None]:
     """Use the part's own random stream on the CPU; restores the caller's afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed_of(seed, *names))
-        yield
+    return seeded_on(torch.device("cpu"), seed_of(seed, *names))

@@ -34,9 +34,15 @@ from xcloud.contracts.model import (
     Stage,
     StageOutput,
 )
-from xcloud.models.attention import Cache, CrossAttention, LayerCache, Packing, SelfAttention
 from xcloud.models.decoding import Greedy, Search
-from xcloud.models.encoder import check_heads
+from xcloud.models.encoder import (
+    Cache,
+    CrossAttention,
+    LayerCache,
+    Packing,
+    SelfAttention,
+    check_heads,
+)
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
 
 SOURCE, TARGET = "source", "target"
@@ -56,7 +62,11 @@ class EncoderDecoder:
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         """Stage 0 reads the source, the last stage the target, the others nothing."""
-        self._check_stage(stage, num_stages)
+        if num_stages < 2:
+            raise ConfigError(
+                f"{type(self).__name__} is cut into encoder | decoder, so it needs 2 stages or "
+                f"more, got {num_stages}; with a single cloud put both stages there"
+            )
         if stage == 0:
             return frozenset({SOURCE})
         return frozenset({TARGET}) if stage == num_stages - 1 else frozenset()
@@ -67,30 +77,21 @@ class EncoderDecoder:
         return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        self._check_stage(stage, num_stages)
         return rows_boundary(self.source_width(), max_length)
 
     def source_width(self) -> int:
         """Features of the encoder's rows."""
         raise NotImplementedError
 
-    def _check_stage(self, stage: int, num_stages: int) -> None:
-        if num_stages < 2:
-            raise ConfigError(
-                f"{type(self).__name__} is cut into encoder | decoder, so it needs 2 stages or "
-                f"more, got {num_stages}; with a single cloud put both stages there"
-            )
-        assert 0 <= stage < num_stages
-
     def encoder_layers(self, num_layers: int, stage: int, num_stages: int) -> range:
         """Of a stage: as encoder_layers_per_stage says, else evenly, the first ones one more."""
         num_parts, counts = num_stages - 1, self.encoder_layers_per_stage
-        if num_parts > num_layers:
-            raise ConfigError(
-                f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use at "
-                f"most {num_layers + 1} clouds, or an encoder of {num_parts} layers or more"
-            )
         if counts is None:
+            if num_parts > num_layers:
+                raise ConfigError(
+                    f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use "
+                    f"at most {num_layers + 1} clouds, or an encoder of more layers"
+                )
             share, over = divmod(num_layers, num_parts)
             counts = [share + (part < over) for part in range(num_parts)]
         if len(counts) != num_parts or sum(counts) != num_layers:
@@ -130,6 +131,7 @@ class TargetStage(Stage):
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         target_BS = batch[TARGET]
+        assert received is not None
         assert int(target_BS[0, 0]) == self._ids.bos, "a target must start with bos"
         # eos is not an input, bos not an output: one row fewer than tokens.
         packing = Packing((target_BS != self._ids.pad).sum(1) - 1)
@@ -142,9 +144,8 @@ class TargetStage(Stage):
         )
         return StageOutput(loss=loss)
 
-    def open(self, received: Message | None) -> list[LayerCache]:
+    def open(self, received: Message) -> list[LayerCache]:
         """What each layer's cross-attention sees of the encoder's rows."""
-        assert received is not None
         packing = Packing(received["counts"])
         crosses = (part for part in self.layers.modules() if isinstance(part, CrossAttention))
         return [LayerCache(cross.open(received["hidden"], packing)) for cross in crosses]
@@ -163,12 +164,11 @@ class TargetStage(Stage):
         assert received is not None
         was_training = self.training
         self.eval()
-        try:
-            decoding = self.settings.decoding
-            limits = decoding.limits(received["counts"].long(), self._max_length - 1)
-            return decoding.search(CachedDecoder(self, received), limits, self._ids)
-        finally:
-            self.train(was_training)
+        decoding = self.settings.decoding
+        limits = decoding.limits(received["counts"].long(), self._max_length - 1)
+        answers = decoding.search(CachedDecoder(self, received), limits, self._ids)
+        self.train(was_training)
+        return answers
 
 
 class CachedDecoder:
@@ -298,7 +298,6 @@ class Transformer(EncoderDecoder):
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         """The settings determine the architecture."""
-        self._check_stage(stage, num_stages)
         is_last = stage == num_stages - 1
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
-from xcloud.cluster.link import InLink, OutLink, Parts
+from xcloud.cluster.link import Parts
+from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.cluster.liveness import PeerLife
 
 REPORT_CAPACITY_BYTES = 1 << 18
@@ -89,8 +90,8 @@ class StageSums:
 
     rank: int
     leader_of: tuple[int, ...]
-    out: Mapping[int, OutLink] = field(default_factory=dict)
-    incoming: Mapping[int, InLink] = field(default_factory=dict)
+    out: Mapping[int, SendingEnd] = field(default_factory=dict)
+    incoming: Mapping[int, ReceivingEnd] = field(default_factory=dict)
     overdue_s: float = 0.0
 
     @property
@@ -183,8 +184,8 @@ class Control:
     def __init__(
         self,
         rank: int,
-        out: dict[int, OutLink],
-        incoming: dict[int, InLink],
+        out: dict[int, SendingEnd],
+        incoming: dict[int, ReceivingEnd],
         overdue_s: float,
         lives: Mapping[int, PeerLife],
     ) -> None:
@@ -294,7 +295,7 @@ class Control:
         send_report(self.out[0], lines)
 
 
-def send_report(link: OutLink, lines: bytes) -> None:
+def send_report(link: SendingEnd, lines: bytes) -> None:
     """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""
     assert len(lines) <= REPORT_CAPACITY_BYTES
     data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)

@@ -10,7 +10,6 @@ exchange of one bucket overlaps with the backward pass of the next.
 """
 
 # No `from __future__ import annotations` here: torch compares the hook's annotations with classes.
-from functools import partial
 from itertools import islice
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import PerTensor
+from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Compressor, seed_from
 from xcloud.comm.state import State, join_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
@@ -49,22 +48,19 @@ class CompressedAveraging:
         seed: int = 0,
         model: nn.Module | None = None,
     ) -> None:
-        if not isinstance(compressor, Compressor | PerTensor):
+        chosen = PerTensor(compressor) if isinstance(compressor, Compressor) else compressor
+        if not isinstance(chosen, PerTensor):
             raise ConfigError(
                 f"CompressedAveraging needs a compressor or PerTensor, got {compressor!r}"
             )
-        if (
-            isinstance(compressor, PerTensor)
-            and model is None
-            and (compressor.names or compressor.embeddings is not None)
-        ):
+        if model is None and (chosen.names or chosen.embeddings is not None):
             raise ConfigError(
                 "a PerTensor that chooses by name needs CompressedAveraging(..., model=model): a "
                 "bucket of gradients does not tell the names of its parameters"
             )
         self.process_group, self.merge = process_group, merge
         self.num_bytes = self.raw_bytes = 0
-        self._compressor, self._feedback, self._seed = compressor, feedback, seed
+        self._chosen, self._feedback, self._seed = chosen, feedback, seed
         self._names = {} if model is None else {p: name for name, p in model.named_parameters()}
         self._codecs: dict[nn.Parameter, TensorCodec] = {}  # in the order in which they first come
         self._restored: dict[str, State] = {}
@@ -73,15 +69,12 @@ class CompressedAveraging:
         """One for each parameter: DistributedDataParallel puts them into other buckets after the
         first step."""
         if parameter not in self._codecs:
-            number = str(len(self._codecs))
+            number, name = str(len(self._codecs)), self._names.get(parameter, "")
             codec = TensorCodec(
-                {number: parameter.shape},
-                partial(self._choose, parameter),
-                seed_from(self._seed, "ddp hook"),
-                self._feedback,
-                parameter.dtype,
+                {number: parameter.shape}, lambda _, shape: self._chosen.for_tensor(name, shape),
+                seed_from(self._seed, "ddp hook"), self._feedback, parameter.dtype,
                 parameter.device,
-            )
+            )  # fmt: skip
             codec.of_replica(dist.get_rank(self.process_group))
             if number in self._restored:
                 codec.load_state_dict(self._restored.pop(number))
@@ -102,11 +95,6 @@ class CompressedAveraging:
                 f"the numbers of parameters, got {list(names)[:5]}"
             )
         self._restored = split_state(state, names, "a CompressedAveraging")
-
-    def _choose(self, parameter: nn.Parameter, number: str, shape: torch.Size) -> Compressor:
-        if isinstance(self._compressor, Compressor):
-            return self._compressor
-        return self._compressor.for_tensor(self._names.get(parameter, ""), shape)
 
 
 def compressed_averaging(

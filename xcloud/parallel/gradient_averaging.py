@@ -25,7 +25,7 @@ from xcloud.parallel.averaging import Averager, Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work, local_part
 from xcloud.parallel.merging import Robust, weighted_sum
 from xcloud.parallel.partition import Piece, by_rows, gather_shares
-from xcloud.parallel.replicas import Replicas
+from xcloud.parallel.replicas import ReplicaCheck, Replicas
 from xcloud.parallel.strategy import Averaging, Traits
 
 LOSS = "(loss)"
@@ -95,7 +95,7 @@ class AveragedGradients(Exchange):
             )  # fmt: skip
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         replicas.open([self._averager], under_way=1 + self._delay)
-        self._check = replicas.check(averaging.check_every, self._alike)
+        self._check = ReplicaCheck(replicas, averaging.check_every, self._alike)
         self._check.compare(0)
 
     def before_update(

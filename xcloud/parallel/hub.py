@@ -20,7 +20,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import State, Stateful, whole_number
+from xcloud.comm.state import Stateful
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import are_finite
@@ -102,15 +102,9 @@ class _End(Averager):
         """Values and velocity of the outer optimizer may come whole."""
         return max(2 * self.codec.raw_bytes, KEPT * self.merged.max_bytes, self.codec.max_bytes)
 
+    # After a restart all replicas are there again, whoever had left before; they do not know what
+    # was merged last.
     own_names = ("known",)
-
-    def own(self) -> State:
-        return {"known": self.known}
-
-    def take(self, own: State) -> None:
-        """All replicas are there again, whoever had left before; they do not know what was merged
-        last."""
-        self.known = whole_number(own, "known")
 
     def parts(self) -> dict[str, Stateful]:
         return {"codec": self.codec, "merged": self.merged}

@@ -22,10 +22,9 @@ from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
-from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
+from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters, StepBudget
 from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
-from xcloud.parallel.step_budget import StepBudget
 from xcloud.parallel.strategy import Averaging, Traits
 
 NAME = "strategy.averaging"
@@ -233,7 +232,7 @@ class LocalRounds(Exchange):
         self._check: ReplicaCheck | None = None
         if not averaging.is_elastic:
             replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
-            self._check = replicas.check(0)
+            self._check = ReplicaCheck(replicas, 0, replicas.group)
             self._check.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)

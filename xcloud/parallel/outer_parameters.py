@@ -1,11 +1,13 @@
 """Parameters that replicas change apart and bring together from time to time: what is kept between
-two merges, and what a merge does to the parameters. No links to other replicas, no rounds. The
-inner optimizer is the trainer's.
+two merges, what a merge does to the parameters, how many steps a replica makes until then. No
+links to other replicas, no rounds. The inner optimizer is the trainer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.settings import settings
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import OUTER, State, copy_of
+from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
 from xcloud.parallel.exchange import RankGroup, are_finite
 from xcloud.parallel.partition import Piece, gather_shares
 
@@ -135,14 +137,7 @@ class OuterParameters:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        found = {name: torch.as_tensor(value) for name, value in state.items()}
-        shapes = {name: value.shape for name, value in found.items()}
-        if shapes != {name: place.shape for name, place in self._places.items()}:
-            raise ValueError(
-                f"local updates were saved as {shapes}, with other settings than those of now"
-            )
-        for name, place in self._places.items():
-            place.copy_(found[name])
+        fill(self._places, state, "local updates")
 
     @property
     def _places(self) -> dict[str, Tensor]:
@@ -158,3 +153,61 @@ class OuterParameters:
         like = self._parameters[0]
         for piece, value in gather_shares(self._group, self._shares, values, like):
             self._parameters[piece.index].copy_(value)
+
+
+@dataclass
+class StepBudget:
+    """How many steps a replica makes between two merges, where clouds are not equally fast: one
+    that has used up its time or tokens leaves out those up to the next multiple of `every`.
+
+    replica: all ranks of this replica, of which the first decides. clock: seconds; elapsed time
+    is part of the state."""
+
+    every: int
+    replica: RankGroup
+    most_s: float | None = None
+    most_tokens: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    _idle_until: int = 0
+    _num_tokens: float = 0.0
+    _started_s: float | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return self.most_s is not None or self.most_tokens is not None
+
+    def is_idle(self, step: int) -> bool:
+        return step <= self._idle_until
+
+    def idle_until(self, step: int) -> None:
+        self._idle_until = max(self._idle_until, step)
+
+    def end_step(self, step: int, num_tokens: float) -> None:
+        """After the merge, if there is one at this step. Every rank of the replica calls it.
+        num_tokens: that the replica trained on."""
+        if not self.is_limited:
+            return
+        if step % self.every == 0:
+            self._num_tokens, self._started_s = 0.0, self.clock()
+            return
+        if self.is_idle(step):
+            return
+        self._num_tokens += num_tokens
+        if self._started_s is None:  # the first step builds caches: it is not counted
+            self._started_s = self.clock()
+        is_over = self.most_s is not None and self.clock() - self._started_s >= self.most_s
+        is_over |= self.most_tokens is not None and self._num_tokens >= self.most_tokens
+        if bool(self.replica.from_leader(torch.tensor([float(is_over)]))):
+            self.idle_until(step - step % self.every + self.every)
+
+    def state_dict(self) -> State:
+        elapsed_s = 0.0 if self._started_s is None else self.clock() - self._started_s
+        numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
+        return {"idle_until": self._idle_until, "numbers": numbers}
+
+    def load_state_dict(self, state: State) -> None:
+        self._idle_until = whole_number(state, "idle_until")
+        numbers = state["numbers"]
+        assert isinstance(numbers, torch.Tensor)
+        self._num_tokens, elapsed_s = numbers.tolist()
+        self._started_s = self.clock() - elapsed_s if self.is_limited else None

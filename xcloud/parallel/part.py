@@ -7,9 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
-
-from torch import Tensor
+from typing import Any, Protocol, TypeVar, cast
 
 from xcloud.comm.state import Stateful, StatefulParts
 from xcloud.comm.step_clock import StepClock
@@ -61,6 +59,10 @@ class Part(Director, StatefulParts):
     def after_exchange(self, step: int) -> None:
         """The gradients are those of all ranks and replicas."""
 
+    def skip(self, step: int) -> str | None:
+        """Loss or gradient of the update are not finite: why it is left out, for the user. Raises
+        TrainingDiverged where it may not be."""
+
     def after_update(self, step: int, report: StepReport) -> None:
         """The optimizer has made or skipped it, and the step's time is over."""
 
@@ -74,7 +76,15 @@ class Part(Director, StatefulParts):
         """After that meeting. is_finished: the run has made all its updates."""
 
 
+class FurtherPart(Protocol):
+    """A part of one's own, made by `parts` of the config: +parts.NAME._target_=my.module.Class."""
+
+    def join(self, context: Any) -> Part:
+        """Of this rank. context: its RankContext (rank/role.py)."""
+
+
 F = TypeVar("F", bound=Callable[..., None])
+G = TypeVar("G", bound=Callable[..., Any])
 
 
 def _in_turn(hook: F) -> F:
@@ -86,6 +96,17 @@ def _in_turn(hook: F) -> F:
             getattr(part, hook.__name__)(*args, **kwargs)
 
     return cast(F, call)
+
+
+def _of_one(hook: G) -> G:
+    """Asks all parts; what one of them, which alone says anything, answers."""
+
+    @functools.wraps(hook)
+    def call(self: Parts, *args: Any, **kwargs: Any) -> Any:
+        said = [getattr(part, hook.__name__)(*args, **kwargs) for part in self._parts]
+        return next((answer for answer in said if answer is not None), None)
+
+    return cast(G, call)
 
 
 class Parts(Part):
@@ -112,10 +133,6 @@ class Parts(Part):
     def signal(self, step: int) -> Signal:
         return max((part.signal(step) for part in self._parts), default=Signal.GO_ON)
 
-    def measured(self, step: int) -> Tensor | None:
-        measured = [part.measured(step) for part in self._parts]
-        return next((tensor for tensor in measured if tensor is not None), None)
-
-    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
-        choices = [part.decide(step, measured) for part in self._parts]
-        return next((choice for choice in choices if choice is not None), None)
+    measured = _of_one(Part.measured)
+    decide = _of_one(Part.decide)
+    skip = _of_one(Part.skip)

@@ -58,10 +58,6 @@ class Replicas:
     def is_sharded(self) -> bool:
         return any(local_part(p) is not p for p in self.trained.values())
 
-    @property
-    def has_counterparts(self) -> bool:
-        return self.group.group_rank < self.links.num_shares
-
     def codec(
         self,
         shapes: Shapes,
@@ -108,10 +104,6 @@ class Replicas:
         longest = max((averager.max_bytes for averager in averagers), default=0)
         self.links.open(longest, wait_s, under_way)
 
-    def check(self, every: int, alike: RankGroup | None = None) -> ReplicaCheck:
-        """See ReplicaCheck."""
-        return ReplicaCheck(self, every, alike or self.group)
-
 
 @dataclass(frozen=True)
 class ReplicaCheck:
@@ -145,7 +137,9 @@ class ReplicaCheck:
         )
         gathered = zip(self.alike.ranks, self.alike.gather(mine), strict=True)
         theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
-        if self.of.has_counterparts:  # the others are compared inside their cloud only
+        if (
+            self.of.group.group_rank < links.num_shares
+        ):  # the others are compared inside their cloud only
             key = MessageKey(Kind.AVERAGING, step, _CHECK)
             for replica in links.others:
                 links.send(replica, key, (mine,), ("digests of parameters",), 0)

@@ -26,7 +26,8 @@ from xcloud.cluster.frame import (
 )
 from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import Codec
-from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import permutations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Schedule
@@ -42,6 +42,21 @@ class Plan(NamedTuple):
             return self.schedule
         own = self.micro_batches_of(replica, num_replicas)
         return share_of(self.schedule, own, num_replicas)
+
+
+@runtime_checkable
+class FreelyCut(Protocol):
+    """A model of equal blocks that may be cut after any of them, so that a planner can choose.
+    Its setting is `blocks_per_stage`: a count for each stage but the last."""
+
+    def num_blocks(self, max_length: int) -> int:
+        """0 where other settings say where the model is cut."""
+
+    def block_counts(self, num_stages: int, max_length: int) -> list[int]:
+        """Of each stage, as its settings say now."""
+
+    def with_block_counts(self, counts: Sequence[int]) -> Self:
+        """counts: of each stage."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.comm.compression import Compression, Phased, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.parallel.one_forward_one_backward import most_kept
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy

@@ -28,8 +28,9 @@ from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.transport import num_cores
-from xcloud.comm.compression import Compression, Phased
-from xcloud.contracts.model import FreelyCut, SplitModel
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Phased
+from xcloud.contracts.model import SplitModel
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.launch.local import run
@@ -39,7 +40,7 @@ from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
-from xcloud.plan.plans import with_micro_batches
+from xcloud.plan.plans import FreelyCut, with_micro_batches
 from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,

@@ -15,7 +15,8 @@ from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import (
     MEMORY,
     State,
@@ -66,7 +67,7 @@ class Switching(Part):
         if choice != NO_CHOICE:
             self._choice = choice
             shape, compression = divmod(choice, len(self._compression.choices))
-            self._wiring.boundaries.switches.switch(compression, step + 1)
+            self._wiring.boundaries.shared(Selection).switch(compression, step + 1)
             self._use_schedule(self._schedules[shape])
 
     def state_dict(self) -> State:
@@ -79,7 +80,8 @@ class Switching(Part):
         load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
         shape, compression = divmod(self._choice, len(self._compression.choices))
-        if shape >= len(self._schedules) or compression != self._wiring.boundaries.switches.choice:
+        in_force = self._wiring.boundaries.shared(Selection).choice
+        if shape >= len(self._schedules) or compression != in_force:
             raise ValueError(
                 f"the autopilot was saved with choice {self._choice}, which it has not now"
             )
@@ -87,7 +89,7 @@ class Switching(Part):
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"switches": self._wiring.boundaries.switches}
+        return {"switches": self._wiring.boundaries.shared(Selection)}
 
 
 class RunPilot(Switching):
@@ -165,7 +167,7 @@ class RunPilot(Switching):
         assert self.forecast is not None
         grown = self._since(before, updates)
         predicted_s = self.forecast.step_s(grown, self._choice)
-        since_step = self._wiring.boundaries.switches.since_step
+        since_step = self._wiring.boundaries.shared(Selection).since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
             self._tell(step, self._choice, choice, predicted_s, grown)

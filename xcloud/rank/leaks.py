@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.boundary import Message, Samples
-from xcloud.comm.channel import NOTHING_KNOWN, Receiver, Sender
+from xcloud.comm.channel import NOTHING_KNOWN
 from xcloud.contracts.model import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
@@ -56,44 +56,30 @@ class LeakObservers(Part):
             self.observer.write(self.run_dir)
 
 
-class _Observed:
-    def __init__(self, observer: Observer, channel: Any, how: str) -> None:
-        self._observer, self._channel, self._how = observer, channel, how
-        self._floating = [f for f in channel.fields if f.dtype.is_floating_point]
+class ObservedEnd:
+    """A Sender or a Receiver of messages that the observer takes notes of. end: a SendChannel, its
+    Guard, or a ReceiveChannel."""
 
-    def _note(self, key: MessageKey, message: Message, samples: Samples) -> None:
-        if key.kind is Kind.EVALUATION or not self._observer.wants(key.step):
-            return
-        identity = self._channel.identity
-        for field in self._floating:
-            stream = Stream(identity.direction, identity.boundary, self._how, field.name)
-            counts = field.counts(message.get("counts"))
-            self._observer.message(stream, samples["ids"], counts, message[field.name])
+    def __init__(self, observer: Observer, end: Any) -> None:
+        self._observer, self._end = observer, end
+        self._floating = [f for f in end.fields if f.dtype.is_floating_point]
 
-
-class ObservedSender(_Observed):
-    """A Sender. channel: a SendChannel, or its Guard."""
-
-    def __init__(self, observer: Observer, channel: Any) -> None:
-        super().__init__(observer, channel, "sent")
-        self.send_start = channel.send_start
+    def __getattr__(self, name: str) -> Any:  # send_start, recv_start
+        return getattr(self._end, name)
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        sent: Message = self._channel.send(key, message, samples)
-        self._note(key, sent, samples)
-        return sent
-
-
-class ObservedReceiver(_Observed):
-    """A Receiver. channel: a ReceiveChannel."""
-
-    def __init__(self, observer: Observer, channel: Any) -> None:
-        super().__init__(observer, channel, "received")
-        self.recv_start = channel.recv_start
+        return self._note(key, self._end.send(key, message, samples), samples, "sent")
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        message: Message = self._channel.recv(key, samples, known)
-        self._note(key, message, samples)
+        return self._note(key, self._end.recv(key, samples, known), samples, "received")
+
+    def _note(self, key: MessageKey, message: Message, samples: Samples, how: str) -> Message:
+        if key.kind is not Kind.EVALUATION and self._observer.wants(key.step):
+            identity = self._end.identity
+            for field in self._floating:
+                stream = Stream(identity.direction, identity.boundary, how, field.name)
+                counts = field.counts(message.get("counts"))
+                self._observer.message(stream, samples["ids"], counts, message[field.name])
         return message
 
 
@@ -102,19 +88,19 @@ def observed(
 ) -> dict[int, BoundaryPorts]:
     """The same ports, whose messages from and to other clouds the observer takes notes of."""
 
-    def sender(peer: int, end: Sender) -> Sender:
-        return ObservedSender(observer, end) if ends.leaves_cloud(peer) else end
-
-    def receiver(peer: int, end: Receiver) -> Receiver:
-        return ObservedReceiver(observer, end) if ends.leaves_cloud(peer) else end
+    def of(side: Mapping[int, Any]) -> dict[int, Any]:
+        return {
+            peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
+            for peer, end in side.items()
+        }
 
     return {
         stage: replace(
             own,
-            forward_out={peer: sender(peer, end) for peer, end in own.forward_out.items()},
-            forward_in={peer: receiver(peer, end) for peer, end in own.forward_in.items()},
-            backward_out={peer: sender(peer, end) for peer, end in own.backward_out.items()},
-            backward_in={peer: receiver(peer, end) for peer, end in own.backward_in.items()},
+            forward_out=of(own.forward_out),
+            forward_in=of(own.forward_in),
+            backward_out=of(own.backward_out),
+            backward_in=of(own.backward_in),
         )
         for stage, own in ports.items()
     }

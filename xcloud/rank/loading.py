@@ -17,7 +17,6 @@ from xcloud.contracts.task import SPLITS, TaskData, asks_for_sizes, with_sizes
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.exchange import RankGroup
 from xcloud.record.reporter import Reporter
-from xcloud.security.defences import LABEL
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +53,11 @@ def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskD
         task = with_sizes(task, dict(zip(SPLITS, control.hear_sizes(len(SPLITS)), strict=True)))
     data = task.load(fields, seed)
     _check_fields(data, fields)
-    if data.head is not None:
-        experiment.security.defences.check_head(data.head.kind, data.head.num_outputs)
-    elif LABEL in fields:  # a label for each token
-        experiment.security.defences.check_head("tokens", 1)
+    for defence in experiment.security.chosen_defences.values():
+        if data.head is not None:
+            defence.check_labels(data.head.kind, data.head.num_outputs)
+        elif "label" in fields:  # for each token
+            defence.check_labels("tokens", 1)
 
     if control is None:
         return data

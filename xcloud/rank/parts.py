@@ -24,16 +24,18 @@ from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
-from xcloud.rank.interleaved import join_turns
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.meters import MemoryReport, TypicalStep, WanMeter
+from xcloud.rank.memory import MemoryReport
+from xcloud.rank.meters import WanMeter
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
 from xcloud.rank.tour import pilot_of
+from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
 
@@ -121,24 +123,20 @@ class Features:
         which must be those that a checkpoint was made with."""
         job, context, reporter = self.job, self.context, self.reporter
         privacy = job.security.privacy
-        buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
-        tied = None
-        if job.ties_ends:
-            tied = join_tied(
-                self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
-            )
-        parts: list[Part | None] = [
-            join_turns(context.run_dir, self.rank, job.cluster.num_ranks, reporter.state),
+        training = job.training
+        before = [
+            DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
+            *(own.join(context) for own in job.parts.values()),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
-            tied,
+            self._tied(trainer),
             pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
             if job.autopilot is not None
             else None,
             meter,
         ]
-        made = [part for part in parts if part is not None]
+        made = [part for part in before if part is not None]
         stateful: dict[str, Stateful] = {
             "trainer": trainer, "channels": self.wiring, **Parts(made).parts(),
         }  # fmt: skip
@@ -159,6 +157,13 @@ class Features:
             else TypicalStep(self.clock, context.transport.meeting, reporter),
         ]
         return Parts([*made, *(part for part in after if part is not None)])
+
+    def _tied(self, trainer: Trainer) -> Part | None:
+        if not self.job.ties_ends:
+            return None
+        buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
+        choose, seed = self.job.compression.for_tensor, self.job.seed
+        return join_tied(self.wiring, trainer.pipeline.stages, choose, seed, buffers)
 
     def resume(self, trainer: Trainer) -> None:
         if not trainer.num_updates:

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xcloud.comm.compression import Selectable
+from xcloud.comm.compression_plans import Selectable
 from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.one_forward_one_backward import can_wait
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.settings import Autopilot, Tour
 from xcloud.rank.autopilot import RunPilot, Switching
-from xcloud.rank.meters import SavedTensors, bytes_of, timeline_events
+from xcloud.rank.memory import SavedTensors, bytes_of
+from xcloud.rank.typical_step import timeline_events
 from xcloud.record.reporter import Reporter
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring

@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import re
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -26,10 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.record.segments import sync_names, write_whole
+from xcloud.record.segments import AGREED_FILE, CheckpointSteps, numbers, sync_names, write_whole
 
-CHECKPOINTS_DIR = "checkpoints"  # in the run folder
-AGREED_FILE = "AGREED"
 State = Mapping[str, Tensor | int]
 
 _DTYPES = {
@@ -47,23 +43,13 @@ _DTYPES = {
 _READ_BYTES = 1 << 24
 
 
-class CheckpointFolder:
+class CheckpointFolder(CheckpointSteps):
     """Of one run, on this machine. Ranks that share the folder write and delete their own parts
     only."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / CHECKPOINTS_DIR
-
-    def step_dir(self, step: int) -> Path:
-        return self.path / f"step-{step:06d}"
-
-    def steps(self) -> list[int]:
-        """That have any file, newest first."""
-        return sorted(_numbers(self.path, r"step-(\d+)"), reverse=True)
-
     def ranks(self, step: int) -> list[int]:
         """Whose part is here, complete."""
-        return sorted(_numbers(self.step_dir(step), r"rank-(\d+)\.json"))
+        return sorted(numbers(self.step_dir(step), r"rank-(\d+)\.json"))
 
     def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
         """Returns its bytes once it is on the disk. Raises OSError, and leaves no file then.
@@ -126,9 +112,6 @@ class CheckpointFolder:
             path.touch()
             sync_names(path.parent)
 
-    def is_agreed(self, step: int) -> bool:
-        return (self.step_dir(step) / AGREED_FILE).exists()
-
     def agreed(self, step: int) -> dict[str, Any]:
         """What `mark_agreed` wrote; empty without it."""
         try:
@@ -136,10 +119,6 @@ class CheckpointFolder:
         except (OSError, ValueError):
             return {}
         return facts if isinstance(facts, dict) else {}
-
-    def agreed_steps(self) -> list[int]:
-        """Newest first."""
-        return [step for step in self.steps() if self.is_agreed(step)]
 
     def prune(self, rank: int, keep: int) -> None:
         """Delete this rank's parts of all steps before the newest `keep` that are agreed."""
@@ -175,14 +154,6 @@ class CheckpointFolder:
         if written != _digest_of(head):
             raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
         return dict(head)
-
-
-def _numbers(folder: Path, pattern: str) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    return [int(match[1]) for name in names if (match := re.fullmatch(pattern, name))]
 
 
 def _delete_part(folder: Path, rank: int) -> None:

@@ -28,20 +28,8 @@ from xcloud.cluster.frame import Frame
 from xcloud.record.events import MEMORY, TIMES, Event
 from xcloud.record.reporter import EventFile
 
-SCORED = ("loss", "learning_rate", "grad_norm", "values", "counts")
+SCORED = ("loss", "learning_rate", "grad_norm", "values")
 """Fields of a step that only the rank reports that knows the loss. Elsewhere "tokens" is 0."""
-OF_RANK_0 = {
-    "data": "name digest rows",
-    "resume": "step changed",
-    "autopilot": "step choice before reason predicted_s",
-    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
-    "producer": "producer state step",
-    "merge": "step weights",
-    "partial_merge": "step weights",
-    "absence": "absent ranks what step",
-    "refused_reports": "sender num reason",
-}
-"""Fields of what nobody but rank 0 reports, of all."""
 
 
 def _printable(text: str) -> str:
@@ -83,7 +71,7 @@ _TABLE = {
     "cut": "field:text num:whole",
     "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:number sent:numbers "
     "raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
-    "values:figures counts:numbers taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",
+    "values:figures taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",
     "skipped_update": "step:whole",
     "lost_file": "name:text",
     "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),

@@ -1,38 +1,38 @@
-"""The MLflow store: its location, environment, artifacts, and the prepared views of its pages.
-Does not log runs.
+"""The MLflow store: its location, environment and artifacts, links to its pages, and the load of
+the machine as it calls it. Does not log runs.
 
 `<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. MLflow's own defaults
 are not relied on: they depend on the working directory and on what older versions left there.
-
-MLflow's table of runs shows no metrics until columns are selected by hand, and MLflow has no API
-for that. A view stored in an experiment tag does it; the link's viewStateShareKey names it. That
-is what the UI's "share" button writes; the format is private to MLflow 3.17.
+Artifacts are addressed relative to the server that shows them (mlflow-artifacts:/), so a project
+can be moved; of a store on this machine they are put where `python -m xcloud ui` serves them.
 """
+
+from __future__ import annotations
 
 import json
 import logging
 import os
-import sqlite3
+import shutil
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from xcloud.base.project import project_root
 from xcloud.base.units import LESS_IS_BETTER
 
 LOCK_TIMEOUT_S = 120.0
 REPORT_TAG = "report_of_sweep"
-
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
-VIEW_KEY = "xcloud"  # of the view of all runs
-VIEW_METRICS = ("accuracy", "bleu", "f1", "perplexity", "step_time_s", "wan_bytes_per_step")
-COSTS = ("step_time_s", "wan_bytes_per_step")
-FIGURES, PARALLEL = "figures", "parallel"  # sections of charts
-
-log = logging.getLogger(__name__)
+SCORES = ("accuracy", "bleu", "f1", "perplexity")  # columns of the table of all runs
+COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
+ALL_RUNS = "xcloud"  # the view of all runs
+SYSTEM_EVERY_S = 10.0
+VIEW_TAG = "mlflow.sharedViewState."
 
 
 def prepare_environment() -> None:
@@ -76,40 +76,58 @@ class Store:
 
         return MlflowClient(self.tracking_uri)
 
-    @property
-    def server(self) -> str:
-        """Where it is shown."""
-        return self.uri or f"http://{UI_HOST}:{UI_PORT}"
-
     def open(self) -> tuple[Any, str]:
-        """A client and the experiment's id; creates both if missing, and in a store on this
-        machine the view of all runs."""
+        """A client and the experiment's id; creates both if missing."""
         from filelock import FileLock
 
         if self.uri is not None:
             client = self.client()
-            return client, self._experiment_id(client, artifact_location=None)
+            return client, self._experiment_id(client)
         self.artifacts.mkdir(parents=True, exist_ok=True)
         # Without the lock, three of four runs that created the tables concurrently crashed.
         with FileLock(self.root.absolute() / ".store.lock", timeout=LOCK_TIMEOUT_S):
-            try:
-                self.follow_move()
-            except sqlite3.Error as error:  # Another MLflow's tables; logging may work.
-                log.warning("could not look for moved artifacts in %s: %s", self.database, error)
+            if not self.database.exists():
+                # A run may end meanwhile, and MLflow refuses a store with half of its tables.
+                new = replace(self, root=self.root / ".new")
+                shutil.rmtree(new.root, ignore_errors=True)
+                new.root.mkdir()
+                new.client()
+                new.database.rename(self.database)
+                new.root.rmdir()
             client = self.client()
-            experiment_id = self._experiment_id(client, self.artifacts.as_uri())
-            try:
-                view = json.dumps(prepared_view())
-                client.set_experiment_tag(experiment_id, view_tag(VIEW_KEY), view)
-            except Exception as error:  # A view is not worth a run.
-                log.debug("could not prepare the view of runs: %s", error)
-            return client, experiment_id
+            return client, self._experiment_id(client)
 
-    def write_view(self, key: str, view: Mapping[str, object]) -> str:
-        """Keep a view of the runs under `key`, for page(); returns the experiment's id."""
-        client, experiment_id = self.open()
-        client.set_experiment_tag(experiment_id, view_tag(key), json.dumps(view))
-        return experiment_id
+    def _experiment_id(self, client: Any) -> str:
+        experiment = client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            # On a server two runs may race here; the loser's next attempt finds it.
+            place = "mlflow-artifacts:/" if self.uri is None else None
+            client.create_experiment(self.experiment, place)
+            experiment = client.get_experiment_by_name(self.experiment)
+        if experiment.lifecycle_stage != "active":
+            raise RuntimeError(
+                f"experiment {self.experiment!r} was deleted in MLflow; restore it with "
+                f"MLFLOW_TRACKING_URI={self.tracking_uri} mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}, or choose another tracker.experiment"
+            )
+        if VIEW_TAG + ALL_RUNS not in experiment.tags:
+            show_first(client, experiment.experiment_id, ALL_RUNS, (*SCORES, *COSTS))
+        return str(experiment.experiment_id)
+
+    def keep(self, client: Any, run_id: str, path: Path) -> None:
+        """Log a file, or a folder under its own name. Raises OSError if it cannot be read."""
+        if self.uri is not None and path.is_dir():
+            client.log_artifacts(run_id, str(path), path.name)
+        elif self.uri is not None:
+            client.log_artifact(run_id, str(path))
+        elif path.is_dir():
+            shutil.copytree(path, self._folder(run_id) / path.name, dirs_exist_ok=True)
+        else:
+            self._folder(run_id).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, self._folder(run_id) / path.name)
+
+    def _folder(self, run_id: str) -> Path:
+        return self.artifacts / run_id / "artifacts"
 
     def keep_report(self, sweep: str, paths: Sequence[Path]) -> str:
         """Log a sweep's tables and pictures to a run of their own, reused every time; returns its
@@ -120,7 +138,7 @@ class Store:
             experiment_id, tags={REPORT_TAG: sweep}, run_name=f"report of sweep {sweep}"
         )  # fmt: skip
         for path in paths:
-            client.log_artifact(run.info.run_id, str(path))
+            self.keep(client, run.info.run_id, path)
         client.set_terminated(run.info.run_id)
         return str(run.info.run_id)
 
@@ -138,70 +156,65 @@ class Store:
         )
         ids = [run.info.run_id for run in runs]
         if self.uri is None:
-            return [self.artifacts / run_id / "artifacts" for run_id in ids]
+            return [self._folder(run_id) for run_id in ids]
         from mlflow.artifacts import download_artifacts
 
         return [Path(download_artifacts(run_id=one, tracking_uri=self.uri)) for one in ids]
 
-    def follow_move(self) -> None:
-        """Update the experiment's artifact location after the project's folder has moved.
-
-        MLflow stores absolute paths: without this, artifacts of older runs are lost and
-        new ones go to the old folder (mlflow/mlflow#3144). MLflow has no API for it, so this
-        writes to MLflow's tables.
-        """
-        if not self.database.exists():
-            return
-        new = self.artifacts.as_uri()
-        with closing(sqlite3.connect(self.database, timeout=30)) as database, database:
-            row = database.execute(
-                "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?",
-                (self.experiment,),
-            ).fetchone()
-            if row is None or row[1] == new:
-                return
-            key, old = row
-            database.execute(
-                "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (new, key)
-            )
-            database.execute(
-                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
-                "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
-                (new, len(old) + 1, key, len(old), old),
-            )
-
-    def _experiment_id(self, client: Any, artifact_location: str | None) -> str:
-        experiment = client.get_experiment_by_name(self.experiment)
-        if experiment is None:
-            # On a server two runs may race here; the loser's next attempt finds it.
-            return str(client.create_experiment(self.experiment, artifact_location))
-        if experiment.lifecycle_stage != "active":
-            raise RuntimeError(
-                f"experiment {self.experiment!r} was deleted in MLflow; restore it with "
-                f"MLFLOW_TRACKING_URI={self.tracking_uri} mlflow experiments restore "
-                f"--experiment-id {experiment.experiment_id}, or choose another tracker.experiment"
-            )
-        return str(experiment.experiment_id)
+    def pages(self, experiment_id: str) -> Pages:
+        return Pages(self.uri or f"http://{UI_HOST}:{UI_PORT}", experiment_id)
 
 
-def view_tag(key: str) -> str:
-    """The experiment tag under which MLflow looks up a view."""
-    return f"mlflow.sharedViewState.{key}"
+@dataclass(frozen=True)
+class Pages:
+    """Links to what a server shows of an experiment. Without workflowType MLflow opens its page
+    for chat applications, with a pop-up."""
+
+    server: str
+    experiment_id: str
+
+    def _page(self, path: str) -> str:
+        server = self.server.rstrip("/")
+        return f"{server}/#/experiments/{self.experiment_id}/{path}?workflowType=machine_learning"
+
+    def runs(self, view: str = ALL_RUNS) -> str:
+        return self._page("runs") + f"&viewStateShareKey={view}"
+
+    def charts(self, view: str = ALL_RUNS) -> str:
+        return self.runs(view) + "&compareRunsMode=CHART"
+
+    @property
+    def models(self) -> str:
+        """Finished models, with scores, step time and bytes."""
+        return self._page("models")
+
+    def artifacts(self, run_id: str) -> str:
+        return self._page(f"runs/{run_id}/artifacts")
 
 
-def sweep_key(sweep: str) -> str:
+def view_of_sweep(sweep: str) -> str:
     return f"sweep-{sweep}"
 
 
-def page(server: str, experiment_id: str, key: str | None = None, *, charts: bool = False) -> str:
-    """Link to the runs of an experiment, shown with the view `key`.
-
-    Without workflowType MLflow opens its page for chat applications, with a pop-up.
-    """
-    link = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs"
-    link += "?workflowType=machine_learning"
-    link += "&compareRunsMode=CHART" if charts else ""
-    return link + (f"&viewStateShareKey={key}" if key else "")
+def show_first(
+    client: Any,
+    experiment_id: str,
+    view: str,
+    metrics: Sequence[str],
+    params: Sequence[str] = (),
+    sweep: str | None = None,
+) -> None:
+    """Make Pages.runs(view) show these columns, best first by the first of them; of a sweep only
+    its runs. MLflow shows no figure in its table of runs until columns are selected by hand, and
+    has no call for that: this is the tag that its "share" button sets, with the least in it."""
+    state = {
+        "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
+        "orderByKey": f"metrics.`{metrics[0]}`" if sweep else "attributes.start_time",
+        "orderByAsc": bool(sweep) and metrics[0] in LESS_IS_BETTER,
+        "selectedColumns": [f"params.`{name}`" for name in params]
+        + [f"metrics.`{name}`" for name in metrics],
+    }
+    client.set_experiment_tag(experiment_id, VIEW_TAG + view, json.dumps(state))
 
 
 def ui_command(root: Path) -> str:
@@ -210,89 +223,22 @@ def ui_command(root: Path) -> str:
     return "python -m xcloud ui" + ("" if is_usual else f" --root {root}")
 
 
-def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:
-    run = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
-    return f"{run}/artifacts?workflowType=machine_learning"
+class SystemMeter:
+    """Load of the machine that follows the run, as MLflow's page of system metrics names it; a
+    step is a second since its start."""
 
+    def __init__(self) -> None:
+        self._started_s, self._due_s = time.monotonic(), 0.0
 
-def prepared_view(
-    sweep: str | None = None,
-    params: Sequence[str] = (),
-    numbers: Sequence[str] = (),
-    axes: Sequence[str] = (),
-    score: str = "bleu",
-) -> dict[str, Any]:
-    """A view with metrics as columns, best score first, and charts of the score against its costs.
-
-    sweep: only its runs. params: settings shown as columns. numbers: settings to plot the score
-    against. axes: of the parallel coordinates, which omit a run that lacks one of them.
-    """
-    # MLflow sorts columns by name: in a sweep show only as many as fit into any window.
-    metrics = [score, *COSTS] if sweep else list(dict.fromkeys([score, *VIEW_METRICS]))
-    columns = [f"params.`{name}`" for name in params] + [f"metrics.`{name}`" for name in metrics]
-    charts = [_scatter({"key": number, "type": "PARAM"}, score) for number in numbers]
-    charts += [_scatter({"key": cost, "type": "METRIC"}, score) for cost in COSTS]
-    sections = [_section(FIGURES, f"Sweep {sweep}" if sweep else "Quality and cost", columns=2)]
-    if axes:
-        sections.append(_section(PARALLEL, "All settings and figures", columns=1))
-        charts.append(
-            {
-                "uuid": "parallel coordinates",
-                "type": "PARALLEL",
-                "selectedParams": list(axes),
-                "selectedMetrics": ["compression_ratio", "step_time_s", score],
-                **_shown(PARALLEL),
-            }
-        )
-    return {
-        "orderByKey": f"metrics.`{score}`",
-        "orderByAsc": score in LESS_IS_BETTER,
-        "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
-        "startTime": "ALL",
-        "lifecycleFilter": "Active",
-        "datasetsFilter": [],
-        "modelVersionFilter": "All Runs",
-        "selectedColumns": columns if sweep else [*columns, "tags.`sweep`"],
-        "runsExpanded": {},
-        "runsPinned": [],
-        "runsHidden": [],
-        "runsHiddenMode": "SHOW_ALL",  # else charts show the first 10
-        "groupBy": None,
-        "hideEmptyCharts": True,
-        "useGroupedValuesInCharts": True,
-        "globalLineChartConfig": {},
-        "isAccordionReordered": True,
-        "compareRunSections": sections,
-        "compareRunCharts": charts,
-    }
-
-
-def _scatter(x: dict[str, str], score: str) -> dict[str, Any]:
-    return {
-        "uuid": f"{score} against {x['key']}",
-        "type": "SCATTER",
-        "xaxis": x,
-        "yaxis": {"key": score, "type": "METRIC"},
-        **_shown(FIGURES),
-    }
-
-
-def _shown(section: str) -> dict[str, Any]:
-    return {
-        "metricSectionId": section,
-        "runsCountToCompare": 100,
-        "deleted": False,
-        "isGenerated": False,
-    }
-
-
-def _section(key: str, name: str, columns: int) -> dict[str, Any]:
-    return {
-        "uuid": key,
-        "name": name,
-        "columns": columns,
-        "display": True,
-        "isReordered": True,
-        "deleted": False,
-        "isGenerated": False,
-    }
+    def figures(self) -> tuple[int, dict[str, float]]:
+        """The second, and figures every SYSTEM_EVERY_S, else none."""
+        second = time.monotonic() - self._started_s
+        if second < self._due_s:
+            return 0, {}
+        self._due_s = second + SYSTEM_EVERY_S
+        memory = psutil.virtual_memory()
+        return int(second), {
+            "system/cpu_utilization_percentage": psutil.cpu_percent(),
+            "system/system_memory_usage_megabytes": memory.used / 1e6,
+            "system/system_memory_usage_percentage": memory.percent,
+        }

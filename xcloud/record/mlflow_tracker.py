@@ -14,6 +14,7 @@ import contextlib
 import getpass
 import json
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -28,14 +29,14 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader
-from xcloud.record.mlflow_entities import SystemMeter, log_data, log_model
 from xcloud.record.mlflow_store import (
-    VIEW_KEY,
+    ALL_RUNS,
+    COSTS,
     Store,
-    page,
+    SystemMeter,
     prepare_environment,
-    sweep_key,
     ui_command,
+    view_of_sweep,
 )
 from xcloud.record.tracking import (
     MAX_VALUE_CHARACTERS,
@@ -45,7 +46,6 @@ from xcloud.record.tracking import (
     Thinner,
     TrackedRun,
     final_metrics,
-    flatten,
     is_score,
     legal_name,
     quality_metrics,
@@ -57,7 +57,9 @@ MAX_PER_BATCH = 100  # params
 MAX_METRICS_PER_BATCH = 1000
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
 RETRY_AFTER_S = 5.0
+MODEL_FIGURES = (*COSTS, "compression_ratio")  # of a model, beside its scores
 TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
+REPLACED_FILE = "mlflow_run_replaced.json"  # which one it takes the place of, if it begins again
 FINISH_ATTEMPTS = 3
 _STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
 
@@ -132,13 +134,12 @@ class Sender(threading.Thread):
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Send the rest and the final values; takes at most `finish_timeout_s`."""
-        facts = {key: summary.get(key) for key in ("commit", "profile", "cause")}
-        tags = {key: value for key, value in facts.items() if value is not None}
+        facts = ("commit", "profile", "cause")
+        tags = {key: summary[key] for key in facts if summary.get(key) is not None}
         self.put("final tags", self.log_tags, {"status": status, **tags})
         num_steps, now_s = int(summary.get("num_steps") or 0), time.time()
-        self.put(
-            "final values", self.log_metrics, points_of(final_metrics(summary), now_s, num_steps)
-        )
+        final = points_of(final_metrics(summary), now_s, num_steps)
+        self.put("final values", self.log_metrics, final)
         if status == "finished":
             self.put("the model", self.log_model, (summary, now_s))
         self._status, self._ended_at_s = MLFLOW_STATUS[status], now_s
@@ -152,14 +153,12 @@ class Sender(threading.Thread):
         lacks = {"MLflow lacks": missing} if missing else {}
         if self.run_id is None:
             return lacks
-        sweep = self._run.tags.get("sweep")
-        key = sweep_key(sweep) if sweep else None
+        sweep, run_id = self._run.tags.get("sweep"), self.run_id
+        view = view_of_sweep(sweep) if sweep else ALL_RUNS
+        link = {"compare at": store.pages(self.experiment_id).runs(view)}
         if store.uri is not None:
-            link = page(store.uri, self.experiment_id, key)
-            return {**lacks, "MLflow run": f"{self.run_id} at {store.uri}", "compare at": link}
-        link = page(store.server, self.experiment_id, key or VIEW_KEY)
-        command = ui_command(store.root)
-        return {**lacks, "MLflow run": self.run_id, "see it with": command, "compare at": link}
+            return {**lacks, "MLflow run": f"{run_id} at {store.uri}", **link}
+        return {**lacks, "MLflow run": run_id, "see it with": ui_command(store.root), **link}
 
     @property
     def missing(self) -> str:
@@ -212,26 +211,27 @@ class Sender(threading.Thread):
         return True
 
     def _create_run(self) -> None:
-        client, experiment_id = self._store.open()
-        earlier = self._earlier_run()
+        client, self.experiment_id = self._store.open()
+        earlier = self._recorded_in(TRACKED_FILE)
         if earlier is not None and self._reopen(client, earlier):
-            self._client, self.experiment_id, self.run_id = client, experiment_id, earlier
+            self._client, self.run_id = client, earlier
             return
         started_ms, tags = int(1000 * self._started_at_s), {"mlflow.user": _user()}
-        run = client.create_run(experiment_id, started_ms, tags, run_name=self._run.name)
-        self._client, self.experiment_id = client, experiment_id
-        self.run_id = run.info.run_id
+        run = client.create_run(self.experiment_id, started_ms, tags, run_name=self._run.name)
+        self._client, self.run_id = client, run.info.run_id
+        if (replaced := self._recorded_in(REPLACED_FILE)) is not None:
+            self._waiting.append(("the earlier run", partial(client.delete_run, replaced)))
         # Not those of a later attempt: MLflow cannot change a parameter.
-        params = partial(self.log_params, flatten(self._run.params))
+        params = partial(self.log_params, self._run.params)
         self._waiting.appendleft(("parameters", params))
         with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
             tracked = {"run_id": self.run_id, "store": self._store.tracking_uri}
             (self._run.run_dir / TRACKED_FILE).write_text(json.dumps(tracked), encoding="utf-8")
 
-    def _earlier_run(self) -> str | None:
-        """Id of the record of an earlier attempt in this store, if there is one."""
+    def _recorded_in(self, file: str) -> str | None:
+        """Id of the run in this store that the file names, if there is one."""
         try:
-            tracked = json.loads((self._run.run_dir / TRACKED_FILE).read_text("utf-8"))
+            tracked = json.loads((self._run.run_dir / file).read_text("utf-8"))
             return str(tracked["run_id"]) if tracked["store"] == self._store.tracking_uri else None
         except (OSError, ValueError, LookupError, TypeError):
             return None
@@ -298,30 +298,66 @@ class Sender(threading.Thread):
         metrics = [Metric(p.key, p.value, int(1000 * p.at_s), p.step) for p in points]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def log_params(self, params: Mapping[str, str]) -> None:
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Long values are cut: the complete file is logged as an artifact."""
         from mlflow.entities import Param
 
-        entries = [Param(*pair) for pair in params.items()]
+        texts = {k: json.dumps(v) if isinstance(v, list) else str(v) for k, v in params.items()}
+        entries = [Param(legal_name(k), v[:MAX_VALUE_CHARACTERS]) for k, v in texts.items()]
         for i in range(0, len(entries), MAX_PER_BATCH):
             self._client.log_batch(self.run_id, params=entries[i : i + MAX_PER_BATCH])
 
     def log_data(self, event: Event) -> None:
-        log_data(self._client, str(self.run_id), self._run, event)
+        """The splits of the corpus as the run's inputs, from a "data" event. The digest is of
+        settings, sizes and what the corpus is known by, not of private text."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if self._client.get_run(self.run_id).inputs.dataset_inputs:
+            return  # an earlier attempt's
+        given = self._run.params.items()
+        source = json.dumps({k: v for k, v in given if k.startswith(("task.", "model.text."))})
+        # How many texts the producers of a one-way job have, only they know.
+        for split, num in (event["rows"] or {"train": None}).items():
+            profile, name = json.dumps({"num_rows": num}), f"{event['name']}, {split}"[:500]
+            data = Dataset(name, event["digest"], "xcloud", source, profile=profile)
+            tags = [InputTag("mlflow.data.context", split)]
+            self._client.log_inputs(self.run_id, [DatasetInput(data, tags)])
 
     def log_model(self, ended: tuple[Mapping[str, Any], float]) -> None:
-        log_model(self._client, self.experiment_id, str(self.run_id), self._run, *ended)
+        """The finished model with its scores, what a step took, and where its record lies. ended:
+        the summary, and the time of the run's final values, so that none is in the run twice."""
+        from mlflow.entities import Metric
+
+        (summary, at_s), run = ended, self._run
+        scores, data = summary.get("quality", {}), summary.get("data") or {}
+        corpus = data.get("name", "")
+        folder = str(run.run_dir.absolute())
+        note = f"Record: `{folder}` (experiment.yaml, summary.json, events.jsonl)"
+        model = self._client.create_logged_model(
+            self.experiment_id, re.sub(r"""[/:.%"'\s]+""", "_", run.name),
+            source_run_id=self.run_id, params={"corpus": corpus[:500]}, model_type="xcloud",
+            tags={**run.tags, "corpus": corpus, "run_folder": folder, "mlflow.note.content": note},
+        )  # fmt: skip
+        tested = {"dataset_name": f"{corpus}, test"[:500], "dataset_digest": data.get("digest")}
+        metrics = [
+            Metric(
+                name, value, int(1000 * at_s), int(summary["num_steps"]), model.model_id,
+                run_id=self.run_id, **(tested if data and name in scores else {}),
+            )
+            for name, value in final_metrics(summary).items()
+            if name in (*scores, *MODEL_FIGURES)
+        ]  # fmt: skip
+        self._client.log_batch(self.run_id, metrics=metrics)
+        self._client.finalize_logged_model(model.model_id, "READY")
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
         from mlflow.entities import RunTag
 
-        values = {legal_name(key): str(tags[key])[:MAX_VALUE_CHARACTERS] for key in tags}
-        self._client.log_batch(self.run_id, tags=[RunTag(*pair) for pair in values.items()])
+        said = [RunTag(legal_name(k), str(v)[:MAX_VALUE_CHARACTERS]) for k, v in tags.items()]
+        self._client.log_batch(self.run_id, tags=said)
 
     def log_artifact(self, path: Path) -> None:
-        if path.is_dir():
-            self._client.log_artifacts(self.run_id, str(path), path.name)
-        else:
-            self._client.log_artifact(self.run_id, str(path))
+        self._store.keep(self._client, str(self.run_id), path)
 
     def _warn(self, reason: str) -> None:
         """Warn once, however many attempts fail."""

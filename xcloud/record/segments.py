@@ -1,5 +1,5 @@
-"""Files of a run as bytes: written whole or not at all, and the files of an event log,
-events.jsonl, which grows, and before it finished segments, in order
+"""Files of a run: bytes, written whole or not at all; which checkpoints there are; and the files
+of an event log, events.jsonl, which grows, and before it finished segments, in order
 events.0001.jsonl.gz, events.0002.jsonl.gz, ... No events here.
 
 A segment is finished by a rename, then compressed under another name, brought to the disk and
@@ -23,6 +23,8 @@ from xcloud.base.errors import ConfigError
 
 EVENTS_FILE = "events.jsonl"  # in the run folder
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
+CHECKPOINTS_DIR = "checkpoints"  # in the run folder
+AGREED_FILE = "AGREED"  # in the folder of a checkpoint
 SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
 
 
@@ -37,6 +39,36 @@ def check_is_run(folder: Path, *files: str) -> None:
         raise ConfigError(f"there is no folder {folder}")
     if not any(any(folder.glob(file)) for file in files):
         raise ConfigError(f"{folder} holds no run: there is no {' or '.join(files)}")
+
+
+class CheckpointSteps:
+    """Which checkpoints a run has, on this machine; what is in them, checkpoints.py reads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / CHECKPOINTS_DIR
+
+    def step_dir(self, step: int) -> Path:
+        return self.path / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """That have any file, newest first."""
+        return sorted(numbers(self.path, r"step-(\d+)"), reverse=True)
+
+    def is_agreed(self, step: int) -> bool:
+        return (self.step_dir(step) / AGREED_FILE).exists()
+
+    def agreed_steps(self) -> list[int]:
+        """That every rank of the run has completed, newest first."""
+        return [step for step in self.steps() if self.is_agreed(step)]
+
+
+def numbers(folder: Path, pattern: str) -> list[int]:
+    """In the names of what is in a folder that may not exist."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [int(match[1]) for name in names if (match := re.fullmatch(pattern, name))]
 
 
 def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
@@ -103,8 +135,8 @@ def _finished(path: Path, number: int) -> Path | None:
 
 
 def _numbers(path: Path) -> set[int]:
-    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(\.gz)?")
-    return {int(m[1]) for file in path.parent.iterdir() if (m := name.fullmatch(file.name))}
+    name = rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(?:\.gz)?"
+    return {*numbers(path.parent, name)}
 
 
 def _open(file: Path) -> IO[bytes]:

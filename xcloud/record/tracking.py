@@ -13,11 +13,10 @@ or a store that comes back, gets the same points again.
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -35,7 +34,7 @@ Status = Literal["finished", "failed", "stopped"]
 class TrackedRun:
     """The run that a tracker is to record.
 
-    params: may be nested; keys are joined by dots. run_dir: where events.jsonl is written. steps:
+    params: by dotted names. run_dir: where events.jsonl is written. steps:
     a fresh collector of the run's job. num_steps: that are planned.
     """
 
@@ -93,6 +92,15 @@ MAX_VALUE_CHARACTERS = 6000
 
 PER_BUCKET = 3
 
+# Of summary.json, what has the same name in a table of runs.
+AS_THEY_ARE = (
+    "label_leak_auc", "label_leak_auc_gradient", "label_leak_auc_activation", "token_recovery",
+    "averaging_token_recovery", "token_recovery_baseline", "averaging_token_recovery_baseline",
+    "averaging_order_recovery", "predicted_step_time_s", "final_loss", "bubble_ratio",
+    "samples_per_s", "tokens_per_s", "num_steps",
+)  # fmt: skip
+OF_RESUMED = ("num_resumes", "num_steps_done_twice", "goodput")
+
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
     """The values of one step for the curves of training."""
@@ -134,20 +142,10 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "compression_ratio": ratio.get("total"),
         **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
     }
-    for name in ("", "_gradient", "_activation"):
-        metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")
-    for name in ("token_recovery", "token_recovery_baseline"):
-        metrics[name] = summary.get(name)
-        metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
-    metrics |= ratio_metrics(summary)
-    metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
+    metrics |= {name: summary.get(name) for name in AS_THEY_ARE}
     metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
-    metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
     if summary.get("num_resumes"):
-        for name in ("num_resumes", "num_steps_done_twice", "goodput"):
-            metrics[name] = summary.get(name)
-    for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
-        metrics[name] = summary.get(name)
+        metrics |= {name: summary.get(name) for name in OF_RESUMED}
     metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None
     for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
         for part, value in summary.get(name, {}).items():
@@ -155,25 +153,9 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for rank in summary.get("memory", ()):
         for name in MEMORY:
             metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
-    for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
+    for name in ("bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
     return _legal({name: value for name, value in metrics.items() if value is not None})
-
-
-def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Of a point that was timed together with others of its sweep; else empty."""
-    timed = summary.get("step_time_ratio") or {}
-    names = {"ratio": "", "low": "_low", "high": "_high"}
-    return {f"step_time_ratio{names[key]}": timed[key] for key in names if key in timed}
-
-
-def flatten(params: Mapping[str, object]) -> dict[str, str]:
-    """{"compression": {"forward": {"rate": 0.6}}} -> {"compression.forward.rate": "0.6"}.
-
-    A list of plain values is one value, in JSON; a list of mappings (clouds) is numbered. Values
-    are truncated to 6000 characters: the complete file is logged as an artifact.
-    """
-    return {legal_name(name): str(value)[:MAX_VALUE_CHARACTERS] for name, value in _leaves(params)}
 
 
 def legal_name(name: str) -> str:
@@ -188,21 +170,6 @@ def legal_name(name: str) -> str:
 
 def _legal(metrics: Mapping[str, float]) -> dict[str, float]:
     return {legal_name(name): float(value) for name, value in metrics.items()}
-
-
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    prefix = f"{name}." if name else ""
-    if isinstance(value, Mapping) and (value or not name):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}{key}")
-    elif isinstance(value, list | tuple):
-        if any(isinstance(item, Mapping) for item in value):
-            for index, item in enumerate(value):
-                yield from _leaves(item, f"{prefix}{index}")
-        else:
-            yield name, json.dumps(value, ensure_ascii=False, default=str)
-    else:
-        yield name, value
 
 
 class Point(NamedTuple):

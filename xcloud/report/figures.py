@@ -28,6 +28,13 @@ COLOURS = {
     "optimizer": "#6B4C3B",
     "other": "#FFFFFF",
 }
+# What the main thread of a rank did in a step.
+PARTS = {
+    "compute_s": ("computing", COLOURS["forward"]),
+    "codec_s": ("compressing", COLOURS["codec"]),
+    "waiting_s": ("waiting", COLOURS["waiting"]),
+    "sync_s": ("averaging", COLOURS["averaging"]),
+}
 # For lines and marks that stand for settings.
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

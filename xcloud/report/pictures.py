@@ -23,6 +23,7 @@ from xcloud.report.figures import (
     COLOURS,
     FAINT,
     INK,
+    PARTS,
     TITLE_POINTS,
     canvas,
     column,
@@ -36,12 +37,6 @@ from xcloud.report.figures import (
 LOSS_PICTURE = "loss.png"
 STEP_TIME_PICTURE = "step_time.png"
 TIMELINE_PICTURE = "timeline.png"
-PARTS = {
-    "compute_s": ("computing", COLOURS["forward"]),
-    "codec_s": ("compressing", COLOURS["codec"]),
-    "waiting_s": ("waiting", COLOURS["waiting"]),
-    "sync_s": ("averaging", COLOURS["averaging"]),
-}
 _MAX_POINTS = 2000
 
 # what -> (colour, name in the legend)

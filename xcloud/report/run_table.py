@@ -178,9 +178,7 @@ def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
-    """Of a one-way job: the consumer's scores and each producer's share."""
-    for name in ("precision", "recall"):
-        yield name, human_number(feed[name], ".3f"), "replaced tokens, last 50 steps"
+    """Of a one-way job: each producer's share."""
     yield (
         "bytes per token",
         human_number(feed["bytes_per_token"], ".2f"),

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pandas as pd
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*\s*(%|±.*|\(one seed\))?$")
-
-
-class Cell(NamedTuple):
-    text: str
-    link: str = ""
-
-    @property
-    def is_number(self) -> bool:
-        return bool(_NUMBER.match(self.text))
 
 
 class Picture(NamedTuple):
@@ -32,9 +27,18 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
+    """links: of the cells of the first column, if they are links."""
+
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    cells: pd.DataFrame
+    links: Sequence[str] = ()
+
+    @property
+    def rows(self) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+        """For each line its link, and its cells: the text, and whether it is a number."""
+        texts = self.cells.map(cell_text)
+        for link, row in zip_longest(self.links, texts.itertuples(index=False), fillvalue=""):
+            yield link, [(text, bool(_NUMBER.match(text))) for text in row]
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,11 @@ class Page:
     tables: Sequence[Table] = ()
     up: str = ""
 
-    @property
-    def links(self) -> bool:
-        return not self.up
+
+def cell_text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:

@@ -64,6 +64,16 @@ class Defence(ABC):
     def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
         """As `protect`, of some rows."""
 
+    def check_labels(self, kind: str, num_outputs: int) -> None:
+        """Raise ConfigError for labels that it cannot hide. kind, num_outputs: of the task's head,
+        known where labels are."""
+        if self.needs_labels and (kind, num_outputs) != ("classes", 2):
+            raise ConfigError(
+                f"security.defences.backward: {self.label} hides labels of two classes, but "
+                f"this task's are of kind {kind!r} with {num_outputs} outputs; choose "
+                "security/defences/backward=max_norm or gaussian_noise"
+            )
+
 
 @settings("GaussianNoise")
 class GaussianNoise(Defence):
@@ -245,64 +255,6 @@ def noise_shape(
     along_0 = best_along(across_0)
     along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
     return NoiseShape(along_0, across_0, along_1, 0.0)
-
-
-@settings("security.defences")
-class Defences:
-    """forward: for activations, in training and in evaluation. backward: for gradients.
-
-    A defence acts where a message goes from a cloud that holds the protected data (forward: what
-    the first stage reads; backward: what the last one reads) to one that does not. Later messages
-    are computed from protected ones.
-    """
-
-    forward: Defence | None = None
-    backward: Defence | None = None
-
-    def __post_init__(self) -> None:
-        if self.forward is not None and self.forward.needs_labels:
-            raise ConfigError(
-                f"security.defences.forward: {self.forward.label} needs labels, which are "
-                "not available at evaluation; use it backward"
-            )
-
-    @property
-    def label(self) -> str:
-        """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
-        if self.forward is None and self.backward is None:
-            return ""
-        return "+".join(
-            d.label if d is not None else "none" for d in (self.forward, self.backward)
-        )
-
-    def at(self, stage: int, cloud_of: Callable[[int], str], last: int) -> dict[str, Defence]:
-        """Defences at the boundary after `stage`, by direction. cloud_of: stage -> cloud."""
-        before, after = cloud_of(stage), cloud_of(stage + 1)
-        found = {}
-        if self.forward is not None and before == cloud_of(0) != after:
-            found["forward"] = self.forward
-        if self.backward is not None and after == cloud_of(last) != before:
-            found["backward"] = self.backward
-        return found
-
-    def check_head(self, kind: str, num_outputs: int) -> None:
-        """Raise ConfigError if a defence cannot hide these labels. kind, num_outputs: of the
-        task's head, known where labels are."""
-        defence = self.backward
-        if defence is not None and defence.needs_labels and (kind, num_outputs) != ("classes", 2):
-            raise ConfigError(
-                f"security.defences.backward: {defence.label} hides labels of two classes, but "
-                f"this task's are of kind {kind!r} with {num_outputs} outputs; choose "
-                "security/defences/backward=max_norm or gaussian_noise"
-            )
-
-    def check(self, last_reads: frozenset[str]) -> None:
-        """Raise ConfigError if a defence needs labels that the last stage does not read."""
-        if self.backward is not None and self.backward.needs_labels and LABEL not in last_reads:
-            raise ConfigError(
-                f"security.defences.backward: {self.backward.label} needs the batch field "
-                f"{LABEL!r}, but the last stage reads {', '.join(sorted(last_reads)) or 'nothing'}"
-            )
 
 
 def normal(like: Tensor, chance: np.random.Generator) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -95,6 +95,7 @@ class Rows(NamedTuple):
         return zip(self.ids.tolist(), split, strict=True)
 
 
+@dataclass
 class Observer:
     """One rank's observations, from update `first_step` on; of each kind of message the newest
     `max_rows` rows.
@@ -103,39 +104,25 @@ class Observer:
     holds: all batch fields that this rank's cloud may see. replica: of the pipeline, this rank's.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        cloud: str,
-        num_ranks: int,
-        first_step: int,
-        max_rows: int,
-        token_fields: Mapping[str, tuple[int, tuple[int, ...]]],
-        holds: Iterable[str],
-        replica: int = 0,
-    ) -> None:
-        special_ids = {field: ids for field, (_, ids) in token_fields.items()}
-        self.about = {
-            "rank": rank,
-            "cloud": cloud,
-            "replica": replica,
-            "num_ranks": num_ranks,
-            "holds": sorted(holds),
-            "special_ids": special_ids,
-        }
-        self._pads = {field: pad for field, (pad, _) in token_fields.items()}
-        self._first_step, self._max_rows = first_step, max_rows
-        self._streams: dict[str, deque[Rows]] = {}
+    rank: int
+    cloud: str
+    num_ranks: int
+    first_step: int
+    max_rows: int
+    token_fields: Mapping[str, tuple[int, tuple[int, ...]]]
+    holds: Collection[str]
+    replica: int = 0
+    _streams: dict[str, deque[Rows]] = field(default_factory=dict, init=False)
 
     def wants(self, step: int) -> bool:
-        return step >= self._first_step
+        return step >= self.first_step
 
     def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         """Record one tensor of a training message, [R, D], as decoded or computed here.
 
         What a cloud computes itself from text or labels that it holds is not recorded.
         """
-        if stream.how == "received" or not self.about["holds"]:
+        if stream.how == "received" or not self.holds:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts, flat)
 
@@ -147,28 +134,31 @@ class Observer:
     def truth(self, batch: Mapping[str, Tensor]) -> None:
         """Record the text and labels that this rank may see: the attacks' ground truth."""
         ids = batch["ids"]
-        for field, value in batch.items():
-            if field in self._pads:
-                is_token = value != self._pads[field]
-                self._add(f"{TRUTH}.{field}", ids, is_token.sum(1), value[is_token].cpu())
-            elif field == LABEL and value.dim() == 1:  # not spans, nor a label for each token
-                self._add(f"{TRUTH}.{field}", ids, None, value.detach().cpu().clone())
+        for name, value in batch.items():
+            if name in self.token_fields:
+                is_token = value != self.token_fields[name][0]
+                self._add(f"{TRUTH}.{name}", ids, is_token.sum(1), value[is_token].cpu())
+            elif name == LABEL and value.dim() == 1:  # not spans, nor a label for each token
+                self._add(f"{TRUTH}.{name}", ids, None, value.detach().cpu().clone())
 
     def write(self, run_dir: Path) -> Path:
         folder = run_dir / OBSERVATIONS_DIR
         folder.mkdir(exist_ok=True)
-        path = folder / f"rank{self.about['rank']}.safetensors"
+        path = folder / f"rank{self.rank}.safetensors"
         tensors = {
             f"{name}/{part}": value.contiguous()
             for name, messages in self._streams.items()
             for part, value in Rows.join(messages)._asdict().items()
         }
-        save_file(tensors, path, metadata={"about": json.dumps(self.about)})
+        special_ids = {name: ids for name, (_, ids) in self.token_fields.items()}
+        about = {"rank": self.rank, "cloud": self.cloud, "num_ranks": self.num_ranks,
+                 "holds": sorted(self.holds), "special_ids": special_ids}  # fmt: skip
+        save_file(tensors, path, metadata={"about": json.dumps(about)})
         return path
 
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
         messages.append(Rows(ids.clone(), wide, rows))
-        while len(messages) > 1 and sum(len(m.rows) for m in messages) > self._max_rows:
+        while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
             messages.popleft()

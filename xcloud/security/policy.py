@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
-from xcloud.security.defences import Defences
+from xcloud.security.defences import Defence
 from xcloud.security.leak_meter import LeakMeter
 from xcloud.security.privacy import Privacy
 
@@ -27,11 +27,11 @@ CONSTRUCTORS = frozenset(
     for name in """
 base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
 cluster.link_profile.LinkProfile cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud
-cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression.PerBoundary
-comm.compression.PerTensor comm.compression.Phase comm.compression.Phased comm.compressor.Chain
-comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
-comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK
-comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
+cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
+comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
+comm.compressor.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
+comm.memory.ErrorFeedback comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK
+comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
 electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Experiment
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
@@ -42,12 +42,12 @@ models.split_point.Split models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
-parallel.one_forward_one_backward.ZeroBubble parallel.one_way.plan.Feed
+parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
-record.tracking.NullTracker security.defences.Defences security.defences.GaussianNoise
-security.defences.Marvell security.defences.MaxNorm security.leak_meter.LeakMeter
-security.policy.Visibility security.privacy.CloudPrivacy security.privacy.SamplePrivacy
+record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
+security.defences.MaxNorm security.leak_meter.LeakMeter security.policy.Visibility
+security.privacy.CloudPrivacy security.privacy.SamplePrivacy
 tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
 tasks.classification.HubClassification tasks.classification.HubCrossLingual
@@ -74,67 +74,65 @@ class Visibility:
     weights: the same for parts of the model, such as embeddings, layers, head.
     may_keep_rows: whether a cloud may keep what crossed from another for later epochs
         (training.activation_cache_mb).
-    defences: noise on what crosses a boundary. meter: measure after training what others could
-        recover. privacy: clip and noise gradients or weight changes, and account for it.
+    defences: noise on what crosses a boundary, by direction. meter: measure after training what
+        others could recover. privacy: clip and noise gradients or weight changes, and account
+        for it.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     may_keep_rows: bool = True
-    defences: Defences = field(default_factory=Defences)
+    defences: Mapping[Literal["forward", "backward"], Defence | None] = field(default_factory=dict)
     meter: LeakMeter | None = None
     privacy: Privacy | None = None
 
-    def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
-              stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
-        """Raise ConfigError if a stage reads a field in a cloud that may not hold it.
+    @property
+    def chosen_defences(self) -> dict[str, Defence]:
+        return {way: defence for way, defence in self.defences.items() if defence is not None}
 
-        needs: stage -> fields that it reads. stage_cloud: stage -> its cloud.
-        """
-        _check(
-            "holders", "reads", "no stage reads that field; the fields are",
-            self.holders, clouds, needs, stage_cloud,
-        )  # fmt: skip
+    @property
+    def defences_label(self) -> str:
+        """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
+        chosen = self.chosen_defences
+        labels = (
+            chosen[way].label if way in chosen else "none" for way in ("forward", "backward")
+        )
+        return "+".join(labels) if chosen else ""
 
-    def check_weights(self, clouds: Sequence[str], parts: Mapping[int, frozenset[str]],
-                      stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
-        """The same for parts of the model. parts: stage -> names of the parts that it holds."""
-        _check(
-            "weights", "holds the weights of", "the model has no such part; its parts are",
-            self.weights, clouds, parts, stage_cloud,
-        )  # fmt: skip
-
-
-def _check(
-    setting: str,
-    verb: str,
-    unknown: str,
-    rule: Mapping[str, Sequence[str]],
-    clouds: Sequence[str],
-    needs: Mapping[int, frozenset[str]],
-    stage_cloud: Mapping[int, str],
-) -> None:
-    known = frozenset[str]().union(*needs.values())
-    for name, holders in rule.items():
-        if name not in known:
-            raise ConfigError(f"security.{setting}.{name}: {unknown} {', '.join(sorted(known))}")
-        for holder in holders:
-            if holder not in clouds:
-                raise ConfigError(
-                    f"security.{setting}.{name} names cloud {holder!r}; the clouds are "
-                    f"{', '.join(clouds)}"
-                )
-    for stage, names in needs.items():
-        for name in sorted(names & rule.keys()):
-            if stage_cloud[stage] not in rule[name]:
-                raise ConfigError(
-                    f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
-                    f"security.{setting} allows {name!r} only in "
-                    f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
-                    "(cluster.clouds) or the rule."
-                )
+    def check(
+        self, what: Literal["holders", "weights"], clouds: Sequence[str],
+        needs: Mapping[int, frozenset[str]], stage_cloud: Mapping[int, str],
+    ) -> None:  # fmt: skip
+        """Raise ConfigError if a stage reads a field, or holds a part of the model, where that may
+        not be. needs: stage -> names of these. stage_cloud: stage -> its cloud."""
+        rule = self.holders if what == "holders" else self.weights
+        verb, unknown = _WORDS[what]
+        known = frozenset[str]().union(*needs.values())
+        for name, holders in rule.items():
+            if name not in known:
+                there = ", ".join(sorted(known))
+                raise ConfigError(f"security.{what}.{name}: {unknown} {there}")
+            for holder in holders:
+                if holder not in clouds:
+                    raise ConfigError(
+                        f"security.{what}.{name} names cloud {holder!r}; the clouds are "
+                        f"{', '.join(clouds)}"
+                    )
+        for stage, names in needs.items():
+            for name in sorted(names & rule.keys()):
+                if stage_cloud[stage] not in rule[name]:
+                    raise ConfigError(
+                        f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
+                        f"security.{what} allows {name!r} only in "
+                        f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
+                        "(cluster.clouds) or the rule."
+                    )
 
 
+_WORDS = {
+    "holders": ("reads", "no stage reads that field; the fields are"),
+    "weights": ("holds the weights of", "the model has no such part; its parts are"),
+}
 POLICY_FILE = "policy.yaml"
 
 

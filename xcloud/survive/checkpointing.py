@@ -143,9 +143,7 @@ class Checkpointer:
             every = self.timing.better_every(step)
             if is_multiple and self.is_pending:
                 self._note_if_slow(step)
-                every = 2 * (
-                    every or self.timing.every
-                )  # a multiple, or replicas might never meet
+                every = 2 * (every or self.timing.every)  # a multiple, or they might never meet
             if every is not None:
                 self.timing.every = every
                 for peer in self._others:
@@ -154,6 +152,7 @@ class Checkpointer:
 
     def after(self, step: int, signal: Signal) -> bool:
         """Between two updates; whether this rank ends here."""
+        is_last = step >= self.timing.final_step
         self._notes.flush()
         if self._asked.was_asked and not self._asked.is_reported:
             self._asked.is_reported = True
@@ -162,11 +161,7 @@ class Checkpointer:
         if signal is Signal.GO_ON:
             if self.timing.is_half_way(step):
                 self.writer.prepare(self._parts)
-        elif (
-            signal is Signal.CHECKPOINT
-            and self.writer.is_writing
-            and step < self.timing.final_step
-        ):
+        elif signal is Signal.CHECKPOINT and self.writer.is_writing and not is_last:
             self.fail(step, f"that of step {self.timing.saved_step} is still being written")
         else:
             self.save(step)
@@ -263,11 +258,7 @@ class Checkpointer:
         message, folder = CheckpointMessage(code), self.writer.folder
         if message is CheckpointMessage.STOP:
             self._stops = True
-        elif self.rank == 0 and message in (
-            CheckpointMessage.EVERY,
-            CheckpointMessage.AGREED,
-            CheckpointMessage.LOST,
-        ):
+        elif self.rank == 0 and message in _OF_RANK_0:
             raise FrameError(f"rank {peer} tells rank 0 what rank 0 decides of checkpoint {step}")
         elif message is CheckpointMessage.EVERY:
             self.timing.every = step

@@ -24,7 +24,7 @@ from xcloud.job.places import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.changes import Changes, changes
 
-_SHARED = ("trainer.num_updates", "trainer.guard.")
+_SHARED = ("trainer.num_updates", "guard.")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from xcloud.base.errors import XcloudError
@@ -27,15 +27,10 @@ END_WITHIN_S = 60.0  # a run ends its ranks, writes its summary and closes its M
 
 class Children:
     """`run` blocks: call it from one thread per point. `end` ends all of them. parallel: points
-    that compute at once. environment: variables of their own."""
+    that compute at once."""
 
-    def __init__(
-        self,
-        parallel: int,
-        say: Callable[[str], None],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self.parallel, self._say, self._environment = parallel, say, environment or {}
+    def __init__(self, parallel: int, say: Callable[[str], None]) -> None:
+        self.parallel, self._say = parallel, say
         self._processes: list[subprocess.Popen[str]] = []
 
     def run(self, point: Point, run_dir: Path) -> str | None:
@@ -53,7 +48,6 @@ class Children:
             env={
                 "OMP_NUM_THREADS": str(threads),
                 **os.environ,
-                **self._environment,
                 "PYTHONIOENCODING": "utf-8",
             },
             start_new_session=True,  # Ctrl+C reaches the sweep alone

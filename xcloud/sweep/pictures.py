@@ -19,11 +19,11 @@ from xcloud.base.units import LESS_IS_BETTER, score_name
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_run
 from xcloud.report.figures import (
-    COLOURS,
     DASHES,
     INK,
     LINES,
     MARKERS,
+    PARTS,
     canvas,
     column,
     over_steps,
@@ -44,12 +44,6 @@ SCATTERS = {  # cost -> file, title, axis
 }  # fmt: skip
 
 MOST_CURVES = 8  # of losses; more cannot be told apart
-PARTS = {
-    "compute_s": ("computing", "#4C8DBF"),
-    "codec_s": ("compressing", COLOURS["codec"]),
-    "sync_s": ("averaging", COLOURS["averaging"]),
-    "waiting_s": ("waiting", COLOURS["waiting"]),
-}
 Curves = Mapping[str, pd.DataFrame]  # by label: losses, a line for each step, a column a seed
 
 

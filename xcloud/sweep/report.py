@@ -1,15 +1,16 @@
 """The end of a sweep, and `python -m xcloud report SWEEP [OTHER ...]`: tables and pictures from
-run folders or from MLflow, a page in MLflow, comparisons of several sweeps. Runs nothing."""
+run folders or from MLflow, pages of HTML and in MLflow, comparisons of sweeps. Runs nothing."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -17,29 +18,24 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
 from xcloud.base.units import score_text
 from xcloud.record.mlflow_store import (
+    COSTS,
     Store,
-    artifacts_page,
-    page,
     prepare_environment,
-    prepared_view,
-    sweep_key,
+    show_first,
     ui_command,
+    view_of_sweep,
 )
 from xcloud.record.tracking import Tracker
-from xcloud.sweep.points import (
-    CUT_LAYER,
-    CUT_RANK,
-    Settings,
-    differences,
-    is_number,
-    varying,
-)
-from xcloud.sweep.results import Results, from_folder, known_sweeps, open_sweep
-from xcloud.sweep.table import print_sweep, write_csv
+from xcloud.report.site import Page, Picture, Table, write_site
+from xcloud.sweep.points import Settings, differences, is_number, varying
+from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, open_sweep
+from xcloud.sweep.state import read_points
+from xcloud.sweep.table import cells_of, print_sweep, remarks_of, write_csv
 
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
 TIMEOUT_S = 30.0  # of MLflow
+_FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = " and ".join(folder.name for folder in folders)
     written = report(results, target, title)
     if settings.site:
-        from xcloud.sweep.site import write_sweep_site
-
         pictures = [path for path in written if path.suffix == ".png"]
         print(write_sweep_site(results, pictures, f"Sweep {title}", settings.site))
     if len(opened) > 1:
@@ -106,6 +100,39 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
         print(line, flush=True)
 
 
+def write_sweep_site(results: Results, pictures: Sequence[Path], title: str, folder: Path) -> Path:
+    """The sweep as pages that need no server: a front page with pictures and the table, and a page
+    a setting with its runs and the command of each. Returns the index. pictures are copied."""
+    cells = cells_of(results)
+    links = [
+        f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
+        for number, setting in enumerate(cells.setting)
+    ]
+    table = Table("Settings, best first", cells, [f"{link}.html" for link in links])
+    shown = [Picture(str(path), path.stem.replace("_", " ")) for path in pictures]
+    facts = [("Note", line) for line in remarks_of(results)]
+    pages = [
+        _setting_page(link, results, results.of_row[number])
+        for link, number in zip(links, results.rows.index, strict=True)
+    ]
+    return write_site(Page("index", title, facts, "", shown, [table]), pages, folder)
+
+
+def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
+    settings, entry = runs[0].settings, read_points(runs[0].run_dir.parent)
+    differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
+    what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
+    points = results.points.loc[[results.runs.index(run) for run in runs]]
+    columns = [*_FIRST_OF_A_RUN, *points.columns.difference(_FIRST_OF_A_RUN, sort=False)]
+    left_out = {*differing, "sweep", "label", "identity"}
+    columns = [name for name in columns if name not in left_out and points[name].notna().any()]
+    made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
+    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
+    tables = [Table("What differs", what), Table("Runs", points[columns])]
+    tables = [table for table in tables if len(table.cells)]
+    return Page(name, runs[0].label, (), command, (), tables, up="All settings")
+
+
 def _compare(results: Results) -> None:
     """Print the settings that differ between sweeps, and compare rows with the same label."""
     first, *others = results.sweeps
@@ -134,29 +161,16 @@ def _compare(results: Results) -> None:
         print(line)
 
 
-def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:
-    """Columns and charts of the settings that differ. A setting that only some points have is
-    shown only if it is a number that varies (a compressor's rate); the label covers the rest."""
-    shown, numbers = [], []
+def columns_of(settings: Sequence[Settings]) -> list[str]:
+    """Settings that differ, for MLflow's table. One that only some points have is shown only if it
+    is a number that varies (a compressor's rate); the label covers the rest."""
+    shown = []
     for key in varying(settings):
         values = [s[key] for s in settings if s.get(key) is not None]
-        is_swept = all(is_number(value) for value in values) and len(set(map(str, values))) > 1
-        if key != "seed" and (is_swept or len(values) == len(settings)):
+        is_swept = all(map(is_number, values)) and len(set(map(str, values))) > 1
+        if is_swept or len(values) == len(settings):
             shown.append(key)
-            numbers += [key] if is_swept else []
-    shown = shown[:MOST_PARAMS]
-    seed = ["seed"] if "seed" in varying(settings) else []
-    # The unsplit model has no cut layer, so it is not drawn in the parallel coordinates.
-    cut = [key for key in (CUT_LAYER, CUT_RANK) if key in shown]
-    everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
-    everywhere = [*cut, *(key for key in everywhere if key not in cut)]
-    return prepared_view(
-        sweep,
-        params=["label", *shown, *seed],
-        numbers=[key for key in numbers if key in shown],
-        axes=[*([] if cut else ["label"]), *everywhere, *seed],
-        score=score,
-    )
+    return ["label", *shown[:MOST_PARAMS]]
 
 
 def prepare(
@@ -179,14 +193,13 @@ def prepare(
     def write() -> None:
         try:
             prepare_environment()
-            experiment_id = store.write_view(sweep_key(sweep), view_of(sweep, settings, score))
-            runs = page(store.server, experiment_id, sweep_key(sweep))
-            charts = page(store.server, experiment_id, sweep_key(sweep), charts=True)
-            lines = [f"MLflow table   {runs}", f"MLflow charts  {charts}"]
+            client, experiment_id = store.open()
+            view, pages = view_of_sweep(sweep), store.pages(experiment_id)
+            show_first(client, experiment_id, view, (score, *COSTS), columns_of(settings), sweep)
+            lines = [f"MLflow table   {pages.runs(view)}", f"MLflow charts  {pages.charts(view)}"]
             if files:
                 run_id = store.keep_report(sweep, files)
-                place = artifacts_page(store.server, experiment_id, run_id)
-                lines.append(f"MLflow report  {place}")
+                lines.append(f"MLflow report  {pages.artifacts(run_id)}")
             if store.uri is None:
                 lines.append(f"served by      {ui_command(store.root)} --sweep {sweep}")
             links.extend(lines)

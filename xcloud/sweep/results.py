@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -23,7 +23,6 @@ from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.record.tracking import final_metrics
-from xcloud.sweep.interleaving import KEY, StepRatio
 from xcloud.sweep.points import (
     UNCOMPRESSED,
     Settings,
@@ -119,7 +118,7 @@ class Results:
         rows = pd.DataFrame([_row(runs) for runs in self.of_row])
         _tell_apart(rows)
         figures = pd.DataFrame(
-            {**_figures(run), "row": number}
+            {**final_metrics(run.summary), "row": number}
             for number, runs in enumerate(self.of_row)
             for run in runs
             if run.status == "finished"
@@ -146,12 +145,11 @@ def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
 
 
 def _row(runs: Sequence[Result]) -> dict[str, Any]:
-    """What the runs of a setting have in common, and their step time ratio if they were timed
-    together."""
+    """What the runs of a setting have in common."""
     settings, finished = runs[0].settings, [run for run in runs if run.status == "finished"]
     compressions = (run.summary.get("compression") for run in runs)
     compression = str(next(filter(None, compressions), "-"))
-    line = {
+    return {
         "sweep": runs[0].sweep,
         "setting": runs[0].label,
         "compression": compression,
@@ -164,15 +162,6 @@ def _row(runs: Sequence[Result]) -> dict[str, Any]:
         "workload": workload_key(settings),
         "published": published_for(settings, compression),
     }
-    if finished and all(run.summary.get(KEY) for run in finished):
-        ratio = StepRatio.over_seeds([StepRatio(**run.summary[KEY]) for run in finished])
-        line |= {KEY + f"_{key}" * (key != "ratio"): value for key, value in asdict(ratio).items()}
-    return line
-
-
-def _figures(run: Result) -> dict[str, float]:
-    ours = final_metrics(run.summary).items()
-    return {name: value for name, value in ours if not name.startswith("step_time_ratio")}
 
 
 def _share_of_uncompressed(rows: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,6 @@ Exit codes: 0 success, 1 some points failed, 2 refused before anything started, 
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
@@ -18,17 +17,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
-from xcloud.rank.interleaved import ADDRESS, check_takes_turns
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
-from xcloud.sweep.interleaving import InterleavingServer, record
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
 
@@ -44,26 +41,12 @@ RunHere = Callable[[Point, Path], None]
 class LauncherSettings:
     """stop_on_failure: no further point starts after a failure. parallel: points at once.
     accept_changes: keep finished points even if code or config has changed since. also: every
-    point again with these. timing: together makes the points' steps in turns."""
+    point again with these."""
 
     stop_on_failure: bool = False
     parallel: Positive = 1
     accept_changes: bool = False
     also: Mapping[str, Any] | None = None
-    timing: Literal["alone", "together"] = "alone"
-
-    def __post_init__(self) -> None:
-        if self.timing == "together" and self.parallel != 1:
-            raise ConfigError(
-                f"hydra.launcher.timing=together lets one point compute at a time, and "
-                f"hydra.launcher.parallel={self.parallel} asks for more: leave one of the two out"
-            )
-        if self.timing == "together" and self.stop_on_failure:
-            raise ConfigError(
-                "hydra.launcher.timing=together starts all points before the first step, so "
-                "hydra.launcher.stop_on_failure=true could keep none from starting: leave one of "
-                "the two out"
-            )
 
 
 def check_name(name: object) -> None:
@@ -77,13 +60,12 @@ def check_name(name: object) -> None:
 
 @dataclass
 class _Running:
-    """A point at work. rounds: seconds of its turns, where points are timed together."""
+    """A point at work."""
 
     point: Point
     run_dir: Path
     future: Future[str | None]
     started_s: float
-    rounds: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,7 +81,7 @@ class Sweep:
 
     def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
-        points, wrong = _composed(asked, compose, self._is_together)
+        points, wrong = _composed(asked, compose)
         if wrong:
             self._forget_folder()
             return refuse(_reasons(wrong, asked))
@@ -127,9 +109,7 @@ class Sweep:
         tracker = points[0].experiment.tracker
         prepare(self.name, tracker, [point.settings for point in points])
         try:
-            if self._is_together and len(self._todo) > 1:
-                self._together(state)
-            elif self.settings.parallel == 1:
+            if self.settings.parallel == 1:
                 self._one_by_one(state, run_here)
             else:
                 self._several(state)
@@ -156,10 +136,6 @@ class Sweep:
         return shlex.join(["python", script, *words[1:], f"sweep={self.name}"])
 
     @property
-    def _is_together(self) -> bool:
-        return self.settings.timing == "together"
-
-    @property
     def _num_left(self) -> int:
         return len(self._todo) - len(self._took_s)
 
@@ -179,11 +155,9 @@ class Sweep:
                 _say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
-        if self._is_together and len(todo) == 1:
-            _say("  one point is left to run: it has no others to be timed with")
         if todo:
             _say(f"  to continue it later: {self.command}")
-        if any(decision.point.experiment.next_experiment for decision in todo):
+        if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
             _say("  points of a sweep run no follow_up; what they leave is in their run folders")
         parallel, cores = self.settings.parallel, num_cores()
         ranks = sorted(decision.point.experiment.cluster.num_processes for decision in todo)
@@ -209,7 +183,7 @@ class Sweep:
     def _several(self, state: SweepState) -> None:
         waiting, parallel = list(self._todo), self.settings.parallel
         children = Children(parallel, _say)
-        with self._at_work(children, parallel) as (running, pool):
+        with self._at_work(children) as (running, pool):
             while running or (waiting and not self._starts_no_more):
                 while waiting and len(running) < parallel and not self._starts_no_more:
                     running.append(self._start(waiting.pop(0), state, pool, children))
@@ -218,42 +192,15 @@ class Sweep:
                     running.remove(one)
                     self._close(one)
 
-    def _together(self, state: SweepState) -> None:
-        """All points at once, but one at a time makes steps, ends or loads."""
-        finished: list[_Running] = []
-        with InterleavingServer() as server:
-            children = Children(1, _say, {ADDRESS: server.address})
-            with self._at_work(children, len(self._todo), server.close) as (running, pool):
-                for decision in self._todo:
-                    one = self._start(decision, state, pool, children)
-                    running.append(one)
-                    server.await_ready(one.run_dir, one.future.done)
-                for number in itertools.count():
-                    # There and back, so that a steady drift favours none.
-                    for one in running[:: -1 if number % 2 else 1]:
-                        seconds = server.turn(one.run_dir, one.future.done)
-                        if seconds is not None and number > 0:  # the first is the warm-up
-                            one.rounds[number] = seconds
-                        if one.future.done():
-                            running.remove(one)
-                            finished += [one] if self._close(one) is None else []
-                    if not running:
-                        break
-        for line in record([(one.point, one.run_dir, one.rounds) for one in finished]):
-            _say(line)
-
     @contextmanager
-    def _at_work(
-        self, children: Children, at_once: int, let_go: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[list[_Running], ThreadPoolExecutor]]:
+    def _at_work(self, children: Children) -> Iterator[tuple[list[_Running], ThreadPoolExecutor]]:
         """Running points, and threads that wait for them; if interrupted, all are ended."""
         running: list[_Running] = []
-        with ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(self.settings.parallel) as pool:
             try:
                 yield running, pool
             except BaseException:
                 _say(f"ending {len(running)} runs ...")
-                let_go()
                 children.end()
                 raise
 
@@ -272,12 +219,10 @@ class Sweep:
             future.set_exception(error)
         return _Running(point, run_dir, future, time.monotonic())
 
-    def _close(self, one: _Running) -> str | None:
-        """Report the end of a point; returns why it failed, or None."""
+    def _close(self, one: _Running) -> None:
         error = one.future.exception()
         cause = one.future.result() if error is None else _one_line(error)
         self._ended(one.point, one.run_dir, cause, time.monotonic() - one.started_s)
-        return cause
 
     def _ended(self, point: Point, run_dir: Path, cause: str | None, took_s: float) -> None:
         self._took_s.append(took_s)
@@ -288,8 +233,7 @@ class Sweep:
             text = f"FAILED after {human_duration(took_s)}: {cause}"
             if self._num_left:
                 text += "; no other starts" if self._starts_no_more else "; the others continue"
-        # Points that take turns end one soon after the other.
-        if self._num_left and not self._starts_no_more and not self._is_together:
+        if self._num_left and not self._starts_no_more:
             done = len(self._took_s)
             left_s = sum(self._took_s) / done * self._num_left / self.settings.parallel
             text += f" ({done} of {len(self._todo)} done, about {human_duration(left_s)} left)"
@@ -311,7 +255,7 @@ def refuse(reasons: Sequence[str]) -> int:
 
 
 def _composed(
-    asked: Sequence[Overrides], compose: Compose, in_turns: bool
+    asked: Sequence[Overrides], compose: Compose
 ) -> tuple[list[Point], list[tuple[Overrides, str]]]:
     """All points without duplicates; and the invalid ones, each with the reason."""
     points: dict[str, Point] = {}
@@ -321,8 +265,6 @@ def _composed(
             point = Point.of(index, overrides, compose(overrides))
             if point.identity not in points:
                 point.experiment.check()
-                if in_turns:
-                    check_takes_turns(point.experiment)
         except XcloudError as error:
             wrong.append((overrides, _one_line(error)))
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from typing import Any, Literal
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE
+from xcloud.record.segments import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
@@ -92,15 +94,18 @@ class SweepState:
 
     def begin(self, decision: Decision, parallel: int) -> Path:
         """Make an empty folder for the point, unless it resumes in its own; an existing one moves
-        to `earlier/`."""
+        to `earlier/`, and its run in MLflow to the deleted ones: a point is one row."""
         run_dir = self.folder / decision.folder
         if decision.verdict == "resume":
             return run_dir
         if run_dir.exists():
             earlier = self.folder / EARLIER_DIR
             earlier.mkdir(exist_ok=True)
-            run_dir.rename(earlier / _free_name(run_dir.name, os.listdir(earlier)))
-        run_dir.mkdir()
+            left = run_dir.rename(earlier / _free_name(run_dir.name, os.listdir(earlier)))
+            run_dir.mkdir()
+            if (left / TRACKED_FILE).exists():
+                shutil.copyfile(left / TRACKED_FILE, run_dir / REPLACED_FILE)
+        run_dir.mkdir(exist_ok=True)
         self.points[decision.folder] = {
             "label": decision.point.label,
             "seed": decision.point.experiment.seed,
@@ -136,7 +141,7 @@ class SweepState:
         if status != "finished":
             cause = summary.get("cause")
             why = f"{status}{f': {cause}' if cause else ''}"
-            if changes or not (steps := CheckpointFolder(self.folder / folder).agreed_steps()):
+            if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
                 return Decision(point, "again", folder, why)
             return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
         if not changes:

@@ -69,11 +69,8 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
         if index == 0:
             yield f"{PAPER}{score_name(name)}", [known.quality for known in published]
     yield "step time", [_spread(row, "step_time_s", human_seconds) for row in rows]
-    if "step_time_ratio" in results.rows:
-        yield "step time ratio", [_ratio(row) for row in rows]
     if _compares(results):
-        heading = "share" if _are_timed_together(results) else "share, one after another"
-        yield heading, [_spread(row, "share", human_percent, "share_std") for row in rows]
+        yield "share", [_spread(row, "share", human_percent, "share_std") for row in rows]
     yield f"{PAPER}share", [_percent(known.share) for known in published]
     if rate := _rate(results):
         heading = rate.replace("_per_s", "/s")
@@ -113,13 +110,6 @@ def _spread(row: Any, name: str, text: Callable[[float], str], std_name: str | N
     return f"{number} ± {text(std)}"
 
 
-def _ratio(row: Any) -> str:
-    if known(row, "step_time_ratio") is None:
-        return UNKNOWN
-    ratio, low, high = (row[f"step_time_ratio{end}"] for end in ("", "_low", "_high"))
-    return f"{ratio:.3f} ({low:.3f} to {high:.3f})"
-
-
 def _percent(share: float | None) -> str:
     """Of a published figure, empty where there is none."""
     return "" if share is None else human_percent(share)
@@ -128,12 +118,6 @@ def _percent(share: float | None) -> str:
 def _compares(results: Results) -> bool:
     """Whether a share compares a row with another row."""
     return bool((results.rows.share.dropna() != 1.0).any())
-
-
-def _are_timed_together(results: Results) -> bool:
-    """Whether noise of the machine was the same for all shares."""
-    rows = results.rows[results.rows.share.notna()]
-    return "step_time_ratio" in rows and bool(rows.step_time_ratio.notna().all())
 
 
 def _rate(results: Results) -> str:
@@ -168,14 +152,10 @@ def remarks_of(results: Results) -> Iterator[str]:
         yield "± of a score of a single run is its standard error over the test samples."
     if _compares(results):
         yield "share: of the step time of the uncompressed runs of the same sweep."
-        if not _are_timed_together(results):
-            yield (
-                "Points that are timed one after another differ by the noise of the machine too: "
-                "hydra.launcher.timing=together times them in turns."
-            )
-    if "step_time_ratio_to" in rows:
-        for name in rows.step_time_ratio_to.dropna().unique():
-            yield f"step time ratio: to {name}, in turns; in brackets the 95 % interval."
+        yield (
+            "Points run one after another, so their step times differ by the noise of the machine "
+            "too: python -m benchmarks.in_turns times them in turns."
+        )
     if rate := _rate(results):
         yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
         compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]

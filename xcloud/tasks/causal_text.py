@@ -1,19 +1,13 @@
 """Documents and chats as token ids for a causal language model and back, packed into samples.
 
 A tokenizer is kept as a folder that transformers' AutoTokenizer loads, the chat template with it.
-Shapes: B samples, S positions, T all tokens of all samples.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
@@ -29,18 +23,18 @@ OPEN = 64  # samples that a document is tried in; more fill little better
 
 
 class Document(NamedTuple):
-    """learned: for each token, whether a model is to guess it."""
+    """learned: for each token, whether a model is to guess it. number: of the document that a
+    piece is of."""
 
     ids: list[int]
     learned: list[bool]
+    number: int = 0
 
 
 class CausalTokenizer:
     """A tokenizer of transformers with an end-of-text token. Padding it needs none."""
 
     def __init__(self, pretrained: Any, name: str) -> None:
-        if getattr(pretrained, "backend_tokenizer", None) is None:
-            raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
         if pretrained.eos_token_id is None:
             raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
         self._pretrained, self._name = pretrained, name
@@ -82,11 +76,6 @@ class CausalTokenizer:
     @property
     def vocabularies(self) -> dict[str, TokenIds]:
         return {"text": self.token_ids}
-
-    @cached_property
-    def digest(self) -> str:
-        described = f"{self._pretrained.backend_tokenizer.to_str()} {self._template}"
-        return hashlib.sha256(described.encode()).hexdigest()
 
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Begin token (where there is one), text, end token: all to be guessed."""
@@ -135,17 +124,12 @@ class CausalTokenizer:
         text: str = self._pretrained.decode(list(ids), skip_special_tokens=True)
         return text
 
-    @property
-    def _template(self) -> str | None:
-        template: str | None = self._pretrained.chat_template
-        return template
-
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         backend = self._pretrained.backend_tokenizer
         return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _render(self, messages: Chat, ask: bool, where: str) -> str:
-        if self._template is None:
+        if self._pretrained.chat_template is None:
             raise DataError(
                 f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
                 "tokenizer of a model made for chats"
@@ -162,12 +146,11 @@ class CausalTokenizer:
 def pieces_of(documents: Iterable[Document], max_length: int, split: bool) -> Iterator[Document]:
     """Documents of at most max_length tokens with something to guess. split: a longer one becomes
     several; else its end is lost, as a chat's second half is no chat."""
-    for ids, learned in documents:
-        starts = range(0, len(ids) if split else 1, max_length)
-        for start in starts:
-            part = Document(ids[start : start + max_length], learned[start : start + max_length])
-            if any(part.learned[1:]):
-                yield part
+    for number, (ids, learned, _) in enumerate(documents):
+        for start in range(0, len(ids) if split else 1, max_length):
+            piece = slice(start, start + max_length)
+            if any(learned[piece][1:]):
+                yield Document(ids[piece], learned[piece], number)
 
 
 def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
@@ -188,40 +171,15 @@ def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]
     return samples
 
 
-class PackedTable:
-    """Samples as flat tensors; only what the `fields` (text, types, label) need is kept."""
-
-    def __init__(self, samples: Sequence[Sequence[Document]], fields: frozenset[str]) -> None:
-        lengths = [sum(len(document.ids) for document in sample) for sample in samples]
-        self._lengths = torch.tensor(lengths, dtype=torch.int64)
-        self._tables = {
-            name: TokenTable(
-                [COLUMNS[name](sample) for sample in samples], max(lengths, default=0)
-            )
-            for name in sorted(fields)
-        }
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._lengths.sum())
-
-    def padded(self, ids: Tensor) -> dict[str, Tensor]:
-        """int64 [B, S] of each kept field."""
-        positions_S = torch.arange(int(self._lengths[ids].max()) if len(ids) else 1)
-        return {
-            name: table.gather(ids, positions_S, OUTSIDE[name])
-            for name, table in self._tables.items()
-        }
-
-    def of(self, name: str, sample: int) -> list[int]:
-        """A field of one sample."""
-        return self._tables[name][sample]
-
-    def num_guessed(self, ids: Tensor) -> int:
-        return int((self.padded(ids)["label"] != NO_LABEL).sum())
+def columns_of(
+    samples: Sequence[Sequence[Document]], fields: frozenset[str]
+) -> dict[str, TokenTable]:
+    """Only what these fields (text, types, label) need is kept."""
+    return {
+        name: TokenTable(map(column, samples), pad)
+        for name, (column, pad) in COLUMNS.items()
+        if name in fields
+    }
 
 
 def _labels(document: Document) -> Iterator[int]:
@@ -231,9 +189,9 @@ def _labels(document: Document) -> Iterator[int]:
     yield NO_LABEL
 
 
-COLUMNS: Mapping[str, Callable[[Sequence[Document]], list[int]]] = {
-    "text": lambda sample: [token for document in sample for token in document.ids],
-    "types": lambda sample: [n for n, document in enumerate(sample) for _ in document.ids],
-    "label": lambda sample: [label for document in sample for label in _labels(document)],
+COLUMNS: Mapping[str, tuple[Callable[[Sequence[Document]], list[int]], int]] = {
+    "text": (lambda sample: [token for document in sample for token in document.ids], NO_TOKEN),
+    "types": (lambda sample: [n for n, document in enumerate(sample) for _ in document.ids], 0),
+    "label": (lambda sample: [t for document in sample for t in _labels(document)], NO_LABEL),
 }
-OUTSIDE = {"text": NO_TOKEN, "types": 0, "label": NO_LABEL}
+"""How a sample becomes a row of each field, and what fills up a batch."""

@@ -28,15 +28,13 @@ from xcloud.tasks.labels import (
     GLUE,
     KEYS,
     Benchmark,
-    Classes,
     Labels,
-    Value,
     chosen_columns,
 )
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextData, TextTask, check_predictions, pair_table
+from xcloud.tasks.text_task import TextData, TextTask, pair_table
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 
@@ -157,11 +155,9 @@ class Classification(TextTask):
         return {**super().agreed_settings(), **more}
 
     def _labels(self, train: Rows) -> Labels:
-        if self.known.kind == "value":
-            return Value()
-        if self.known.classes is not None:
-            return Classes(tuple(self.known.classes))
-        return Classes.of_cells(train.texts["label"], f"{self.describe()}, train")
+        if self.known.kind == "classes" and self.known.classes is None:
+            return Labels.of_cells(train.texts["label"], f"{self.describe()}, train")
+        return Labels(None if self.known.classes is None else tuple(self.known.classes))
 
 
 class ClassificationData(TextData[Classification]):
@@ -189,7 +185,7 @@ class ClassificationData(TextData[Classification]):
                 labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
             if "part" in columns:
                 self._parts[split] = columns["part"]
-        super().__init__(task, corpus, fields, corpus.counts, tokenizer, tables, labels)
+        super().__init__(task, corpus, corpus.counts, fields, tokenizer, tables, labels)
 
     def describe(self) -> str:
         names = self._task.known.classes
@@ -198,12 +194,10 @@ class ClassificationData(TextData[Classification]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
-        self._text(field)
+        self.check_visible(field, "text field")
         table = self._tables["train"]
-        texts = [table.first(i) for i in range(len(table))]
-        if table.seconds is not None:
-            texts += [table.second(i) for i in range(len(table))]
-        return texts
+        samples = [table.texts(i) for i in range(self._rows["train"])]
+        return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """The task's metrics, in percent, over the samples in `predictions`.
@@ -212,8 +206,9 @@ class ClassificationData(TextData[Classification]):
         part (accuracy, accuracy_en, accuracy_de …). Parts may be the same samples in several
         languages, so the error of the mean is over rows that are drawn in all parts alike.
         """
-        labels, label = self._known_labels(split)
-        check_predictions(predictions, split, len(labels), "sample")
+        self.check_predictions(split, predictions)
+        labels, label = self._labels[split], self._label
+        assert label is not None  # as check_predictions has found
         pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
         parts = self._parts.get(split)
         samples: dict[int, dict[str, object]] = {}
@@ -237,16 +232,16 @@ class ClassificationData(TextData[Classification]):
         return meanings
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        labels, label = self._known_labels(split)
-        lines = []
+        labels, label, lines = self._labels[split], self._label, []
+        assert label is not None
         for ident in sorted(predictions)[:count]:
-            if self._tokenizer is None or "text" not in self._fields:
+            if self._tokenizer is None:
                 lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
             else:
-                table, decode = self._tables[split], self._tokenizer.decode
-                lines.append(f"text    {decode(table.first(ident))}")
-                if table.seconds is not None:
-                    lines.append(f"        {decode(table.second(ident))}")
+                texts = map(self._tokenizer.decode, self._tables[split].texts(ident))
+                lines += [
+                    f"{head:8}{text}" for head, text in zip(("text", ""), texts, strict=False)
+                ]
             lines.append(f"label   {label.show(float(labels[ident]))}")
             lines.append(f"output  {label.show(label.read(predictions[ident]))}\n")
         return "\n".join(lines)
@@ -255,16 +250,10 @@ class ClassificationData(TextData[Classification]):
         """Write text_tokenizer.json if text is visible, labels.json if labels are."""
         super().save_tokenizers(folder)
         if self._label is not None:
-            names = self._label.names if isinstance(self._label, Classes) else None
-            content = {"kind": self._task.known.kind, "classes": names}
-            path = folder / "labels.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def _known_labels(self, split: Split) -> tuple[Tensor, Labels]:
-        if self._label is None:
-            raise DataError("labels are not visible here, so nothing can be scored")
-        return self._labels[split], self._label
+            content = {"kind": self._task.known.kind, "classes": self._label.names}
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(content, ensure_ascii=False) + "\n"
+            (folder / "labels.json").write_text(text, encoding="utf-8")
 
 
 @settings("task", kw_only=True)

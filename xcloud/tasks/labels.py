@@ -8,7 +8,6 @@ as in most papers. XNLI: Conneau et al., arXiv:1809.05053. PAWS-X: Yang et al., 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,82 +24,65 @@ MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True)
-class Classes:
-    """Named classes. A cell holds the name or its index in `names`."""
+class Labels:
+    """Named classes, of which a cell holds the name or its index in `names`. names None: numbers,
+    such as similarities from 0 to 5, learned and scored unscaled."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] | None
 
     @staticmethod
-    def of_cells(cells: Sequence[str], where: str) -> Classes:
+    def of_cells(cells: Sequence[str], where: str) -> Labels:
         """Numbers 0..n-1 if all cells are numbers, else their names in alphabetical order."""
         there = set(cells)
         if all(cell.isdecimal() for cell in there):
             most = max(int(cell) for cell in there)
             if len(there) > 1 and most < MOST_CLASSES:
-                return Classes(tuple(str(number) for number in range(most + 1)))
+                return Labels(tuple(str(number) for number in range(most + 1)))
         if not 2 <= len(there) <= MOST_CLASSES:
             raise DataError(
                 f"{where}: {len(there):,} different labels ({_some(there)}); expected 2 to "
                 f"{MOST_CLASSES} classes. Is task.label_column right? For numeric targets set "
                 "task.kind=value"
             )
-        return Classes(tuple(sorted(there)))
+        return Labels(tuple(sorted(there)))
 
     @property
     def head(self) -> Head:
-        return Head("classes", len(self.names))
+        return Head("value", 1) if self.names is None else Head("classes", len(self.names))
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
         """One number per cell. Raises DataError for an invalid label."""
-        numbers = {name: number for number, name in enumerate(self.names)}
-        by_number = {str(number): number for number in range(len(self.names))}
-        known = by_number | numbers
-        if unknown := set(cells) - known.keys():
-            hidden = unknown == {"-1"}
-            reason = (
-                "its labels are hidden (-1); test on the dev set (task.test_file=dev or "
+        if self.names is None:
+            try:
+                values = torch.tensor([float(cell) for cell in cells], dtype=torch.float32)
+            except ValueError as error:
+                raise DataError(f"{where}: a label is not a number ({error})") from error
+            if not values.isfinite().all():
+                raise DataError(f"{where}: a label is not a finite number")
+            return values
+        known = {str(number): number for number in range(len(self.names))}
+        known |= {name: number for number, name in enumerate(self.names)}
+        unknown = set(cells) - known.keys()
+        if unknown == {"-1"}:
+            raise DataError(
+                f"{where}: its labels are hidden (-1); test on the dev set (task.test_file=dev or "
                 "task.test=validation)"
-                if hidden
-                else f"unknown labels: {_some(unknown)}; the classes are "
+            )
+        if unknown:
+            raise DataError(
+                f"{where}: unknown labels: {_some(unknown)}; the classes are "
                 f"{', '.join(self.names[:20])}"
             )
-            raise DataError(f"{where}: {reason}")
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
 
     def read(self, prediction: Sequence[int]) -> float:
         """Convert a stage's prediction to a label value."""
-        return prediction[0]
+        return prediction[0] * (VALUE_UNIT if self.names is None else 1)
 
     def show(self, label: float) -> str:
+        if self.names is None:
+            return f"{label:.3g}"
         return self.names[int(label)] if 0 <= label < len(self.names) else f"{label} (no class)"
-
-
-@dataclass(frozen=True)
-class Value:
-    """A number, such as a similarity from 0 to 5; learned and scored unscaled."""
-
-    @property
-    def head(self) -> Head:
-        return Head("value", 1)
-
-    def parse(self, cells: Sequence[str], where: str) -> Tensor:
-        try:
-            numbers = [float(cell) for cell in cells]
-        except ValueError as error:
-            raise DataError(f"{where}: a label is not a number ({error})") from error
-        if not all(math.isfinite(number) for number in numbers):
-            raise DataError(f"{where}: a label is not a finite number")
-        return torch.tensor(numbers, dtype=torch.float32)
-
-    def read(self, prediction: Sequence[int]) -> float:
-        return prediction[0] * VALUE_UNIT
-
-    def show(self, label: float) -> str:
-        return f"{label:.3g}"
-
-
-Labels = Classes | Value
-"""How a task's labels are encoded, once its training labels are known."""
 
 
 def _some(cells: set[str]) -> str:

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Scores, Split, UsedAs
-from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
+from xcloud.contracts.model import NO_LABEL, Batch
+from xcloud.contracts.task import SPLITS, Scores, Split
+from xcloud.tasks.causal_text import CausalTokenizer, Document, columns_of, pack, pieces_of
 from xcloud.tasks.corpus.demo import DemoStories
 from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.text_task import TextTask, View, check_predictions
+from xcloud.tasks.text_task import TextTask, View
 from xcloud.tasks.tokenizer import TokenizerChoice, TrainedTokenizer
 
 TEXT, MESSAGES = "text", "messages"
@@ -47,7 +47,7 @@ class LanguageModelling(TextTask):
     """
 
     name: ClassVar[str] = "language_modelling"
-    used_as: ClassVar[UsedAs] = "causal language model"
+    used_as: ClassVar[str] = "causal language model"
     form: ClassVar[Form] = Form(
         "train.txt (plain text) or train.jsonl (text or messages)",
         {"txt": "text", "jsonl": "json"},
@@ -75,26 +75,25 @@ class LanguageModelling(TextTask):
             return LanguageData(self, Corpus.unseen(self.sizes), {}, fields, None)
         corpus = self.read()
         tokenizer = CausalTokenizer.of(self.tokenizer, self.cache_dir)
-        tables = {
-            split: self._table(corpus.splits[split], split, tokenizer, fields) for split in SPLITS
+        samples = {
+            split: self._samples(corpus.splits[split], split, tokenizer) for split in SPLITS
         }
-        self.check_rows({split: len(table) for split, table in tables.items()})
-        return LanguageData(self, corpus, tables, fields, tokenizer)
+        self.check_rows({split: len(packed) for split, packed in samples.items()})
+        return LanguageData(self, corpus, samples, fields, tokenizer)
 
-    def _table(
-        self, rows: Rows, split: Split, tokenizer: CausalTokenizer, fields: frozenset[str]
-    ) -> PackedTable:
+    def _samples(
+        self, rows: Rows, split: Split, tokenizer: CausalTokenizer
+    ) -> list[list[Document]]:
         where = f"{self.describe()}, {split}"
         documents: list[Document] = tokenizer.texts(rows.texts.get(TEXT, ()))
         chats = rows.texts.get(MESSAGES, ())
         tokenizer.learns_chats |= bool(chats)
         for number, chat in enumerate(chats, start=1):
             documents.append(tokenizer.chat(chat, f"{where}, chat {number}"))
-        pieces = pieces_of(documents, self.max_length, split=not chats)
-        table = PackedTable(pack(pieces, self.max_length), fields)
-        if not len(table):
+        samples = pack(pieces_of(documents, self.max_length, split=not chats), self.max_length)
+        if not samples:
             raise DataError(f"{where}: nothing to guess; are its texts empty or its prompts long?")
-        return table
+        return samples
 
 
 class LanguageData(View[LanguageModelling]):
@@ -104,58 +103,69 @@ class LanguageData(View[LanguageModelling]):
         self,
         task: LanguageModelling,
         corpus: Corpus,
-        tables: Mapping[Split, PackedTable],
+        samples: Mapping[Split, Sequence[Sequence[Document]]],
         fields: frozenset[str],
         tokenizer: CausalTokenizer | None,
     ) -> None:
-        rows = {split: len(table) for split, table in tables.items()}
-        super().__init__(task, corpus, rows or corpus.counts)
-        self._tables, self._fields, self._tokenizer = tables, fields, tokenizer
+        rows = {split: len(packed) for split, packed in samples.items()} or corpus.counts
+        vocabularies = {} if tokenizer is None else tokenizer.vocabularies
+        seen = {name: ids for name, ids in vocabularies.items() if name in fields}
+        super().__init__(task, corpus, rows, fields, seen, {})  # long texts go on: none is cut
+        self._tables = {split: columns_of(packed, fields) for split, packed in samples.items()}
+        self._documents = {
+            split: [[document.number for document in sample] for sample in packed]
+            for split, packed in samples.items()
+        }
+        self._num_tokens = sum(
+            len(document.ids)
+            for each in samples.values()
+            for sample in each
+            for document in sample
+        )
+        self._tokenizer = tokenizer if fields else None
 
     def describe(self) -> str:
-        tokens = sum(table.num_tokens for table in self._tables.values())
-        more = f", {tokens:,} tokens in samples of {self._task.max_length}" if tokens else ""
-        return super().describe() + more
-
-    @property
-    def text_fields(self) -> frozenset[str]:
-        return self._fields & {"text"}
-
-    @property
-    def num_cut(self) -> dict[str, int]:
-        return {}  # long texts go on in the next sample
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return self._seen(field, "text").token_ids
+        if not self._num_tokens:
+            return super().describe()
+        tokens = f"{self._num_tokens:,} tokens in samples of {self._task.max_length}"
+        return f"{super().describe()}, {tokens}"
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The tokens of each training sample, special ones among them."""
-        self._seen(field, "text")
-        table = self._tables["train"]
-        return [table.of("text", number) for number in range(len(table))]
+        self.check_visible(field, "text field")
+        return self._tables["train"][field]
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
-        return {"ids": ids, **(self._tables[split].padded(ids) if self._fields else {})}
+        tables = self._tables[split] if self._fields else {}
+        return {"ids": ids, **{name: table.padded(ids) for name, table in tables.items()}}
 
     def weight(self, ids: Tensor) -> float:
         """Tokens that are guessed in these training samples."""
-        self._seen("label", "label")
-        return float(self._tables["train"].num_guessed(ids))
+        self.check_visible("label")
+        return float((self._tables["train"]["label"].padded(ids) != NO_LABEL).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
-        """Perplexity, and the mean loss in nats, of the guessed tokens of these samples."""
-        check_predictions(predictions, split, self._rows[split], "sample")
-        # Of each sample millionths of a nat, and tokens.
-        nats, tokens = np.array([predictions[i] for i in sorted(predictions)], np.float64).T
-        loss = float(nats.sum() / 1e6 / tokens.sum())
-        error = ratio_error(nats / 1e6, tokens)
+        """Perplexity, and the mean loss in nats, of the guessed tokens of these samples; errors
+        are over documents. Predicted are millionths of a nat and tokens of each document, or piece
+        of one, in a sample."""
+        self.check_predictions(split, predictions)
+        order = sorted(predictions)
+        found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
+        of_piece = [number for i in order for number in self._documents[split][i]]
+        documents = np.zeros((max(of_piece) + 1, 2))
+        np.add.at(documents, of_piece, np.concatenate(found))
+        nats, tokens = documents.T
+        loss, error = float(nats.sum() / tokens.sum()), ratio_error(nats, tokens)
         perplexity = math.exp(min(loss, LARGEST_LOSS))
+        samples = {}
+        for i, pieces in zip(order, found, strict=True):
+            nats, tokens = pieces.sum(0)
+            samples[i] = {"loss": round(float(nats / tokens), 6), "tokens": int(tokens)}
         return Scores(
             {"perplexity": round(perplexity, 4), "loss": round(loss, 6)},
             {"perplexity": round(perplexity * error, 4), "loss": round(error, 6)},
-            {i: {"loss": round(nats / 1e6 / tokens, 6), "tokens": tokens}
-             for i, (nats, tokens) in sorted(predictions.items())},
-        )  # fmt: skip
+            samples,
+        )
 
     def signature(self) -> dict[str, str]:
         guessed = "guessed tokens of the tokenizer, end tokens among them"
@@ -167,28 +177,19 @@ class LanguageData(View[LanguageModelling]):
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
         """A few samples with their perplexity: the whole text where it may be seen, else the
         answers."""
-        tokenizer = self._seen("label", "label")
-        table = self._tables[split]
+        assert self._tokenizer is not None
         lines = []
         for ident in sorted(predictions)[:count]:
             perplexity = self.score(split, {ident: predictions[ident]}).values["perplexity"]
-            if "text" in self._fields:
-                shown = table.of("text", ident)
-            else:
-                shown = [token for token in table.of("label", ident) if token != NO_LABEL]
-            lines.append(f"perplexity {perplexity}\n{tokenizer.decode(shown)}\n")
+            shown = self._tables[split]["text" if "text" in self._fields else "label"][ident]
+            answer = self._tokenizer.decode(token for token in shown if token != NO_LABEL)
+            lines.append(f"perplexity {perplexity}\n{answer}\n")
         return "\n".join(lines)
 
     def save_tokenizers(self, folder: Path) -> None:
         """tokenizer/, as transformers loads it, where text or labels are seen."""
-        if self._tokenizer is not None and self._fields:
+        if self._tokenizer is not None:
             self._tokenizer.save(folder / FOLDER_NAME)
-
-    def _seen(self, field: str, wanted: str) -> CausalTokenizer:
-        if field != wanted or wanted not in self._fields or self._tokenizer is None:
-            visible = ", ".join(sorted(self._fields)) or "none"
-            raise DataError(f"{field!r} is not {wanted} seen here; visible: {visible}")
-        return self._tokenizer
 
 
 @settings("task", kw_only=True)

@@ -21,10 +21,10 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import TokenIds
-from xcloud.hub import make_once
+from xcloud.hub import key_of, make_once
 from xcloud.tasks.corpus.multilingual import TextSource, languages_of
 from xcloud.tasks.tables import TokenTable, write_table
-from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 FORMAT = "xcloud tokens 1"
 CHUNK = 1000  # texts tokenised at a time
@@ -50,7 +50,7 @@ class MultilingualText:
     max_texts: Positive | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokenizer, TrainedTokenizer) and self.source.public_texts() is None:
+        if self.tokenizer.is_trained and self.source.public_texts() is None:
             raise ConfigError(
                 "text.tokenizer cannot be trained within this run: each cloud reads only its own "
                 "languages, but all need the same tokenizer. Train it first with "
@@ -64,16 +64,15 @@ class MultilingualText:
     def check(self, parts: Sequence[str]) -> None:
         """Raise DataError or ConfigError if the texts of these parts are missing."""
         self.source.check(parts)
-        if isinstance(self.tokenizer, FileTokenizer):
-            self.tokenizer.check()
+        self.tokenizer.check()
 
     def of(self, source: TextSource | None) -> MultilingualText:
         """The same settings for another source; None: this one."""
         return self if source is None else replace(self, source=source)
 
     def load_tokenizer(self, cache_dir: Path) -> Tokenizer:
-        trains = isinstance(self.tokenizer, TrainedTokenizer)
-        return self.tokenizer.prepare((trains and self.source.public_texts()) or (), cache_dir)
+        texts = self.source.public_texts() if self.tokenizer.is_trained else None
+        return self.tokenizer.prepare(texts or (), cache_dir)
 
     def token_ids(self, cache_dir: Path) -> TokenIds:
         return self.load_tokenizer(cache_dir).token_ids
@@ -95,11 +94,8 @@ class MultilingualText:
         from cache_dir/tokens. Raises DataError if there are none. report: may be shown in another
         cloud, so it must not name folders.
         """
-        described = (
-            f"{FORMAT} {self.source.identity(part)} {tokenizer.digest} {self.max_length} "
-            f"{self.max_texts}"
-        )
-        key = hashlib.sha256(described.encode()).hexdigest()[:32]
+        limits = f"{tokenizer.digest} {self.max_length} {self.max_texts}"
+        key = key_of({"format": FORMAT, "texts": self.source.identity(part), "limits": limits})
         tokens, offsets = (
             cache_dir / "tokens" / f"{key}.{kind}" for kind in ("tokens", "offsets")
         )
@@ -174,17 +170,17 @@ class TextStream:
         mine = slice(
             self._group_rank * self._batch_size, (self._group_rank + 1) * self._batch_size
         )
-        lines: list[Tensor] = [torch.empty(0)] * self._batch_size
+        lines: list[list[int]] = [[]] * self._batch_size
+        special = self._special
         for part in sorted(set(parts_N[mine].tolist())):
             is_part_N = parts_N == part
             turn_N = used_L[part] + is_part_N.cumsum(0) - 1
             places = is_part_N[mine].nonzero()[:, 0]
             ids = self._rows(part, turn_N[mine][places])
-            padded = self._tables[part].padded(ids, self._special)
-            lengths = (self._tables[part].lengths(ids) + 2).tolist()
-            for place, line, length in zip(places.tolist(), padded, lengths, strict=True):
-                lines[place] = line[:length]
-        return torch.cat(lines), torch.tensor([len(line) for line in lines])
+            for place, row in zip(places.tolist(), ids.tolist(), strict=True):
+                lines[place] = [special.bos, *self._tables[part][row], special.eos]
+        lengths = torch.tensor([len(line) for line in lines])
+        return torch.tensor([token for line in lines for token in line]), lengths
 
     def _parts(self, number: int) -> Tensor:
         """int64 [N]: the part each sample of batch `number` is drawn from, for all ranks."""

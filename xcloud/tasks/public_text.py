@@ -15,15 +15,14 @@ from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import public_sentences
 from xcloud.tasks.corpus.folder import read_lines
 from xcloud.tasks.corpus.rows import Text
-from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     """The tokenizer, trained on public sentences if needed."""
-    trained = isinstance(choice, TrainedTokenizer)
-    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
+    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
     return choice.prepare(texts, in_project(cache_dir))
 
 

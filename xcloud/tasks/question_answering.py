@@ -2,22 +2,28 @@
 
 A sample is a window: the question and as much of the paragraph as fits. A long paragraph yields
 several overlapping windows; the answer is the best-scoring span over all windows of a question.
-Paragraphs and windows are made in paragraphs.py.
-Scores: Rajpurkar et al., arXiv:1606.05250, section 6.1. Answers are lowercased and stripped of
-ASCII punctuation, English articles and extra spaces before they are compared.
+
+Rows of a source (SQuAD 1.1, XQuAD) are one of
+    context, qas                  a paragraph: [{"question", "answers"}], an answer being its text,
+                                  or {"text": …, "start": character offset}
+    context, question, answers    as on the hub: {"text": […], "answer_start": […]}
+An answer without a start is placed at its first whole-word occurrence.
+
 Shapes: B samples (windows), S positions, N windows of a split.
 """
 
 from __future__ import annotations
 
 import re
-import string
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
@@ -26,25 +32,181 @@ from xcloud.contracts.task import SPLITS, Answers, Scores, Split
 from xcloud.tasks.corpus.demo import DemoParagraphs
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form
-from xcloud.tasks.paragraphs import (
-    Paragraph,
-    Question,
-    Windows,
-    rows_of,
-    sample,
-    size,
-)
+from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, chosen_rows
 from xcloud.tasks.public_text import public_tokenizer
-from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.tables import num_special
-from xcloud.tasks.text_task import TextData, TextTask, check_predictions, counted
+from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
+from xcloud.tasks.tables import PairTable, num_special
+from xcloud.tasks.text_task import TextData, TextTask, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
+KEYS = "task.path: a data set in the format of SQuAD"
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
 LEAST_CONTEXT = 8  # paragraph tokens per window
+
+
+class Question(NamedTuple):
+    """answers: (text, character offset in the context)."""
+
+    text: str
+    answers: tuple[tuple[str, int], ...]
+
+
+class Paragraph(NamedTuple):
+    context: str
+    questions: tuple[Question, ...]
+
+
+def rows_of(table: Table) -> Rows:
+    """Rows with the one column "paragraph"."""
+    paragraphs = list(_paragraphs(table))
+    return Rows(len(paragraphs), {"paragraph": paragraphs})
+
+
+def size(rows: Rows) -> int:
+    """Questions."""
+    return sum(len(paragraph.questions) for paragraph in rows.texts["paragraph"])
+
+
+def sample(rows: Rows, most: int, seed: int) -> Rows:
+    """A seeded sample of questions, with their paragraphs."""
+    chosen, number, kept = set(chosen_rows(size(rows), most, seed)), 0, []
+    for paragraph in rows.texts["paragraph"]:
+        questions = paragraph.questions
+        asked = tuple(q for i, q in enumerate(questions, start=number) if i in chosen)
+        number += len(questions)
+        if asked:
+            kept.append(Paragraph(paragraph.context, asked))
+    return Rows(len(kept), {"paragraph": kept})
+
+
+def _paragraphs(table: Table) -> Iterator[Paragraph]:
+    try:
+        for number, (context, qas) in enumerate(_records(table), start=1):
+            where = f"{table.where}, paragraph {number}"
+            yield Paragraph(context, tuple(_question(context, qa, where) for qa in qas))
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f'{table.where}: expected {{"context", "qas": [{{"question", "answers"}}]}}, or '
+            f"the columns context, question, answers, but {error!r}"
+        ) from error
+
+
+def _records(table: Table) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """context, qas; rows of one question each are grouped by consecutive equal contexts."""
+    if "qas" in table.columns():
+        yield from table.rows(("context", "qas"), KEYS)
+        return
+    rows = table.rows(("context", "question", "answers"), KEYS)
+    for context, asked in groupby(rows, key=itemgetter(0)):
+        yield context, [
+            {"question": question, "answers": [
+                {"text": text, "start": start}
+                for text, start in zip(answers["text"], answers["answer_start"], strict=True)
+            ]}
+            for _, question, answers in asked
+        ]  # fmt: skip
+
+
+def _question(context: str, qa: Mapping[str, Any], where: str) -> Question:
+    if not qa["answers"]:
+        raise DataError(
+            f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's unanswerable "
+            "questions are not supported"
+        )
+    return Question(qa["question"], tuple(_place(context, a, where) for a in qa["answers"]))
+
+
+def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
+    """The answer's text and character offset."""
+    if isinstance(answer, str):
+        whole = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", context)
+        text, start = answer, whole.start() if whole else context.find(answer)
+    else:
+        text, start = answer["text"], answer.get("start", answer.get("answer_start"))
+        if start is None:
+            return _place(context, text, where)
+    if answer == "" or start < 0 or context[start : start + len(text)] != text:
+        raise DataError(f"{where}: the answer {answer!r} is not at that place in its context")
+    return text, start
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a split, in question order.
+
+    asked: each question, with its context. question_of: [N], of each window. starts: [N], number
+    of its first paragraph token. offsets: [N], the half-open character span of every token of its
+    paragraph.
+    """
+
+    table: PairTable
+    asked: Sequence[tuple[str, Question]]
+    question_of: Sequence[int]
+    starts: Sequence[int]
+    offsets: Sequence[Sequence[tuple[int, int]]]
+
+    @staticmethod
+    def of(
+        paragraphs: Sequence[Paragraph],
+        tokenizer: Tokenizer,
+        max_length: int,
+        max_question: int,
+        stride: int,
+    ) -> Windows:
+        """max_length: tokens per window, special ids and question included; questions are
+        truncated to max_question. stride: tokens between the starts of consecutive windows."""
+        asked = [(p.context, question) for p in paragraphs for question in p.questions]
+        questions = enumerate(tokenizer.encode([question.text for _, question in asked]))
+        encoded = tokenizer.encode_with_offsets([p.context for p in paragraphs])
+        room = max_length - num_special(True, tokenizer.num_separators)
+        texts, question_of, starts, offsets = [], [], [], []
+        for paragraph, (ids, spans) in zip(paragraphs, encoded, strict=True):
+            if not ids:
+                raise DataError(f"a paragraph has no words: {paragraph.context!r}")
+            for number, question in islice(questions, len(paragraph.questions)):
+                head = question[:max_question]
+                fits = room - len(head)
+                for start in window_starts(len(ids), fits, stride):
+                    texts.append((head, ids[start : start + fits]))
+                    question_of.append(number)
+                    starts.append(start)
+                    offsets.append(spans)
+        table = PairTable(texts, tokenizer.token_ids, tokenizer.num_separators)
+        return Windows(table, asked, question_of, starts, offsets)
+
+    def label(self, window: int) -> tuple[int, int, int]:
+        """Positions of the first answer's first and last token in this window (0 and 0 if not
+        fully inside), and of the paragraph's first token."""
+        begin, end, tokens = self._place(window)
+        text, first_char = self.asked[self.question_of[window]][1].answers[0]
+        first = bisect_right(tokens, first_char, key=itemgetter(1))  # ends after it
+        last = bisect_left(tokens, first_char + len(text), key=itemgetter(0)) - 1
+        shift = begin - self.starts[window]
+        inside = begin <= first + shift <= last + shift < end
+        return (first + shift, last + shift, begin) if inside else (0, 0, begin)
+
+    def answer(self, window: int, first: int, last: int) -> str:
+        """The text from position to position; empty if it begins outside the paragraph."""
+        begin, end, tokens = self._place(window)
+        last = min(last, end - 1)
+        if not begin <= first <= last:
+            return ""
+        shift = begin - self.starts[window]
+        context = self.asked[self.question_of[window]][0]
+        return context[tokens[first - shift][0] : tokens[last - shift][1]].strip()
+
+    def _place(self, window: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
+        """The half-open range of positions of paragraph tokens, and the paragraph's spans."""
+        begin, length = int(self.table.second_at[window]), len(self.table.tokens[window])
+        return begin, length - 1, self.offsets[window]
+
+
+def window_starts(length: int, fits: int, stride: int) -> list[int]:
+    """Start tokens of windows of `fits` tokens that cover a text of `length` tokens."""
+    step = min(stride, fits)
+    return list(range(0, max(0, length - fits) + step, step))
 
 
 @settings("task", kw_only=True)
@@ -102,7 +264,7 @@ class QuestionAnswering(TextTask):
                 "other: {stages: [1]}}"
             )
         if not fields and self.sizes is not None:
-            return QuestionAnsweringData(self, fields, Corpus({}), self.sizes)
+            return QuestionAnsweringData(self, Corpus.unseen(self.sizes), self.sizes, fields)
         corpus = self.read()
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir)
         lengths = (self.max_length, self.max_question, self.stride)
@@ -110,11 +272,11 @@ class QuestionAnswering(TextTask):
             split: Windows.of(rows.texts["paragraph"], tokenizer, *lengths)
             for split, rows in corpus.splits.items()
         }
-        sizes = {split: len(windows[split].table) for split in SPLITS}
+        sizes = {split: len(windows[split].starts) for split in SPLITS}
         self.check_rows(sizes)
         if not fields:  # this rank keeps only the counts
-            return QuestionAnsweringData(self, fields, corpus, sizes)
-        return QuestionAnsweringData(self, fields, corpus, sizes, tokenizer, windows)
+            return QuestionAnsweringData(self, corpus, sizes, fields)
+        return QuestionAnsweringData(self, corpus, sizes, fields, tokenizer, windows)
 
 
 class QuestionAnsweringData(TextData[QuestionAnswering]):
@@ -123,59 +285,54 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
     def __init__(
         self,
         task: QuestionAnswering,
-        fields: frozenset[str],
         corpus: Corpus,
         sizes: Mapping[Split, int],
+        fields: frozenset[str],
         tokenizer: Tokenizer | None = None,
         windows: Mapping[Split, Windows] | None = None,
     ) -> None:
         self._windows = dict(windows or {})
-        self.head = Head("span", 2) if "label" in fields else None
-        self._asked: dict[Split, list[tuple[str, Question]]] = {}  # each with its context
-        for split in self._windows:
-            paragraphs: Sequence[Paragraph] = corpus.splits[split].texts["paragraph"]
-            self._asked[split] = [(p.context, q) for p in paragraphs for q in p.questions]
-        labels: dict[Split, Tensor] = {}
-        if "label" in fields:
-            for split, made in self._windows.items():
-                places = [
-                    made.label(window, self._asked[split][question][1].answers[0])
-                    for window, question in enumerate(made.question_of)
-                ]
-                labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
         tables = {split: made.table for split, made in self._windows.items()}
-        super().__init__(task, corpus, fields, sizes, tokenizer, tables, labels)
+        labels = {}
+        if "label" in fields:
+            self.head = Head("span", 2)
+            labels = {
+                split: torch.tensor([made.label(i) for i in range(sizes[split])])
+                for split, made in self._windows.items()
+            }
+        super().__init__(task, corpus, sizes, fields, tokenizer, tables, labels)
 
     def describe(self) -> str:
-        asked = {split: len(questions) for split, questions in self._asked.items()}
+        asked = {split: len(made.asked) for split, made in self._windows.items()}
         questions = [f"questions {counted(asked)}"] if asked else []
         windows = f"{self._task.describe()}: windows {counted(self._rows)}"
         return "; ".join([windows, *questions, *self._remarks])
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""
-        self._text(field)
+        self.check_visible(field, "text field")
         windows = self._windows["train"]
-        questions = [list(tokens) for tokens in windows.table.firsts]
-        return questions + [windows.table.second(i) for i in range(len(windows.table))]
+        texts = [windows.table.texts(i) for i in range(self._rows["train"])]
+        questions = dict(zip(windows.question_of, texts, strict=True))
+        return [text[0] for text in questions.values()] + [text[1] for text in texts]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """F1 and exact match in percent, over questions with a window in `predictions`."""
-        asked = self._questions(split)
-        check_predictions(predictions, split, self._rows[split], "window")
+        self.check_predictions(split, predictions)
         samples: dict[int, dict[str, Any]] = {}
-        for number, answer in self._answers(split, predictions).items():
-            references = [text for text, _ in asked[number][1].answers]
+        for number, (question, answer) in self._answers(split, predictions).items():
+            references = [text for text, _ in question.answers]
             samples[number] = {
                 "prediction": answer,
                 "reference": references[0],
                 "f1": word_f1(answer, references),
                 "exact_match": exact_match(answer, references),
             }
-        of = {name: [each[name] for each in samples.values()] for name in ("f1", "exact_match")}
+        f1, exact = (np.array([s[k] for s in samples.values()]) for k in ("f1", "exact_match"))
+        f1_error = bootstrap_error(len(f1), lambda counts: float(np.average(f1, weights=counts)))
         return Scores(
-            {name: round(sum(each) / len(each), 4) for name, each in of.items()},
-            {name: round(ratio_error(each, 1), 4) for name, each in of.items()},
+            {"f1": round(float(f1.mean()), 4), "exact_match": round(float(exact.mean()), 4)},
+            {"f1": round(f1_error, 4), "exact_match": round(ratio_error(exact, 1), 4)},
             samples,
         )
 
@@ -187,56 +344,31 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
         }
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        asked, lines = self._questions(split), []
-        for number, answer in list(self._answers(split, predictions).items())[:count]:
-            question = asked[number][1]
+        lines = []
+        for question, answer in islice(self._answers(split, predictions).values(), count):
             right = " | ".join(dict.fromkeys(text for text, _ in question.answers))
             lines.append(f"question   {question.text}")
             lines.append(f"reference  {right}\noutput     {answer}\n")
         return "\n".join(lines)
 
-    def _answers(self, split: Split, predictions: dict[int, list[int]]) -> dict[int, str]:
-        """Question number -> text of its best span over all windows."""
-        asked, windows = self._questions(split), self._windows[split]
+    def _answers(
+        self, split: Split, predictions: dict[int, list[int]]
+    ) -> dict[int, tuple[Question, str]]:
+        """By number each question, and its best span over all windows."""
+        windows = self._windows[split]
         best: dict[int, int] = {}  # question -> window
         for window in sorted(predictions):
             question = windows.question_of[window]
             held = best.get(question)
             if held is None or predictions[window][2] > predictions[held][2]:
                 best[question] = window
-        answers = {}
-        for question, window in best.items():
-            start, stop = windows.span(window, *predictions[window][:2])
-            answers[question] = asked[question][0][start:stop].strip()
-        return answers
-
-    def _questions(self, split: Split) -> list[tuple[str, Question]]:
-        if "label" not in self._fields:
-            raise DataError("labels are not visible here, so nothing can be scored")
-        return self._asked[split]
-
-
-def normalised(answer: str) -> str:
-    """Normalise an answer for comparison: "The  Denver Broncos!" -> "denver broncos"."""
-    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
-
-
-def exact_match(answer: str, references: Sequence[str]) -> float:
-    """100 if the answer equals one of the references, else 0."""
-    return 100.0 * any(normalised(answer) == normalised(right) for right in references)
-
-
-def word_f1(answer: str, references: Sequence[str]) -> float:
-    """F1 over the words shared with a reference; best reference."""
-    return max(_f1(normalised(answer).split(), normalised(r).split()) for r in references)
-
-
-def _f1(words: list[str], right: list[str]) -> float:
-    shared = sum((Counter(words) & Counter(right)).values())
-    if not shared:
-        return 0.0
-    precision, recall = shared / len(words), shared / len(right)
-    return 100.0 * 2 * precision * recall / (precision + recall)
+        return {
+            question: (
+                windows.asked[question][1],
+                windows.answer(window, *predictions[window][:2]),
+            )
+            for question, window in best.items()
+        }
 
 
 @settings("task", kw_only=True)

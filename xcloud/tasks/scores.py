@@ -1,5 +1,5 @@
-"""Scores of labels, and the standard error of a score: what it would vary by over other samples of
-the same kind. No data and no text here.
+"""Scores of labels and of answers (SQuAD), and the standard error of a score: what it would vary
+by over other samples of the same kind. No data here.
 
 Scores are in percent. Undefined ones (only one class, constant values) are 0, as in the GLUE
 scorers. Shapes: N samples.
@@ -8,6 +8,9 @@ scorers. Shapes: N samples.
 from __future__ import annotations
 
 import math
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +26,10 @@ Measure = Callable[[Vector], float]
 in a resample. NaN if none counts."""
 
 RESAMPLES, SEED = 1000, 0
+# Answers are lowercased and stripped of these and of extra spaces before they are compared:
+# Rajpurkar et al., arXiv:1606.05250, section 6.1.
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
 MEANINGS: Mapping[Kind, Mapping[str, str]] = {
     "classes": {
         "accuracy": "share of correct classes, percent",
@@ -150,3 +157,22 @@ def _ranks(values: Vector, counts: Vector) -> Vector:
     distinct, places = np.unique(values, return_inverse=True)
     num = np.bincount(places, weights=counts, minlength=len(distinct))
     return (num.cumsum() - (num - 1) / 2)[places]
+
+
+def normalised(answer: str) -> str:
+    """Normalise an answer for comparison: "The  Denver Broncos!" -> "denver broncos"."""
+    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """100 if the answer equals one of the references, else 0."""
+    return 100.0 * any(normalised(answer) == normalised(right) for right in references)
+
+
+def word_f1(answer: str, references: Sequence[str]) -> float:
+    """F1 over the words shared with a reference, percent; best reference."""
+    words = Counter(normalised(answer).split())
+    rights = [Counter(normalised(right).split()) for right in references]
+    return max(
+        200.0 * (words & right).total() / max(1, words.total() + right.total()) for right in rights
+    )

@@ -20,15 +20,15 @@ from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 
 @settings("task", kw_only=True)
 class SourceTask(Source):
     """What the settings of all tasks share.
 
-    max_length: in tokens, special ids included. cache_dir: for trained tokenizers; relative to the
-    checkout.
+    fields: the last one is what is predicted. max_length: in tokens, special ids included.
+    cache_dir: for trained tokenizers; relative to the checkout.
     """
 
     fields: ClassVar[tuple[str, ...]]
@@ -97,8 +97,7 @@ class TextTask(SourceTask):
 
     def check(self) -> None:
         super().check()
-        if isinstance(self.tokenizer, PretrainedTokenizer):
-            self.tokenizer.check()
+        self.tokenizer.check()
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         """Raise DataError if a split is empty or task.sizes differ from the data."""
@@ -137,13 +136,25 @@ U = TypeVar("U", bound=TextTask)
 
 
 class View(Generic[T]):
-    """One rank's view of a task: what all of them share (TaskData)."""
+    """One rank's view of a task: what all of them share (TaskData).
+
+    vocabularies: of the visible text fields. num_cut: as in TaskData.
+    """
 
     head: Head | None = None
 
-    def __init__(self, task: T, corpus: Corpus, rows: Mapping[Split, int]) -> None:
-        self._task, self._rows = task, dict(rows)
+    def __init__(
+        self,
+        task: T,
+        corpus: Corpus,
+        rows: Mapping[Split, int],
+        fields: frozenset[str],
+        vocabularies: Mapping[str, TokenIds],
+        num_cut: Mapping[str, int],
+    ) -> None:
+        self._task, self._rows, self._fields = task, dict(rows), fields
         self._remarks, self._agreed = corpus.remarks, corpus.agreed
+        self._vocabularies, self.num_cut = vocabularies, num_cut
 
     def describe(self) -> str:
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
@@ -161,6 +172,31 @@ class View(Generic[T]):
     def num_samples(self, split: Split) -> int:
         return self._rows[split]
 
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return frozenset(self._vocabularies)
+
+    def vocabulary(self, field: str) -> TokenIds:
+        self.check_visible(field, "text field")
+        return self._vocabularies[field]
+
+    def check_visible(self, field: str, kind: str = "field") -> None:
+        """Raise DataError for a field, or a text field, that this rank does not see."""
+        there = self._fields if kind == "field" else self.text_fields
+        if field not in there:
+            visible = ", ".join(sorted(there)) or "none"
+            raise DataError(f"{field!r} is no {kind} visible here; visible: {visible}")
+
+    def check_predictions(self, split: Split, predictions: Mapping[int, object]) -> None:
+        """Raise DataError if what they are compared with is not visible here, ValueError if there
+        are none, or one is for no sample of the split."""
+        self.check_visible(self._task.fields[-1])
+        if not predictions:
+            raise ValueError(f"no predictions to score on {split}")
+        num = self._rows[split]
+        if outside := [i for i in predictions if not 0 <= i < num]:
+            raise ValueError(f"sample {outside[0]} is not in {split} (0..{num - 1})")
+
 
 class TextData(View[U]):
     """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
@@ -170,32 +206,23 @@ class TextData(View[U]):
         self,
         task: U,
         corpus: Corpus,
-        fields: frozenset[str],
         rows: Mapping[Split, int],
+        fields: frozenset[str],
         tokenizer: Tokenizer | None,
         tables: Mapping[Split, PairTable],
         labels: Mapping[Split, Tensor],
     ) -> None:
-        super().__init__(task, corpus, rows)
-        self._fields, self._tokenizer = fields, tokenizer
+        self._tokenizer = tokenizer if "text" in fields else None
+        vocabularies = {} if self._tokenizer is None else {"text": self._tokenizer.token_ids}
+        num_cut = dict.fromkeys(vocabularies, sum(table.num_cut for table in tables.values()))
+        super().__init__(task, corpus, rows, fields, vocabularies, num_cut)
         self._tables, self._labels = tables, labels
-
-    @property
-    def text_fields(self) -> frozenset[str]:
-        return self._fields & {"text"}
-
-    @property
-    def num_cut(self) -> dict[str, int]:
-        return {name: sum(t.num_cut for t in self._tables.values()) for name in self.text_fields}
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return self._text(field).token_ids
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
         if self._tables:
-            text, types = self._tables[split].padded(ids)
-            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
+            columns = zip(("text", "types"), self._tables[split].padded(ids), strict=True)
+            batch |= {name: column for name, column in columns if name in self._fields}
         if self._labels:
             batch["label"] = self._labels[split][ids]
         return batch
@@ -209,23 +236,7 @@ class TextData(View[U]):
         if self._tokenizer is not None:
             self._tokenizer.save(folder / "text_tokenizer.json")
 
-    def _text(self, field: str) -> Tokenizer:
-        if self._tokenizer is None or field not in self.text_fields:
-            visible = ", ".join(sorted(self._fields)) or "none"
-            raise DataError(f"{field!r} is not a text field visible here; visible: {visible}")
-        return self._tokenizer
-
 
 def counted(counts: Mapping[Split, int]) -> str:
     """ "1,000 train, 50 dev, 50 test"."""
     return ", ".join(f"{count:,} {split}" for split, count in counts.items())
-
-
-def check_predictions(
-    predictions: Mapping[int, object], split: Split, num: int, what: str
-) -> None:
-    """Raise ValueError if there are none, or one is for no sample of the split."""
-    if not predictions:
-        raise ValueError(f"no predictions to score on {split}")
-    if outside := [i for i in predictions if not 0 <= i < num]:
-        raise ValueError(f"{what} {outside[0]} is not in {split} (0..{num - 1})")

@@ -9,19 +9,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+import unicodedata
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
-from xcloud.hub import make_once, resolve
-from xcloud.tasks.word_starts import begins_word
+from xcloud.hub import go_offline_if_unreachable, key_of, make_once, resolve
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,28 +33,21 @@ BYTES = 256
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """Text to ids and back. encode adds no special ids; decode stops at eos and drops the others.
 
-    special: all special ids, including unknown. rejoin: pieces are words and punctuation, and
-    decode reattaches punctuation ("Ve ." becomes "Ve."); if false, decode(encode(text)) is `text`
-    byte for byte.
+    backend: the tokenizer of `tokenizers`. special: all special ids, including unknown.
+    rejoin: pieces are words and punctuation, and decode reattaches punctuation ("Ve ." becomes
+        "Ve."); if false, decode(encode(text)) is `text` byte for byte.
     num_separators: eos ids between the texts of a pair: 1 as in BERT, 2 as in RoBERTa.
     """
 
-    def __init__(
-        self,
-        backend: Any,
-        token_ids: TokenIds,
-        special: Iterable[int],
-        rejoin: bool,
-        num_separators: int = 1,
-    ) -> None:
-        self.backend = backend  # the tokenizer of `tokenizers`
-        self.token_ids = token_ids
-        self._special = frozenset(special)
-        self._rejoin = rejoin
-        self.num_separators = num_separators
+    backend: Any
+    token_ids: TokenIds
+    special: Collection[int]
+    rejoin: bool
+    num_separators: int = 1
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -72,20 +65,20 @@ class Tokenizer:
         for token in ids:
             if token == self.token_ids.eos:
                 break
-            if token not in self._special:
+            if token not in self.special:
                 kept.append(int(token))
         text: str = self.backend.decode(kept)
-        return rejoin_marks(text) if self._rejoin else text
+        return rejoin_marks(text) if self.rejoin else text
 
     @cached_property
     def digest(self) -> int:
         """32-bit digest of vocabulary and rules, equal if two clouds hold the same tokenizer."""
-        described = f"{self.token_ids!r} {sorted(self._special)} {self.backend.to_str()}"
+        described = f"{self.token_ids!r} {sorted(self.special)} {self.backend.to_str()}"
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
 
     def word_starts(self) -> list[bool]:
         """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
-        scripts written without spaces (word_starts.py).
+        scripts written without spaces.
         """
         model, decoder = self.backend.model, str(self.backend.decoder)
         continuation = None
@@ -93,7 +86,7 @@ class Tokenizer:
             continuation = model.continuing_subword_prefix
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
-            i in self._special or begins_word(piece, continuation, "ByteLevel" in decoder)
+            i in self.special or begins_word(piece, continuation, "ByteLevel" in decoder)
             for i, piece in enumerate(pieces)
         ]
 
@@ -113,7 +106,7 @@ class Tokenizer:
                 pair=f"{bos} $A {eos} $B {eos}",
                 special_tokens=[(bos, ids.bos), (eos, ids.eos)],
             )
-        unknown = next((p for i in self._special if (p := piece(i)) in UNKNOWN_TOKENS), None)
+        unknown = next((p for i in self.special if (p := piece(i)) in UNKNOWN_TOKENS), None)
         made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend, cls_token=bos, sep_token=eos, pad_token=piece(ids.pad),
             mask_token=piece(ids.mask), unk_token=unknown, model_max_length=max_length,
@@ -125,16 +118,13 @@ class Tokenizer:
         content = {
             "format": FORMAT,
             "token_ids": asdict(self.token_ids),
-            "special": sorted(self._special),
-            "rejoin": self._rejoin,
+            "special": sorted(self.special),
+            "rejoin": self.rejoin,
             "num_separators": self.num_separators,
             "tokenizer": json.loads(self.backend.to_str()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Atomic: another rank may be waiting for the file.
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        part.replace(path)
+        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
@@ -145,25 +135,30 @@ class Tokenizer:
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
-            token_ids = TokenIds(**content["token_ids"])
             how = (content["special"], content["rejoin"], content["num_separators"])
-            return Tokenizer(backend, token_ids, *how)
+            return Tokenizer(backend, TokenIds(**content["token_ids"]), *how)
         except OSError as error:
             raise DataError(f"{path}: cannot read tokenizer file ({error.strerror})") from error
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{path}: not an {FORMAT} file ({error})") from error
 
 
-@runtime_checkable
-class TokenizerChoice(Protocol):
-    """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint."""
+class TokenizerChoice:
+    """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint.
+    is_trained: whether it needs texts to be made from."""
+
+    is_trained: ClassVar[bool] = False
+
+    def check(self) -> None:
+        """Quick check: raise DataError if files are missing."""
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         """The tokenizer, trained on these texts if needed. Raises DataError."""
+        raise NotImplementedError
 
 
 @settings("tokenizer")
-class TrainedTokenizer:
+class TrainedTokenizer(TokenizerChoice):
     """Trained on one side's training text; deterministic for the same text and settings.
 
     bpe: byte-level, no unknown tokens, decode is lossless; at least 261 ids.
@@ -175,6 +170,7 @@ class TrainedTokenizer:
     vocab_size: int = 4000
     kind: Literal["bpe", "wordpiece"] = "bpe"
     lowercase: bool = False
+    is_trained: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         least = len(SPECIAL_TOKENS) + (BYTES if self.kind == "bpe" else 1)
@@ -187,20 +183,41 @@ class TrainedTokenizer:
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         if not any(texts):
             raise DataError("a tokenizer cannot be trained: the training texts are all empty")
-        path = cache_dir / "tokenizers" / f"{self._key(texts)}.json"
+        import tokenizers
+
+        described = {"format": FORMAT, "version": tokenizers.__version__, "settings": repr(self)}
+        key = key_of(described, (text.encode() + b"\n" for text in texts))
+        path = cache_dir / "tokenizers" / f"{key}.json"
         make_once(path, lambda part: self._train(texts).save(part))
         return Tokenizer.load(path)
 
-    def _key(self, texts: Sequence[str]) -> str:
-        import tokenizers
-
-        digest = hashlib.sha256(f"{FORMAT} {tokenizers.__version__} {self!r}".encode())
-        for text in texts:
-            digest.update(text.encode() + b"\n")
-        return digest.hexdigest()[:32]
-
     def _train(self, texts: Sequence[str]) -> Tokenizer:
-        backend, trainer = self._bpe() if self.kind == "bpe" else self._wordpiece(texts)
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+        special = list(SPECIAL_TOKENS)
+        backend: Any
+        trainer: Any
+        limits: Any = {"vocab_size": self.vocab_size, "min_frequency": 2, "show_progress": False}
+        if self.kind == "bpe":
+            backend = Backend(models.BPE())
+            if self.lowercase:
+                backend.normalizer = normalizers.Lowercase()
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            backend.decoder = decoders.ByteLevel()
+            alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+            trainer = trainers.BpeTrainer(
+                special_tokens=special, initial_alphabet=alphabet, **limits
+            )
+        else:
+            backend = Backend(models.WordPiece(unk_token="[UNK]"))
+            backend.normalizer = normalizers.BertNormalizer(
+                lowercase=self.lowercase, strip_accents=False
+            )
+            backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            backend.decoder = decoders.WordPiece(cleanup=False)
+            special += self._pieces(map(backend.normalizer.normalize_str, texts))
+            trainer = trainers.WordPieceTrainer(special_tokens=special, **limits)
         backend.train_from_iterator(texts, trainer)
         content = json.loads(backend.to_str())
         # So that a literal "[EOS]" in a text stays text and does not become the special id.
@@ -211,51 +228,21 @@ class TrainedTokenizer:
         token_ids = TokenIds(backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
         return Tokenizer(backend, token_ids, ids, rejoin=self.kind == "wordpiece")
 
-    def _bpe(self) -> tuple[Any, Any]:
-        """Untrained, with its trainer."""
-        from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-
-        backend = Backend(models.BPE())
-        if self.lowercase:
-            backend.normalizer = normalizers.Lowercase()
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        special = list(SPECIAL_TOKENS)
-        return backend, trainers.BpeTrainer(
-            vocab_size=self.vocab_size, min_frequency=2, special_tokens=special,
-            initial_alphabet=alphabet, show_progress=False,
-        )  # fmt: skip
-
-    def _wordpiece(self, texts: Sequence[str]) -> tuple[Any, Any]:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-
-        backend = Backend(models.WordPiece(unk_token="[UNK]"))
-        backend.normalizer = normalizers.BertNormalizer(
-            lowercase=self.lowercase, strip_accents=False
-        )
-        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        backend.decoder = decoders.WordPiece(cleanup=False)
-        # The trainer numbers pieces such as ##a in hash-table order, which differs between
-        # processes and changes the merges. Fixing the numbers first makes it deterministic.
-        characters = sorted({c for text in texts for c in backend.normalizer.normalize_str(text)})
-        pieces = [piece for c in characters if not c.isspace() for piece in (c, f"##{c}")]
-        special = [*SPECIAL_TOKENS, *pieces]
-        if len(special) > self.vocab_size:
+    def _pieces(self, texts: Iterable[str]) -> list[str]:
+        """Of one character each. The trainer numbers pieces such as ##a in hash-table order, which
+        differs between processes and changes the merges; fixing the numbers first makes it
+        deterministic."""
+        characters = sorted({c for text in texts for c in text if not c.isspace()})
+        if (least := len(SPECIAL_TOKENS) + 2 * len(characters)) > self.vocab_size:
             raise ConfigError(
                 f"tokenizer vocab_size {self.vocab_size} is too small: the text has "
-                f"{len(pieces) // 2} characters; set at least {len(special)}"
+                f"{len(characters)} characters; set at least {least}"
             )
-        return backend, trainers.WordPieceTrainer(
-            vocab_size=self.vocab_size, min_frequency=2, special_tokens=special,
-            show_progress=False,
-        )  # fmt: skip
+        return [piece for c in characters for piece in (c, f"##{c}")]
 
 
 @settings("tokenizer")
-class FileTokenizer:
+class FileTokenizer(TokenizerChoice):
     """A tokenizer trained beforehand, of which every cloud has a copy:
     python -m xcloud train-tokenizer --out FILE …
     """
@@ -265,17 +252,15 @@ class FileTokenizer:
     def check(self) -> None:
         """Raise DataError if the file is missing."""
         if not Path(self.path).expanduser().is_file():
-            raise DataError(
-                f"no tokenizer file {self.path}; make it with "
-                f"`python -m xcloud train-tokenizer FOLDER --languages … --out {self.path}`"
-            )
+            command = f"python -m xcloud train-tokenizer FOLDER --languages … --out {self.path}"
+            raise DataError(f"no tokenizer file {self.path}; make it with `{command}`")
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         return Tokenizer.load(Path(self.path).expanduser())
 
 
 @settings("tokenizer")
-class PretrainedTokenizer:
+class PretrainedTokenizer(TokenizerChoice):
     """The tokenizer of a pretrained model: a hub id such as bert-base-cased, a local folder, or
     the name of a packaged checkpoint (minilm).
 
@@ -301,40 +286,13 @@ class PretrainedTokenizer:
             )
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
-        return self._wrap(self.load())
-
-    def load(self) -> Any:
-        """As transformers has it. Raises DataError."""
-        from transformers import AutoTokenizer
-
-        from xcloud.hub import go_offline_if_unreachable
-
-        name = resolve(self.name_or_path)
-        local = Path(name).expanduser().is_dir()
-        reached = local or go_offline_if_unreachable()
-        try:
-            return AutoTokenizer.from_pretrained(
-                str(Path(name).expanduser()) if local else name,
-                local_files_only=not reached or local,
-                trust_remote_code=False,  # else it asks whoever sits at the terminal
-            )
-        except Exception as error:  # broken folders raise all kinds
-            reason = " ".join(str(error).split())[:200]
-            if not reached:
-                reason = "the hub cannot be reached and no copy is in the cache"
-            raise DataError(
-                f"tokenizer {name}: {reason}; load it once with network access, or give "
-                "a folder with tokenizer.json"
-            ) from error
-
-    def _wrap(self, pretrained: Any) -> Tokenizer:
-        backend = getattr(pretrained, "backend_tokenizer", None)
-        if backend is None:
-            raise DataError(f"tokenizer {self.name_or_path}: has no tokenizer.json (fast) form")
+        pretrained = self.load()
+        backend = pretrained.backend_tokenizer
+        cls, sep = pretrained.cls_token_id, pretrained.sep_token_id
         ids = {
             "pad": pretrained.pad_token_id,
-            "bos": _first(pretrained.cls_token_id, pretrained.bos_token_id),
-            "eos": _first(pretrained.sep_token_id, pretrained.eos_token_id),
+            "bos": pretrained.bos_token_id if cls is None else cls,
+            "eos": pretrained.eos_token_id if sep is None else sep,
             "mask": pretrained.mask_token_id,
         }
         if missing := [name for name, token in ids.items() if token is None]:
@@ -351,9 +309,28 @@ class PretrainedTokenizer:
             backend, TokenIds(len(pretrained), **ids), special, rejoin, max(1, between)
         )
 
+    def load(self) -> Any:
+        """As transformers has it, in its fast form. Raises DataError."""
+        from transformers import AutoTokenizer
 
-def _first(*ids: int | None) -> int | None:
-    return next((token for token in ids if token is not None), None)
+        name = resolve(self.name_or_path)
+        local = Path(name).expanduser().is_dir()
+        reached = local or go_offline_if_unreachable()
+        try:
+            found = AutoTokenizer.from_pretrained(
+                str(Path(name).expanduser()) if local else name,
+                local_files_only=not reached or local,
+                trust_remote_code=False,  # else it asks whoever sits at the terminal
+            )
+        except Exception as error:  # broken folders raise all kinds
+            reason = " ".join(str(error).split())[:200]
+            if not reached:
+                reason = "the hub cannot be reached and no copy is in the cache"
+            remedy = "load it once with network access, or give a folder with tokenizer.json"
+            raise DataError(f"tokenizer {name}: {reason}; {remedy}") from error
+        if getattr(found, "backend_tokenizer", None) is None:
+            raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
+        return found
 
 
 def rejoin_marks(text: str) -> str:
@@ -370,3 +347,54 @@ def rejoin_marks(text: str) -> str:
     text = re.sub(r"(\d[.:]) (?=\d)", r"\1", text)  # 3. 5
     text = re.sub(r"(\d,) (?=\d{1,3}(?!\d))", r"\1", text)  # 1, 250 but May 9, 1955
     return text.strip()
+
+
+# Which pieces start a word, for whole-word masking. Scripts written without spaces do not mark
+# words: each piece counts as a word.
+UNSPACED = (
+    (0x0E00, 0x109F),  # Thai, Lao, Tibetan, Myanmar
+    (0x1780, 0x17FF),  # Khmer
+    (0x1950, 0x1AAF),  # Tai scripts, Khmer symbols
+    (0x2E80, 0xA4CF),  # Chinese, Japanese, Yi, and their marks
+    (0xAA60, 0xAADF),  # Myanmar, Tai Viet
+    (0xF900, 0xFAFF),  # Chinese, compatibility forms
+    (0xFE30, 0xFE4F),
+    (0xFF00, 0xFFEF),  # full width
+    (0x1B000, 0x1B16F),  # kana
+    (0x20000, 0x3FFFF),  # Chinese
+)
+# Bytes that GPT-2's alphabet maps to themselves; the others are mapped to U+0100 and up.
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(0x100 + i): b for i, b in enumerate(_HIDDEN)}
+
+
+def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
+    """continuation: the prefix of word-internal pieces, "##" in WordPiece. None: spaces are marked
+    instead, by "▁" (SentencePiece) or "Ġ" (byte_level: pieces are bytes in GPT-2's alphabet).
+    """
+    if continuation is not None:
+        inside = piece.startswith(continuation)
+        return not inside or begins_unspaced(piece.removeprefix(continuation).encode())
+    if piece.startswith(("Ġ", "▁")):
+        return True
+    if byte_level and all(sign in BYTE_OF for sign in piece):
+        return begins_unspaced(bytes(BYTE_OF[sign] for sign in piece))
+    return begins_unspaced(piece.encode())
+
+
+def begins_unspaced(text: bytes) -> bool:
+    """Whether UTF-8 text starts with a character of an unspaced script, combining marks excluded.
+    For an incomplete character: whether its first and last possible values both are.
+    """
+    if not text:
+        return False
+    num_bytes = max(1, 8 - (~text[0] & 0xFF).bit_length())  # as many as ones lead the first byte
+    missing = num_bytes - len(text[:num_bytes])
+    lowest, highest = (
+        (text[:num_bytes] + filler * missing).decode(errors="replace")[0]
+        for filler in (b"\x80", b"\xbf")
+    )
+    if not missing and unicodedata.category(lowest).startswith("M"):
+        return False
+    return all(any(a <= ord(end) <= b for a, b in UNSPACED) for end in (lowest, highest))

@@ -21,7 +21,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Scores, Split, UsedAs
+from xcloud.contracts.task import SPLITS, Scores, Split
 from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.folder import Folder, read_lines
 from xcloud.tasks.corpus.hub import Hub
@@ -29,7 +29,7 @@ from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_colu
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.tables import TokenTable
-from xcloud.tasks.text_task import SourceTask, View, check_predictions, counted
+from xcloud.tasks.text_task import SourceTask, View, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -65,7 +65,7 @@ class Translation(SourceTask):
     target_tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
     name: ClassVar[str] = "translation"
-    used_as: ClassVar[UsedAs] = "translation task"
+    used_as: ClassVar[str] = "translation task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,7 +165,7 @@ class TranslationText:
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
         self._tokenizers = tokenizers
-        self._max_tokens = max_length - SPECIAL_PER_SAMPLE
+        self._max_length = max_length
 
     @staticmethod
     def load(folder: Path, max_length: int) -> TranslationText:
@@ -184,19 +184,20 @@ class TranslationText:
     def vocabularies(self) -> dict[str, TokenIds]:
         return {key: tokenizer.token_ids for key, tokenizer in self._tokenizers.items()}
 
+    def table(self, key: str, texts: Sequence[str]) -> TokenTable:
+        """Rows are bos, text, eos."""
+        tokenizer = self.tokenizer(key)
+        return TokenTable.of_texts(tokenizer.encode(texts), self._max_length, tokenizer.token_ids)
+
+    def source_batch(self, texts: Sequence[str]) -> Tensor:
+        """int64 [B, S] for texts outside the corpus."""
+        return self.table("source", texts).padded(torch.arange(len(texts)))
+
     def tokenizer(self, key: str) -> Tokenizer:
         if key not in self._tokenizers:
             there = ", ".join(self._tokenizers) or "none"
             raise DataError(f"the {key} side is not visible here; visible: {there}")
         return self._tokenizers[key]
-
-    def table(self, key: str, texts: Sequence[str]) -> TokenTable:
-        return TokenTable(self.tokenizer(key).encode(texts), self._max_tokens)
-
-    def source_batch(self, texts: Sequence[str]) -> Tensor:
-        """int64 [B, S] for texts outside the corpus."""
-        table = self.table("source", texts)
-        return table.padded(torch.arange(len(texts)), self.tokenizer("source").token_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Target text of these ids, up to eos."""
@@ -209,60 +210,44 @@ class TranslationData(View[Translation], TranslationText):
     def __init__(
         self, task: Translation, corpus: Corpus, tokenizers: Mapping[str, Tokenizer]
     ) -> None:
-        View.__init__(self, task, corpus, corpus.counts)
         TranslationText.__init__(self, tokenizers, task.max_length)
+        texts = {key: {s: corpus.splits[s].texts[key] for s in SPLITS} for key in tokenizers}
         self._tables = {
-            (split, key): self.table(key, corpus.splits[split].texts[key])
-            for split in SPLITS
-            for key in tokenizers
+            key: {split: self.table(key, column) for split, column in columns.items()}
+            for key, columns in texts.items()
         }
-        self._learnable = {key: self.table(key, learnable(corpus, key)) for key in tokenizers}
+        cut = {key: sum(t.num_cut for t in each.values()) for key, each in self._tables.items()}
+        fields = frozenset(tokenizers)
+        View.__init__(self, task, corpus, corpus.counts, fields, self.vocabularies, cut)
+        self._further = {key: self.table(key, corpus.further[key]) for key in tokenizers}
         # Raw, for scoring: references are neither truncated nor tokenised.
-        self._references: dict[Split, Sequence[str]] = {}
-        if "target" in tokenizers:
-            evaluated: tuple[Split, ...] = ("dev", "test")
-            self._references = {s: corpus.splits[s].texts["target"] for s in evaluated}
+        self._references = texts.get("target", {})
 
     def describe(self) -> str:
         pairs = f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})"
         return ", ".join([self._task.describe(), pairs, *self._remarks])
 
-    @property
-    def text_fields(self) -> frozenset[str]:
-        return frozenset(self.vocabularies)
-
-    @property
-    def num_cut(self) -> dict[str, int]:
-        return {
-            name: sum(self._tables[split, name].num_cut for split in SPLITS)
-            for name in self.text_fields
-        }
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return self.tokenizer(field).token_ids
-
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        self.tokenizer(field)  # refuses an invisible side
-        return self._learnable[field]
+        """Of the training pairs, and further texts."""
+        self.check_visible(field)
+        learnable = (self._tables[field]["train"], self._further[field])
+        return [row[1:-1] for table in learnable for row in table]
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
-        batch = {"ids": ids}
-        for key, special in self.vocabularies.items():
-            batch[key] = self._tables[split, key].padded(ids, special)
-        return batch
+        return {"ids": ids, **{k: each[split].padded(ids) for k, each in self._tables.items()}}
 
     def weight(self, ids: Tensor) -> float:
         """Target tokens to predict in these training samples: T without bos and padding."""
-        return float(self._table("train", "target").lengths(ids).sum() + len(ids))
+        self.check_visible("target")
+        return float((self._tables["target"]["train"].lengths(ids) - 1).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`. Both follow
         from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
-        references = self._reference_texts(split)
-        check_predictions(predictions, split, len(references), "sample")
+        self.check_predictions(split, predictions)
         order = sorted(predictions)
         outputs = [self.decode(predictions[i]) for i in order]
-        wanted = [references[i] for i in order]
+        wanted = [self._references[split][i] for i in order]
         samples: list[dict[str, object]] = [
             {"prediction": output, "reference": reference}
             for output, reference in zip(outputs, wanted, strict=True)
@@ -278,25 +263,14 @@ class TranslationData(View[Translation], TranslationText):
         return _signatures(self._task.language)
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        references = self._reference_texts(split)
         lines = []
         for ident in sorted(predictions)[:count]:
-            if (split, "source") in self._tables:
-                source = self._tables[split, "source"][ident]
+            if "source" in self._tables:
+                source = self._tables["source"][split][ident]
                 lines.append(f"source     {self.tokenizer('source').decode(source)}")
-            lines.append(f"reference  {references[ident]}")
+            lines.append(f"reference  {self._references[split][ident]}")
             lines.append(f"output     {self.decode(predictions[ident])}\n")
         return "\n".join(lines)
-
-    def _table(self, split: Split, key: str) -> TokenTable:
-        self.tokenizer(key)  # refuses an invisible side
-        return self._tables[split, key]
-
-    def _reference_texts(self, split: Split) -> Sequence[str]:
-        self.tokenizer("target")
-        if split not in self._references:
-            raise ValueError(f"only dev and test are scored, not {split}")
-        return self._references[split]
 
 
 def _score(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.state import State, copy_of, join_states, split_state
+from xcloud.comm.state import State, copy_of, fill, join_states, split_state
 from xcloud.parallel.exchange import digest, local_part, with_part
 
 
@@ -57,21 +56,8 @@ class TrainedModule:
                 "a kept backbone has changed since. Put the old one back, or start a new run"
             )
         parts = split_state(rest, ("values", "moments"), "a trained module")
-        found = parts["values"]
         own = {name: local_part(value) for name, value in self._values.items()}
-        wrong = {
-            name
-            for name in found.keys() | own.keys()
-            if name not in found or name not in own or _spec(found[name]) != _spec(own[name])
-        }
-        if wrong:
-            raise ValueError(
-                f"the state of a trained module does not fit it: {', '.join(sorted(wrong))} "
-                "missing, unknown or of another shape; it was saved with other settings"
-            )
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(torch.as_tensor(found[name]))
+        fill(own, parts["values"], "a trained module")
         self._load_moments(parts["moments"])
 
     def _load_moments(self, state: State) -> None:
@@ -119,7 +105,3 @@ class TrainedModule:
 
 def _copy(value: Tensor | int) -> Tensor | int:
     return copy_of(local_part(value)) if isinstance(value, Tensor) else value
-
-
-def _spec(value: Tensor | int) -> TensorSpec | None:
-    return TensorSpec.of(value) if isinstance(value, Tensor) else None

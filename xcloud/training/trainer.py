@@ -11,19 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import TrainingDiverged
-from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
+from xcloud.comm.state import Stateful, StatefulParts
 from xcloud.parallel.control import Reply, Signal, StageSums
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import Schedule
 from xcloud.training.batch_plan import Feed
-from xcloud.training.settings import OnDivergence, Training
+from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
 
 NO_PARTS = Part()
-_ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class Trainer(StatefulParts):
     ) -> None:
         self.pipeline, self.schedule, self.settings, self.feed = pipeline, schedule, settings, feed
         self.exchange, self.sums, self.losses, self.num_updates = exchange, sums, losses, 0
-        self.guard = DivergenceGuard(settings.on_divergence, settings.max_skips_in_a_row)
         self.stages: dict[int, TrainedStage] = {}
         for stage, module in sorted(pipeline.stages.items()):
             module.train()
@@ -100,9 +97,9 @@ class Trainer(StatefulParts):
             loss = self._compute_gradients(step, parts)
             total_loss = self._exchange_gradients(step, loss, parts)
             reply = self._agree(step, parts)
-            what = f"the loss or gradient of step {step}"
-            if self.guard.skips(what, math.isfinite(reply.total)):
-                report.skipped = self.guard.note(what)
+            if not math.isfinite(reply.total):
+                report.skipped = parts.skip(step)
+                assert report.skipped, "no part knows what to do with this update"
             else:
                 report.loss = total_loss
                 report.grad_norm = self._clip(reply.total)
@@ -128,16 +125,10 @@ class Trainer(StatefulParts):
         """From the next update on. All ranks call it between the same two."""
         self.schedule = schedule
 
-    def own(self) -> State:
+    def parts(self) -> dict[str, Stateful]:
         """Batches, learning rates and dropout follow from the seed and the number of the update;
         channels have their state in the wiring."""
-        return {"num_updates": self.num_updates}
-
-    def take(self, own: State) -> None:
-        self.num_updates = whole_number(own, "num_updates")
-
-    def parts(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful] = {"guard": self.guard, "exchange": self.exchange}
+        parts: dict[str, Stateful] = {"exchange": self.exchange}
         for number, stage in self.stages.items():
             parts[f"stage {number}"] = stage.trained
         return parts
@@ -242,57 +233,3 @@ class Trainer(StatefulParts):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
-
-
-@dataclass
-class DivergenceGuard:
-    """What happens to an update whose loss or gradient is not finite. The check comes before the
-    optimizer, and every rank that shares the update has its own copy, which counts alike: so
-    parameters and moments are as before it everywhere.
-
-    A skipped update still is one: its step, samples and learning rate are used up, only the
-    optimizer does not move.
-    """
-
-    on_divergence: OnDivergence = "stop"
-    max_skips_in_a_row: int = 10
-    num_in_a_row: int = 0
-
-    def skips(self, what: str, is_finite: bool) -> bool:
-        """Whether to leave the update out. what: such as "the loss or gradient of step 3".
-
-        Raises TrainingDiverged if it is not finite and may not be left out.
-        """
-        if is_finite:
-            self.num_in_a_row = 0
-            return False
-        if self.on_divergence == "stop":
-            raise diverged(
-                f"{what} is not finite",
-                "to leave such updates out set training.on_divergence=skip",
-            )
-        self.num_in_a_row += 1
-        if self.num_in_a_row > self.max_skips_in_a_row:
-            raise diverged(
-                f"{what} is not finite, after {self.max_skips_in_a_row} skipped updates in a row",
-                f"training.max_skips_in_a_row is {self.max_skips_in_a_row}",
-            )
-        return True
-
-    def state_dict(self) -> State:
-        return {"num_in_a_row": self.num_in_a_row}
-
-    def load_state_dict(self, state: State) -> None:
-        self.num_in_a_row = whole_number(state, "num_in_a_row")
-
-    def note(self, what: str) -> str:
-        """For the user, after `skips` returned True."""
-        return (
-            f"{what} is not finite: update skipped, parameters are as before "
-            f"({self.num_in_a_row} in a row, at most {self.max_skips_in_a_row})"
-        )
-
-
-def diverged(what: str, remark: str) -> TrainingDiverged:
-    """The error for an update that can neither be made nor left out."""
-    return TrainingDiverged(f"{what}; parameters are as before this update. {_ADVICE}; {remark}")

@@ -86,7 +86,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
     """Timeline and pictures of the steps so far."""
     if not run.num_steps:
         return []
-    facts, written = job.facts, []
+    facts, written = facts_of(job), []
     try:
         timeline = timeline_of(run.events("timeline"))
         if timeline is not None:
@@ -102,3 +102,12 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
         run.lost_files.append("pictures")
         log.warning("%s is without all its pictures: %r", run_dir, error)
     return written
+
+
+def facts_of(job: Job) -> dict[str, str]:
+    """For the pictures of a run."""
+    facts = {
+        "schedule": job.schedule_label, "link": job.cluster.describe_link(),
+        "compression": job.compression_in_force,
+    }  # fmt: skip
+    return {**facts, "strategy": job.strategy_in_force} if job.strategy_in_force else facts

@@ -1,28 +1,21 @@
 """Follow a run from outside its ranks: progress line, tracker, and at the end its record.
 
-On one machine the process that started the ranks does this; on several, rank 0's machine starts
-it as a separate process (python -m xcloud monitor RUN_DIR --parent PID). Both read its
-events. Nothing here can stop the training.
+On one machine the process that started the ranks does this; on several it is a process of its own
+(following.py). Both read its events. Nothing here can stop the training.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
 import logging
-import os
-import signal
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.errors import XcloudError
 from xcloud.base.project import commit
-from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config, shared_job
+from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.job import Job
 from xcloud.record.events import (
     EVENTS_FILE,
@@ -30,15 +23,11 @@ from xcloud.record.events import (
     MALFORMED,
     Event,
     EventReader,
-    StepsAreGone,
 )
-from xcloud.record.rank_state import SAMPLES_FILE, error_file
-from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.record.rank_state import SAMPLES_FILE
+from xcloud.record.summary import SUMMARY_FILE, Resumed
 from xcloud.record.tracking import NullTracker, Recording, TrackedRun
 from xcloud.report.progress import ProgressLine
-
-RECORD_WITHIN_S = 10.0
-STOPPED = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C) and saved; the same command resumes it"
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +81,10 @@ class Monitor:
         # "finish" is of this attempt, which may be ahead of this monitor.
         self.attempt.stops_count = is_again
         for event in self._reader:
-            self._take_safely(event)
+            self._num_read += 1
+            with contextlib.suppress(*MALFORMED):
+                self.attempt.take(event)
+        self.num_malformed = self._read_again()
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
@@ -130,7 +122,7 @@ class Monitor:
         kind = event["event"]
         try:
             totals = self.statistics.feed(event)
-        except StepsAreGone:
+        except Resumed:
             totals = None
             self._read_again()
         self.attempt.take(event)
@@ -150,14 +142,14 @@ class Monitor:
                 self._progress = None
                 log.warning("the progress cannot be shown any more: %s", error)
 
-    def _read_again(self) -> None:
-        """Up to the event at hand, keeping every step."""
-        self.statistics = self.experiment.statistics()
-        self.statistics.steps.recent = sys.maxsize
-        events = EventReader(self.run.run_dir / EVENTS_FILE, warn=False)
-        for event in itertools.islice(events, self._num_read):
-            with contextlib.suppress(*MALFORMED):
-                self.statistics.feed(event)
+    def _read_again(self) -> int:
+        """Up to the event at hand. Returns how many are malformed."""
+        path, self.statistics = self.run.run_dir / EVENTS_FILE, self.experiment.statistics()
+
+        def read() -> Iterator[Event]:
+            return itertools.islice(EventReader(path, warn=False), self._num_read)
+
+        return self.statistics.feed_log(read)
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
@@ -183,76 +175,3 @@ class Monitor:
                  "lost_event_lines": num_lost}  # fmt: skip
         job, run_dir = self.experiment, self.run.run_dir
         return write_record(job, run_dir, self.statistics, self._recording, facts)
-
-
-def monitor_of(run_dir: Path, file: Path) -> Monitor:
-    config = read_config(file)
-    return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
-
-
-def first_failure(run_dir: Path, rank: int) -> str:
-    """The cause of failure of a run on several machines, if known on this machine."""
-    failures = []
-    for path in sorted(run_dir.glob("rank*.error.json")):
-        with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
-            failure, number = json.loads(path.read_text()), path.name.split(".")[0][4:]
-            failures.append((failure["peer_lost"], f"rank {number}: {failure['message']}"))
-    # Whoever has a reason of its own before those that lost it.
-    return min(failures)[1] if failures else f"the run ended before rank {rank} had finished"
-
-
-def _await(file: Path, parent: int) -> None:
-    """As long as the parent is there, RECORD_WITHIN_S at most."""
-    give_up_at_s = time.monotonic() + RECORD_WITHIN_S
-    while os.getppid() == parent and not file.exists() and time.monotonic() < give_up_at_s:
-        time.sleep(0.1)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Follow until every essential rank has finished, or rank 0 is gone."""
-    parser = argparse.ArgumentParser(prog="python -m xcloud monitor", description=main.__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
-    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
-    parser.add_argument("--again", action="store_true", help="the first monitor was lost")
-    arguments = parser.parse_args(words)
-    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        monitor = monitor_of(arguments.run_dir, arguments.experiment)
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")
-    try:
-        return _follow(monitor, arguments.parent, arguments.again)
-    except Exception as error:  # without a summary the run would seem to be running still
-        log.exception("the monitor of %s has failed", arguments.run_dir)
-        failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
-        cause = f"its monitor failed: {error!r:.300}; {EVENTS_FILE} has what the ranks reported"
-        write_summary(arguments.run_dir / SUMMARY_FILE, {**failed, "cause": cause})
-        return 1
-
-
-def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
-    monitor.start(is_again)
-    essential, run_dir = monitor.experiment.essential_ranks, monitor.run.run_dir
-    attempt = monitor.attempt
-    record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
-    while os.getppid() == parent and not record.exists():
-        if not essential - attempt.finished_ranks:
-            break
-        monitor.poll()
-        monitor.lost_lines()
-        time.sleep(0.1)
-    # Rank 0 writes its record of what left its cloud once its links have closed.
-    _await(record, parent)
-    monitor.poll()
-    monitor.lost_lines()
-    lost = sorted(essential - attempt.finished_ranks)
-    if 0 in lost:  # and after it why it ends
-        _await(error_file(run_dir, 0), parent)
-    cause = first_failure(run_dir, lost[0]) if lost else None
-    if attempt.is_stopped and cause is None:
-        cause = STOPPED
-    monitor.finish(cause, attempt.is_stopped and not lost)
-    print(run_dir / SUMMARY_FILE)
-    return 1 if lost else 0

@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from xcloud.base.errors import ConfigError, FrameError, LinkError
+from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.link import (
@@ -34,6 +33,7 @@ from xcloud.parallel.exchange import RankGroup
 
 FRAME_SLACK_BYTES = 4096
 
+Handlers = Mapping[Kind, Callable[[Frame], None]]
 OnReport = Callable[[int, Frame], None]
 """Takes another rank's report, with the rank by whose link it came."""
 
@@ -51,15 +51,11 @@ class Ends:
         layout: Layout[Any],
         run_dir: Path,
         messages: MessageLog | None = None,
-        received: Mapping[Kind, Sequence[str]] | None = None,
     ) -> None:
-        """received: what each kind of message from another cloud carries, where this rank is to
-        keep a record of those that it handles, too."""
         self.layout = layout
         self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
         self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
-        self._received = _Received(received)
         self.meters: dict[int, LineMeter] = {}
         self.lives = {
             peer: PeerLife(layout.liveness)
@@ -84,11 +80,6 @@ class Ends:
     @property
     def _ins(self) -> list[ReceivingEnd]:
         return [end for _, end in self._ends if isinstance(end, ReceivingEnd)]
-
-    @property
-    def received(self) -> dict[int, LinkRecord]:
-        """By sender, where that is kept."""
-        return self._received.records
 
     @property
     def computing(self) -> AbstractContextManager[object]:
@@ -141,18 +132,15 @@ class Ends:
         peer: int,
         capacity_bytes: int,
         window: LinkWindow,
-        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
+        handlers: Handlers | None = None,
         boundary: int = CONTROL,
         on_end: Callable[[LinkError], None] | None = None,
     ) -> ReceivingEnd:
-        if self.leaves_cloud(peer):
-            here = self.layout.placement(self.rank).cloud
-            handlers = self._received.noting(peer, here, self.rank, handlers or {})
         meter, wan = None, self.layout.wan_between(self.rank, peer)
         if boundary != CONTROL and wan is not None and wan.is_metered:
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
-            self._name(peer), capacity_bytes, handlers or {}, window,
+            self._name(peer), capacity_bytes, self.handled(peer, handlers or {}), window,
             self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer],
             self.layout.overdue_advice(self.rank, peer), meter, wan is not None and wan.emulated,
         )  # fmt: skip
@@ -160,13 +148,17 @@ class Ends:
         self._ends.append((peer, end))
         return end
 
+    def handled(self, peer: int, handlers: Handlers) -> Handlers:
+        """The functions that take messages of `peer`, for each kind that has one."""
+        return handlers
+
     def both(
         self,
         line: str,
         peer: int,
         capacity_bytes: int,
         under_way: int,
-        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
+        handlers: Handlers | None = None,
     ) -> tuple[SendingEnd, ReceivingEnd]:
         """A link to `peer`, and one from it."""
         window = self.window(under_way, capacity_bytes)
@@ -206,30 +198,6 @@ class Ends:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
-    def await_goodbye(self, peer: int) -> None:
-        """As long as it sends heartbeats. Raises LinkTimeout."""
-        for other, end in self._ends:
-            if other == peer and isinstance(end, ReceivingEnd):
-                end.close(self.layout.liveness.lost_after_s)
-
-    def part_from(self, peers: Sequence[int], patience_s: float) -> dict[int, str]:
-        """Deliver everything to these and say goodbye, then hear theirs, as long as they send
-        heartbeats. Returns why one said none, by peer: not an error."""
-        unheard: dict[int, str] = {}
-        theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
-        for kind in (SendingEnd, ReceivingEnd):
-            for peer, end in theirs:
-                if isinstance(end, kind):
-                    try:
-                        end.close(patience_s)
-                        if isinstance(end, ReceivingEnd) and not end.said_goodbye:
-                            unheard.setdefault(peer, "its link has ended")
-                    except LinkError as error:
-                        unheard.setdefault(peer, str(error))
-        for peer in peers:
-            self.forget(peer)
-        return unheard
-
     def leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None
 
@@ -241,40 +209,6 @@ class Ends:
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
-
-
-@dataclass(frozen=True)
-class _Received:
-    """carries: of each kind of message that is noted; None: none is. records: by sender."""
-
-    carries: Mapping[Kind, Sequence[str]] | None
-    records: dict[int, LinkRecord] = field(default_factory=dict)
-
-    def noting(
-        self, peer: int, here: str, rank: int, handlers: Mapping[Kind, Callable[[Frame], None]]
-    ) -> Mapping[Kind, Callable[[Frame], None]]:
-        if self.carries is None:
-            return handlers
-        record = self.records.setdefault(peer, LinkRecord(here, rank, None))
-        return {kind: noting(record, self.carries[kind], take) for kind, take in handlers.items()}
-
-
-def noting(
-    record: LinkRecord, carries: Sequence[str], handler: Callable[[Frame], None]
-) -> Callable[[Frame], None]:
-    """The handler; what it takes is noted. What it refuses is not, nor what has other parts: it
-    carries nothing that has a name."""
-
-    def take(frame: Frame) -> None:
-        kind = frame.key.kind
-        if len(frame.parts) != len(carries):
-            raise FrameError(
-                f"a {kind.name.lower()} has {len(frame.parts)} parts, expected {len(carries)}"
-            )
-        handler(frame)
-        record.note(kind, frame.parts, carries, frame.num_bytes)
-
-    return take
 
 
 class LinkClocks:

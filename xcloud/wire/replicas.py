@@ -11,7 +11,8 @@ import torch
 from xcloud.base.errors import LinkClosed
 from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link import InLink, OutLink, Parts
+from xcloud.cluster.link import Parts
+from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.parallel.hub import HUB
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
@@ -35,8 +36,8 @@ class PeerLinks(ReplicaLinks):
     line: str
     stage: int
     raw_bytes: int = field(default=0, init=False)
-    _out: dict[int, OutLink] = field(default_factory=dict, init=False)
-    _in: dict[int, InLink] = field(default_factory=dict, init=False)
+    _out: dict[int, SendingEnd] = field(default_factory=dict, init=False)
+    _in: dict[int, ReceivingEnd] = field(default_factory=dict, init=False)
     _overdue_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:

@@ -11,28 +11,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-import numpy as np
 import torch
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
-from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link import LinkStats
 from xcloud.cluster.link_end import ReceivingEnd
 from xcloud.comm.activation_cache import MEGABYTE, ActivationCache, CachingChannel
-from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
+from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import (
     PLAIN,
     Codec,
     Codecs,
-    Loopback,
     ReceiveChannel,
     Receiver,
-    SelectableCodecs,
     SendChannel,
     Sender,
 )
-from xcloud.comm.compression import Compression, CompressionPlan, Selectable, Selection
+from xcloud.comm.compression import Compression, CompressionPlan
+from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
 from xcloud.comm.compressor import ChannelId
 from xcloud.comm.state import MEMORY, Marked, Stateful, StatefulParts
 from xcloud.comm.step_clock import StepClock
@@ -41,9 +40,11 @@ from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, n
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.schedule import most_in_flight
-from xcloud.security.defences import LABEL, Defence
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.wire.replicas import PeerLinks, replica_links, tied_links
+from xcloud.wire.special_ends import Guard, Loopback
+
+T = TypeVar("T")
 
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 
@@ -182,14 +183,19 @@ pieces, and training over a boundary that no gradient crosses. More wait in the 
 @dataclass(frozen=True)
 class Boundaries:
     """ports: by the stage before the boundary. channels: every one that ends here, by its identity
-    in words. wan_sends, wan_receives: those that cross clouds. switches: which choice of a
-    Selectable compression all of them use."""
+    in words. wan_sends, wan_receives: those that cross clouds."""
 
     ports: dict[int, BoundaryPorts] = field(default_factory=dict)
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     wan_sends: list[SendChannel] = field(default_factory=list)
     wan_receives: list[tuple[ChannelId, ReceivingEnd]] = field(default_factory=list)
-    switches: Selection = field(default_factory=Selection)
+    _shared: dict[type, object] = field(default_factory=dict)
+
+    def shared(self, kind: type[T]) -> T:
+        """The one object of this class that all channels use, made when it is first asked for."""
+        found = self._shared.setdefault(kind, kind())
+        assert isinstance(found, kind)
+        return found
 
 
 def join_boundaries(
@@ -201,32 +207,6 @@ def join_boundaries(
         for replica in range(job.cluster.num_replicas):
             _Joint(job, ends, clock, device, joined, stage, replica).join()
     return joined
-
-
-class Guard:
-    """A Sender. Noise is part of the graph: the gradient that returns is of what was sent."""
-
-    def __init__(self, channel: SendChannel, defence: Defence) -> None:
-        self.fields, self.identity = channel.fields, channel.identity
-        self._channel, self._defence = channel, defence
-        self.send_start = channel.send_start
-        # Not drawn from the run's seed: the receiver knows that one too.
-        self._chance = np.random.default_rng()
-
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        return self._channel.send(key, self._protected(message, samples), samples)
-
-    def _protected(self, message: Message, samples: Samples) -> Message:
-        labels = samples[LABEL] if self._defence.needs_labels else None
-        protected = dict(message)
-        with self._channel.clock.during("compress"):
-            for field in self.fields:
-                if field.dtype.is_floating_point:
-                    counts = field.counts(message.get("counts"))
-                    protected[field.name] = self._defence.protect(
-                        message[field.name], counts, labels, self._chance
-                    )
-        return protected
 
 
 @dataclass
@@ -295,7 +275,7 @@ class _Joint:
         boundary, crosses = self._boundary, self._crosses(sender, receiver)
         fields = boundary.fields if direction == "forward" else boundary.gradient_fields
         compression = self.job.compression.at_boundary(self.stage)
-        codecs = _codecs(compression, direction, self.joined.switches) if crosses else _plain
+        codecs = _codecs(compression, direction, self.joined) if crosses else _plain
         frame, capacity = self._frame_bytes(fields, codecs(), direction)
         window, line = ends.window(under_way, frame), self._line(direction)
         identity = ChannelId(self.job.seed, self.stage, direction, sender, receiver)
@@ -305,7 +285,9 @@ class _Joint:
             self.joined.channels[str(identity)] = outs[receiver] = channel
             if crosses:
                 self.joined.wan_sends.append(channel)
-                if (defence := self._defences().get(direction)) is not None:
+                if (
+                    defence := self.job.defences_at(self.stage, self.replica).get(direction)
+                ) is not None:
                     outs[receiver] = Guard(channel, defence)
             return
         inlink = ends.incoming(line, sender, capacity, window, boundary=self.stage)
@@ -323,13 +305,6 @@ class _Joint:
 
     def _crosses(self, sender: int, receiver: int) -> bool:
         return self.job.cluster.wan_between(sender, receiver) is not None
-
-    def _defences(self) -> Mapping[str, Defence]:
-        """By direction: of what leaves a cloud that holds the first stage (forward) or the last
-        one (backward)."""
-        layout = self.job.cluster
-        cloud_of = partial(layout.stage_cloud, replica=self.replica)
-        return self.job.security.defences.at(self.stage, cloud_of, layout.num_stages - 1)
 
     @property
     def _kept_bytes(self) -> int:
@@ -365,7 +340,7 @@ def _plain() -> Codecs:
 
 
 def _codecs(
-    compression: CompressionPlan, direction: str, switches: Selection
+    compression: CompressionPlan, direction: str, joined: Boundaries
 ) -> Callable[[], Codecs]:
     """Makes fresh codecs: every channel has its own state."""
 
@@ -376,5 +351,6 @@ def _codecs(
 
     phases = compression.by_step
     if isinstance(compression, Selectable):
-        return lambda: SelectableCodecs([codec(c) for _, c in phases], switches)
+        selection = joined.shared(Selection)
+        return lambda: SelectableCodecs([codec(c) for _, c in phases], selection)
     return lambda: Codecs([(until, codec(c)) for until, c in phases])

@@ -4,6 +4,7 @@ with the other ranks. Which batches, and what it reports of them, is intake.py.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections import Counter
@@ -21,12 +22,12 @@ from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.inbox import Arrived, Inbox
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, State
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
-from xcloud.rank.one_way.intake import POLL_S, ConsumerEvents, Intake
+from xcloud.rank.one_way.inbox import Inbox
+from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import failure_of
@@ -45,11 +46,8 @@ class ConsumerRun(StatefulParts):
         self._rank, self._part, self._leads = rank, part, rank.rank == 0
         self._names, batches = job.cluster.producers, job.training.batches_per_step
         self.plan = ConsumptionPlan(job.cluster, batches, job.feed, job.max_steps * batches)
-        self._events = ConsumerEvents(job, rank.reporter, self._leads)
-        self._clock = StepClock()
-        self._intake = Intake(
-            self.plan, rank.inbox, rank.place.group_rank, self._clock, self._events
-        )
+        self._clock, own = StepClock(), rank.place.group_rank
+        self._intake = Intake(job, rank.reporter, self.plan, rank.inbox, own, self._clock)
         self._buffer = FlatBuffer(part.module.parameters())
         self._guard = rank.divergence_guard()
         self._step = 0
@@ -75,14 +73,14 @@ class ConsumerRun(StatefulParts):
         for p in self.plan.readmit_lost():
             self._rank.inbox.readmit(p)
             what = "was lost and may take its share again once it is ready"
-            self._events.producer(self._step, p, State.ABSENT, what)
+            self._intake.producer(self._step, p, State.ABSENT, what)
 
     def train(self, checkpoints: Checkpointer) -> bool:
         """From where it stands to the end; whether it ended before, as it was asked to. Raises
         LinkClosed when no producer is left, or one is lost that must not be."""
         job, last = self._rank.job, self._rank.job.max_steps
         wanted = job.feed.min_producers or len(self._names)
-        self._events.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
+        self._intake.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
         for step in range(self._step + 1, last + 1):
             self._step = step
             self._clock.begin_step(step)
@@ -96,49 +94,38 @@ class ConsumerRun(StatefulParts):
 
     def _update(self, step: int, checkpoints: Checkpointer) -> Signal:
         """Returns what all ranks do after it."""
-        used: list[Arrived] = []
-        skipped: Counter[int] = Counter()
-        while not (agreed := self._attempt(step, used, skipped, checkpoints)).sums[1]:
+        while not (agreed := self._attempt(step, checkpoints)).sums[1]:
             if not self.plan.has_started:
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
         sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
         # Of sums over the ranks of the consumer, so they decide alike.
         is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
-        what = f"the loss or gradient of step {step} of the consumer"
-        is_skipped = self._guard.skips(what, is_finite)
+        note = ""
+        if not is_finite:
+            what = f"the loss or gradient of step {step} of the consumer"
+            note = self._guard.leave_out(step, what)
         with self._rank.computing_in(self._clock, "optimizer"):
-            if is_skipped:
-                self._part.skip(step)
-            else:
+            if is_finite:
                 self._part.update(step, sums["weight"])
-        self._events.step(
-            step, self._clock, used, skipped, self._rank.other_bytes, sums, is_skipped
-        )
-        if is_skipped and self._leads:
+            else:
+                self._part.skip(step)
+        self._intake.end_step(step, self._rank.other_bytes, sums, not is_finite)
+        if note and self._leads:
             self._rank.reporter.event("skipped_update", step=step)
-            self._rank.reporter.note(self._guard.note(what))
+            self._rank.reporter.note(note)
         return Signal(int(agreed.signal))
 
-    def _attempt(
-        self, step: int, used: list[Arrived], skipped: Counter[int], checkpoints: Checkpointer
-    ) -> Round:
+    def _attempt(self, step: int, checkpoints: Checkpointer) -> Round:
         """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
-        0 means that nothing came, and the step is to be tried again. used, skipped: here it adds
-        its batches, and by producer how many it did without."""
+        0 means that nothing came, and the step is to be tried again."""
         rank, orders = self._rank, self.plan.orders()
         own = rank.place.group_rank
         rank.inbox.expect([order for order in orders if order.consumer == own])
         if self._leads and orders:
             with self._clock.during("fetch"):
                 rank.send_orders(orders)
-        arrived, late = self._intake.collect(step)
-        used += arrived
         mine = self.plan.round(len(SUMS))
-        for one in arrived:
-            mine.consumed[one.source, own] += 1
-        for source, number in late.items():
-            mine.skipped[source, own] = number
-            skipped[rank.job.cluster.producer_of[source]] += number
+        arrived = self._intake.collect(step, mine)
         self._buffer.zero()
         if arrived:
             with rank.computing_in(self._clock, "forward"), rank.memory.first_step():
@@ -159,7 +146,7 @@ class ConsumerRun(StatefulParts):
             self._intake.taken.clear()
         for p, (before, now) in changes.items():
             why_gone = self._rank.why_gone(p) if now is State.DEAD else ""
-            self._events.changed(step, p, before, now, self.plan.active, why_gone)
+            self._intake.changed(step, p, before, now, why_gone)
             if now is State.DEAD:
                 self._lose(p, before, why_gone, checkpoints)
         if self.plan.is_exhausted:
@@ -186,14 +173,14 @@ class ConsumerRun(StatefulParts):
     def _wait_for_user(self) -> None:
         file = self._rank.context.run_dir / GO_ON_FILE
         file.unlink(missing_ok=True)
-        self._events.note(
+        self._intake.note(
             f"paused at step {self._step} (feed.on_dead=pause); to continue without it make the "
             f"file {file}, to end the run press Ctrl+C"
         )
         while not file.exists():
             time.sleep(POLL_S)
         file.unlink()
-        self._events.note("continuing")
+        self._intake.note("continuing")
 
     def _save(self, checkpoints: Checkpointer, signal: Signal) -> bool:
         """Between two steps; whether the run ends here. All that was ordered arrives first, so
@@ -296,6 +283,9 @@ class ConsumerRank(OneWayRank):
     def run(self) -> None:
         self._phase("loading")
         job, run_dir = self.job, self.context.run_dir
+        if self.rank == 0:  # how many texts a producer has is nobody else's matter
+            digest = hashlib.sha256(job.model.data.encode()).hexdigest()[:16]
+            self.reporter.event("data", name=job.model.data, digest=digest, rows={})
         building = self.building(job.max_steps)
         with self.computing:
             part = job.model.consumer(building)

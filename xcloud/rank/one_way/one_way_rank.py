@@ -23,11 +23,12 @@ from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import CHECKPOINT_CARRIES, REPORT_CARRIES, Control
-from xcloud.rank.meters import MemoryMeter, bytes_of
+from xcloud.rank.memory import MemoryMeter, bytes_of
 from xcloud.rank.role import RankContext, Role
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.training.trainer import DivergenceGuard
-from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.training.divergence import DivergenceGuard
+from xcloud.wire.ends import FRAME_SLACK_BYTES
+from xcloud.wire.one_way_ends import OneWayEnds
 from xcloud.wire.wiring import join_control
 
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
@@ -53,9 +54,9 @@ class OneWayRank(Role[OneWayExperiment]):
         layout, most_ahead = self.job.cluster, self.job.feed.most_ahead
         self.place = layout.placement(self.rank)
         # The consumer notes what it gets: a producer that is lost leaves no record of its own.
-        self.ends = Ends(
+        self.ends = OneWayEnds(
             context.transport, layout, context.run_dir,
-            received=CARRIES if self.place.producer is None else None,
+            carries=CARRIES if self.place.producer is None else None,
         )  # fmt: skip
         self.computing = self.ends.computing
         groups = [

@@ -19,10 +19,10 @@ from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.inbox import OrderBook
-from xcloud.parallel.one_way.plan import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
+from xcloud.rank.one_way.inbox import OrderBook
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import ready_file
@@ -124,11 +124,12 @@ class ProducerRun(StatefulParts):
                 self._buffer.scale(1.0 / group.group_size)
                 loss = float(summed) / group.group_size
             is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
-        what = f"the loss or gradient of batch {number} of producer {self.name!r}"
-        if self._guard.skips(what, is_finite):
+        if not is_finite:
+            what = f"the loss or gradient of batch {number} of producer {self.name!r}"
+            note = self._guard.leave_out(number, what)
             if group.leads:
                 self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
-                self._rank.reporter.note(self._guard.note(what))
+                self._rank.reporter.note(note)
         else:
             if self._buffer is not None:
                 with self._rank.computing_in(self._clock, "optimizer"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -26,7 +27,7 @@ from xcloud.demo_corpus import (
     reviews,
     stories,
 )
-from xcloud.tasks.corpus.rows import Form, Given, Source, SplitTables, Table
+from xcloud.tasks.corpus.rows import Form, Given, Source, SplitTables
 
 Size = Annotated[int, Field(ge=1, le=100_000)]
 
@@ -176,21 +177,21 @@ class DemoByLanguage(DemoSized):
     def find(self, form: Form) -> SplitTables:
         samples = inferences(sum(self.counts.values()), self.corpus_seed)
 
-        def in_language(language: str) -> SplitTables:
-            columns = {
-                "premise": [texts[language][0] for texts, _ in samples],
-                "hypothesis": [texts[language][1] for texts, _ in samples],
-                "label": [relation for _, relation in samples],
-            }
-            return self.generated(columns, samples, seed=self.corpus_seed)
-
         here = self.train_language
-        trained = in_language(here)
-        tested = self.languages or sorted(("en", "es"), key=lambda x: (x != here, x))
-        test: dict[str, Sequence[Table]] = {
-            language: in_language(language).tables["test"][""] for language in tested
+        made = {
+            language: self.generated(
+                {
+                    "premise": [texts[language][0] for texts, _ in samples],
+                    "hypothesis": [texts[language][1] for texts, _ in samples],
+                    "label": [relation for _, relation in samples],
+                },
+                samples,
+                seed=self.corpus_seed,
+            )
+            for language in sorted(("en", "es"), key=lambda x: (x != here, x))
         }
-        return SplitTables({**trained.tables, "test": test}, trained.facts, trained.remarks)
+        test = {language: made[language].tables["test"][""] for language in self.languages or made}
+        return replace(made[here], tables={**made[here].tables, "test": test})
 
 
 @settings("task", kw_only=True)

@@ -65,6 +65,10 @@ class TextFile:
     def where(self) -> str:
         return str(self.path)
 
+    def matches(self, pattern: str) -> bool:
+        names = [self.name, *(path.name for path in self.paths.values())]
+        return any(fnmatch(name, pattern) for name in names)
+
     def columns(self) -> list[str]:
         """Column names: the header, or the first object's keys."""
         if self.kind == "lines":
@@ -235,24 +239,24 @@ class Folder(InFolder):
         chosen: dict[Split, list[TextFile]] = {}
         for split in SPLITS:
             for pattern in self._patterns(split, files):
-                matching = [file for file in files if matches(file, pattern)]
+                matching = [file for file in files if file.matches(pattern)]
                 if not matching:
                     raise DataError(
                         f"{self.where}: no file for task.{split}_file={pattern}; found: {there}"
                     )
-                new = [file for file in matching if file not in chosen.get(split, [])]
-                chosen.setdefault(split, []).extend(new)
+                held = chosen.setdefault(split, [])
+                held += [file for file in matching if file not in held]
         taken = [file for parts in chosen.values() for file in parts]
         if twice := [file.label for file in taken if taken.count(file) > 1]:
             raise DataError(f"{self.where}: {twice[0]} is used for two splits; check task.*_file")
-        for split in SPLITS:
-            if split in chosen:
-                continue
-            usual = [f for f in files if f not in taken and self._is_usual(f.name, split)]
+        free = [file for file in files if file not in taken]
+        for split in (split for split in SPLITS if split not in chosen):
+            usual = [file for file in free if self._is_usual(file.name, split)]
             if len(usual) > 1:
+                listed = ", ".join(file.label for file in usual)
                 raise DataError(
-                    f"{self.where}: several files for {split}: "
-                    f"{', '.join(f.label for f in usual)}; choose with task.{split}_file=NAME"
+                    f"{self.where}: several files for {split}: {listed}; choose with "
+                    f"task.{split}_file=NAME"
                 )
             if usual:
                 chosen[split] = usual
@@ -284,39 +288,31 @@ class FolderByLanguage(InFolder):
     def find(self, form: Form) -> SplitTables:
         here = self.train_language
         expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
-        files = list_files(Path(self.where), Form(expected))
-        by_name = {file.name: file for file in files}
-        there = ", ".join(file.label for file in files) or "none"
-        names = (re.fullmatch(r"test\.([a-z]{2,3})", name) for name in by_name)
-        tests = {match[1]: by_name[match[0]] for match in names if match}
-        wanted = self.languages or sorted(tests, key=lambda x: (x != here, x)) or ["LANGUAGE"]
-        if missing := [language for language in wanted if language not in tests]:
+        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
+        there = ", ".join(file.label for file in files.values()) or "none"
+        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
+        wanted = self.languages or sorted(tested, key=lambda x: (x != here, x)) or ["LANGUAGE"]
+        if missing := [language for language in wanted if language not in tested]:
             raise DataError(
                 f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; "
                 f"found: {there}"
             )
-        dev = next((by_name[f"{n}.{here}"] for n in DEV_NAMES if f"{n}.{here}" in by_name), None)
-        train = by_name.get(f"train.{here}") or by_name.get("train")
+        trained = [f for n in (f"train.{here}", "train") if (f := files.get(n))][:1]
+        dev = [f for n in DEV_NAMES if (f := files.get(f"{n}.{here}"))][:1]
         remarks = []
-        if train is None and dev is not None:
-            remarks = [f"no training file: {dev.label} is the training set"]
-            train, dev = dev, None
-        if train is None:
+        if not trained and dev:
+            remarks = [f"no training file: {dev[0].label} is the training set"]
+            trained, dev = dev, []
+        if not trained:
             raise DataError(
                 f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; found: "
                 f"{there}. For another language set task.train_language"
             )
-        tables: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": [train]}}
-        if dev is not None:
-            tables["dev"] = {"": [dev]}
-        tables["test"] = {language: [tests[language]] for language in wanted}
-        facts = {"train": [train.name, *([dev.name] if dev else [])], "languages": list(wanted)}
+        test = {language: [files[f"test.{language}"]] for language in wanted}
+        tables: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": trained}}
+        tables |= {"dev": {"": dev}, "test": test} if dev else {"test": test}
+        facts = {"train": [file.name for file in (*trained, *dev)], "languages": list(wanted)}
         return SplitTables(tables, facts, remarks, "task.languages")
-
-
-def matches(file: TextFile, pattern: str) -> bool:
-    names = [file.name, *(path.name for path in file.paths.values())]
-    return any(fnmatch(name, pattern) for name in names)
 
 
 def is_usual_name(name: str, split: Split) -> bool:

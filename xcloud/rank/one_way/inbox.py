@@ -23,7 +23,7 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State, StatefulParts, rows_of, whole_numbers
 from xcloud.parallel.control import code_of
-from xcloud.parallel.one_way.plan import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order
 
 
 class Arrived(NamedTuple):
@@ -226,27 +226,24 @@ class SaveNow(NamedTuple):
     code: int
 
 
+@dataclass
 class OrderBook:
     """`take_*` are handlers of a link, and raise FrameError for what no consumer sends; `next()`
     is the loop's. consumer: note there what `next` waits for. num_consumers: ranks that a batch
     may be for. most_waiting: orders not begun; most_number: of a batch. source: this rank."""
 
-    def __init__(
-        self,
-        consumer: PeerLife | None = None,
-        num_consumers: int = 1,
-        most_waiting: int = 1 << 14,
-        most_number: int = 1 << 30,
-        source: int = 0,
-    ) -> None:
-        self._consumer, self._source = consumer or PeerLife(), source
-        self._num_consumers = num_consumers
-        self._most_waiting, self._most_number = most_waiting, most_number
-        self._waiting: queue.SimpleQueue[Order | SaveNow | LinkError | None]
-        self._waiting = queue.SimpleQueue()
-        self._last = 0  # number ordered
-        self._for_nobody: set[int] = set()  # of these some rank may still want the batch
-        self.is_stopped = False
+    consumer: PeerLife = field(default_factory=PeerLife)
+    num_consumers: int = 1
+    most_waiting: int = 1 << 14
+    most_number: int = 1 << 30
+    source: int = 0
+    is_stopped: bool = field(default=False, init=False)
+    _last: int = field(default=0, init=False)  # number ordered
+    _for_nobody: set[int] = field(default_factory=set, init=False)
+    """Of these some rank may still want the batch."""
+    _waiting: queue.SimpleQueue[Order | SaveNow | LinkError | None] = field(
+        default_factory=queue.SimpleQueue, init=False
+    )
 
     def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
         """Batch `number` was made before the run went on, and is kept if it was for nobody."""
@@ -260,19 +257,19 @@ class OrderBook:
             found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
             raise FrameError(f"orders must be int32 [N, 3], got {found}")
         for row in part.tolist():
-            order = Order(self._source, *row)
+            order = Order(self.source, *row)
             is_again = order.number in self._for_nobody
             if (
                 self.is_stopped
-                or not (is_again or self._last < order.number <= self._most_number)
-                or not NOBODY <= order.consumer < self._num_consumers
-                or not 1 <= order.num_planned <= self._most_number
-                or len(self._for_nobody) > self._most_waiting
+                or not (is_again or self._last < order.number <= self.most_number)
+                or not NOBODY <= order.consumer < self.num_consumers
+                or not 1 <= order.num_planned <= self.most_number
+                or len(self._for_nobody) > self.most_waiting
             ):
                 raise FrameError(
                     f"{order} after number {self._last} and {'a' if self.is_stopped else 'no'} "
-                    f"stop; there are {self._num_consumers} consumers and at most "
-                    f"{self._most_number} batches"
+                    f"stop; there are {self.num_consumers} consumers and at most "
+                    f"{self.most_number} batches"
                 )
             self._last = max(self._last, order.number)
             if order.consumer != NOBODY:
@@ -298,14 +295,14 @@ class OrderBook:
         self._waiting.put(reason)
 
     def _put(self, item: Order | SaveNow) -> None:
-        if self._waiting.qsize() >= self._most_waiting:
-            raise FrameError(f"more than {self._most_waiting} orders that are not begun")
+        if self._waiting.qsize() >= self.most_waiting:
+            raise FrameError(f"more than {self.most_waiting} orders that are not begun")
         self._waiting.put(item)
 
     def next(self, may_drop: bool) -> Order | SaveNow | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
-        with self._consumer.awaiting(f"orders after batch {self._last}"):
+        with self.consumer.awaiting(f"orders after batch {self._last}"):
             item = self._waiting.get()
         if may_drop and self.is_stopped:
             return None

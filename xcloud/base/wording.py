@@ -1,0 +1,110 @@
+"""How a refused setting is worded: which key, what it takes, what came."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ValidationError
+
+from xcloud.base.errors import ConfigError
+
+_NO_INSTANCE = ("is_instance_of", "dataclass_type", "dataclass_exact_type")
+_LIMITS = ("gt", "ge", "le", "min_length", "max_length")
+
+
+def worded(error: ValidationError, cls: type, path: str) -> Exception:
+    first = error.errors()[0]
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, Exception):  # of __post_init__
+        return raised
+    if first["type"] in ("missing", "missing_argument", "unexpected_keyword_argument"):
+        name = first["loc"][-1]
+        what = "is missing" if "missing" in first["type"] else "is unknown"
+        return TypeError(f"{cls.__name__}: setting {name!r} {what}")
+    names = list(inspect.signature(cls).parameters)
+    where = first["loc"]
+    field = names[where[0]] if isinstance(where[0], int) else str(where[0])
+    annotation, key = get_type_hints(cls, include_extras=True)[field], field
+    for part in where[1:]:  # an index, a key, or the name that a member of a union goes by
+        inside = _inside(annotation, part)
+        if inside is not None:
+            annotation = inside
+            key += f"[{part}]" if isinstance(part, int) else f".{part}"
+    key = f"{path}.{key}" if path else key
+    words = f"{key} must be {allowed(annotation)}, got {first['input']!r}"
+    advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
+    if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
+        words += f"; {advice or 'in YAML give it a _target_'}"
+    return ConfigError(words)
+
+
+def _inside(annotation: Any, part: int | str) -> Any | None:
+    """What a list holds at an index, a mapping under a key; None if there is neither."""
+    kind: type = Sequence if isinstance(part, int) else Mapping
+    for member in _members(annotation):
+        if get_origin(member) is Annotated:
+            member = get_args(member)[0]
+        origin = get_origin(member)
+        if isinstance(origin, type) and issubclass(origin, kind):
+            return get_args(member)[-1]
+    return None
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def allowed(annotation: Any) -> str:
+    """What a field takes, in words: "a whole number >= 1 or null"."""
+    return " or ".join(dict.fromkeys(_one(member) for member in _members(annotation)))
+
+
+def _one(annotation: Any) -> str:
+    limits: dict[str, Any] = {}
+    if get_origin(annotation) is Annotated:
+        annotation, *rest = get_args(annotation)
+        for limit in (m for r in rest for m in getattr(r, "metadata", [r])):
+            limits |= {name: getattr(limit, name) for name in _LIMITS if hasattr(limit, name)}
+        if len(_members(annotation)) > 1:
+            return allowed(annotation)
+    origin = get_origin(annotation)
+    if annotation is type(None) or annotation is None:
+        return "null"
+    if origin is Literal or annotation is bool:
+        return f"one of {', '.join(map(str, get_args(annotation) or (True, False)))}"
+    if annotation is int:
+        return _whole(limits.get("ge"), limits.get("le"))
+    if annotation is float:
+        return _number(limits.get("gt"), limits.get("ge"), limits.get("le"))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a mapping"
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        length = _length(limits.get("min_length"), limits.get("max_length"))
+        return f"a list{length} of which each is {allowed(get_args(annotation)[0])}"
+    if annotation is str:
+        return "a text"
+    name = getattr(annotation, "__name__", str(annotation))
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _length(least: int | None, most: int | None) -> str:
+    if least is None and most is None:
+        return ""
+    return f" of {least if most == least else f'{least or 0}..{most}' if most else f'{least}+'},"
+
+
+def _whole(least: int | None, most: int | None) -> str:
+    if least is not None and most is not None:
+        return f"{least}..{most}"
+    return "a whole number" + (f" >= {least}" if least is not None else "")
+
+
+def _number(above: float | None, least: float | None, most: float | None) -> str:
+    if above is None and least is None and most is None:
+        return "a number"
+    low = f"({above:g}" if above is not None else f"[{least:g}" if least is not None else "(-inf"
+    return f"a number in {low}, {f'{most:g}]' if most is not None else 'inf)'}"

@@ -1,0 +1,88 @@
+"""What joins several ranks of one cloud, or of one stage: sums and the like, over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.base.errors import ConfigError
+from xcloud.cluster.transport import CPU, FOREVER, machine_id
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class GroupCollectives:
+    """Over a process group of these ranks. (A ProcessGroupGloo, of whose methods torch's
+    annotations know few.)"""
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, list(ranks)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._group
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def sum(self, values: Tensor) -> None:
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
+        return wait
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        self._over(values).broadcast([values], options).wait()
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        gathered = [torch.zeros_like(values) for _ in self._ranks]
+        self._over(values).allgather([gathered], [values]).wait()
+        return gathered
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise ConfigError(
+            "clouds that may begin again shard no tensors over ranks; leave shard out"
+        )
+
+
+class GlooCollectives(GroupCollectives):
+    """Over gloo; tensors on GPUs over NCCL, where each of the ranks has a GPU of its own. NCCL
+    knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+        super().__init__(group, dist.get_process_group_ranks(group))
+        self._nccl = None
+        if device.type == "cuda" and self._has_a_gpu_each(device):
+            # Its own limit would end the process while a rank waits for another cloud.
+            self._nccl = dist.new_group(
+                self._ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
+            )
+
+    def _has_a_gpu_each(self, device: torch.device) -> bool:
+        """Asked in all of these ranks."""
+        places = self.gather(torch.tensor([machine_id(), device.index or 0]))
+        return len({tuple(place.tolist()) for place in places}) == len(places)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._nccl if self._nccl is not None and values.is_cuda else self._group
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device.type != "cuda":
+            return DeviceMesh.from_group(self._group, device.type)
+        if self._nccl is None:
+            raise ConfigError(
+                f"cloud.shard: ranks {self._ranks} shard a stage over NCCL, which needs a GPU for "
+                "each, and two of them share one; give the cloud as many ranks as GPUs "
+                "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
+            )
+        return DeviceMesh.from_group(self._nccl, device.type)

@@ -1,0 +1,107 @@
+"""Why a run has failed: what a rank leaves of its failure, and which of several is the cause. Also
+which clouds, of a run that can do without them, may begin again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.errors import FrameError, LinkError, XcloudError
+from xcloud.record.rank_state import error_file, failure_of, state_file
+
+EXIT_FAILED = 1
+EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
+_SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+
+
+def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
+    """Say in a file what went wrong here; returns the exit code."""
+    text = str(error)
+    # Who refuses a frame has lost nobody: the refusal is the cause.
+    is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
+    # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
+    peer_lost = is_lost or (
+        isinstance(error, RuntimeError)
+        and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
+    )
+    expected = isinstance(error, XcloudError)
+    message = (text if expected else f"{type(error).__name__}: {text}").strip()
+    lines = traceback.format_exception(error)
+    failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
+    if error_file(run_dir, rank).exists():  # another thread has named the first cause
+        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+    # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
+    with contextlib.suppress(OSError):
+        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
+    with contextlib.suppress(OSError):
+        said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
+        print(said, end="", file=sys.stderr, flush=True)
+    return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+
+
+def failed(error: BaseException) -> str:
+    return f"has failed: {str(error)[:300]}"
+
+
+def own_failures(run_dir: Path, failed: Iterable[int]) -> list[int]:
+    """Ranks whose failure is not just the loss of another rank."""
+    found = ((rank, failure_of(run_dir, rank)) for rank in failed)
+    return [rank for rank, failure in found if failure is None or not failure["peer_lost"]]
+
+
+def named_failures(run_dir: Path, failed: Iterable[int]) -> list[dict[str, Any]]:
+    """Of these the errors that xcloud raises on purpose."""
+    failures = [failure_of(run_dir, rank) for rank in own_failures(run_dir, failed)]
+    return [failure for failure in failures if failure and failure["expected"]]
+
+
+def first_cause(
+    run_dir: Path,
+    clouds: Sequence[str],
+    failed: Callable[[], Mapping[int, int]],
+    suspended: Mapping[int, float],
+) -> str:
+    """A rank that lost its peer fails too, often before the peer's exit is noticed; wait a moment
+    and name the rank with a cause of its own. clouds: of each rank. failed: exit codes by rank, as
+    they are now. suspended: ranks that were ended for it, and after how many seconds."""
+    settled = time.monotonic() + _SETTLE_S
+    while time.monotonic() < settled and not own_failures(run_dir, failed()):
+        time.sleep(0.05)
+    codes = failed()
+    rank = (own_failures(run_dir, codes) or [*codes])[0]
+    code, failure, log = codes[rank], failure_of(run_dir, rank), run_dir / f"rank{rank}.log"
+    if failure is not None:
+        what = failure["message"]
+    elif rank in suspended:
+        what = f"was stopped (SIGSTOP) for more than {suspended[rank]:g} s and is given up"
+    elif code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        what = f"was ended by signal {-code} ({names.get(-code, 'real-time')})"
+    else:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
+        what = f"ended with exit code {code}: {lines[-1]}"
+    return f"rank {rank} of cloud {clouds[rank]!r}: {what} (log: {log})"
+
+
+def lost_clouds(run_dir: Path, clouds: Sequence[str], ended: Iterable[int]) -> set[str]:
+    """That have lost a rank, by a signal or with another rank, and may begin again: none with an
+    error of its own, and none once nothing is left to come back to."""
+    lost = {clouds[rank] for rank in ended}
+    if lost and _phase_of(run_dir, 0) == "evaluation":
+        return set()
+    return lost - {clouds[r] for r in own_failures(run_dir, ended) if failure_of(run_dir, r)}
+
+
+def _phase_of(run_dir: Path, rank: int) -> str:
+    try:
+        return str(json.loads(state_file(run_dir, rank).read_text())["phase"])
+    except (OSError, ValueError, KeyError):
+        return ""

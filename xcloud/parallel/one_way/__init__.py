@@ -1,1 +1,0 @@
-"""One-way jobs: clouds that feed one other with integers."""

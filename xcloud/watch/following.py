@@ -1,0 +1,103 @@
+"""`python -m xcloud monitor RUN_DIR --experiment FILE`: the monitor of a run on several machines,
+which no launcher follows. Rank 0's machine starts it as a separate process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from xcloud.base.errors import XcloudError
+from xcloud.job.config import flatten, read_config, shared_job
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.rank_state import error_file
+from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.watch.monitor import Monitor
+
+RECORD_WITHIN_S = 10.0
+STOPPED = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C) and saved; the same command resumes it"
+
+log = logging.getLogger(__name__)
+
+
+def monitor_of(run_dir: Path, file: Path) -> Monitor:
+    config = read_config(file)
+    return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
+
+
+def first_failure(run_dir: Path, rank: int) -> str:
+    """The cause of failure of a run on several machines, if known on this machine."""
+    failures = []
+    for path in sorted(run_dir.glob("rank*.error.json")):
+        with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
+            failure, number = json.loads(path.read_text()), path.name.split(".")[0][4:]
+            failures.append((failure["peer_lost"], f"rank {number}: {failure['message']}"))
+    # Whoever has a reason of its own before those that lost it.
+    return min(failures)[1] if failures else f"the run ended before rank {rank} had finished"
+
+
+def _await(file: Path, parent: int) -> None:
+    """As long as the parent is there, RECORD_WITHIN_S at most."""
+    give_up_at_s = time.monotonic() + RECORD_WITHIN_S
+    while os.getppid() == parent and not file.exists() and time.monotonic() < give_up_at_s:
+        time.sleep(0.1)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Follow until every essential rank has finished, or rank 0 is gone."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud monitor", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
+    parser.add_argument(
+        "--parent", type=int, default=os.getppid(), help="process to end with, set by rank 0"
+    )
+    parser.add_argument("--again", action="store_true", help="the first monitor was lost")
+    arguments = parser.parse_args(words)
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")
+    try:
+        return _follow(monitor, arguments.parent, arguments.again)
+    except Exception as error:  # without a summary the run would seem to be running still
+        log.exception("the monitor of %s has failed", arguments.run_dir)
+        failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
+        cause = f"its monitor failed: {error!r:.300}; {EVENTS_FILE} has what the ranks reported"
+        write_summary(arguments.run_dir / SUMMARY_FILE, {**failed, "cause": cause})
+        return 1
+
+
+def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
+    monitor.start(is_again)
+    essential, run_dir = monitor.experiment.essential_ranks, monitor.run.run_dir
+    attempt = monitor.attempt
+    record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
+    while os.getppid() == parent and not record.exists():
+        if not essential - attempt.finished_ranks:
+            break
+        monitor.poll()
+        monitor.lost_lines()
+        time.sleep(0.1)
+    # Rank 0 writes its record of what left its cloud once its links have closed.
+    _await(record, parent)
+    monitor.poll()
+    monitor.lost_lines()
+    lost = sorted(essential - attempt.finished_ranks)
+    if 0 in lost:  # and after it why it ends
+        _await(error_file(run_dir, 0), parent)
+    cause = first_failure(run_dir, lost[0]) if lost else None
+    if attempt.is_stopped and cause is None:
+        cause = STOPPED
+    monitor.finish(cause, attempt.is_stopped and not lost)
+    print(run_dir / SUMMARY_FILE)
+    return 1 if lost else 0
