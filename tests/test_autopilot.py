@@ -305,8 +305,8 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         resumed = RunStatistics(2)
-        for one in (*events, {"event": "resume", "step": step, "rank": 0, "t": 0.0}):
-            resumed.feed(one)
+        resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
+        resumed.feed_log(lambda resume=resume: [*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))
 
 

@@ -17,7 +17,7 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, OF_RANK_0
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.wire_audit import audit_file
@@ -25,6 +25,18 @@ from xcloud.watch import following
 from xcloud.watch.following import main
 from xcloud.watch.monitor import Monitor
 
+OF_RANK_0 = {
+    "data": "name digest rows",
+    "resume": "step changed",
+    "autopilot": "step choice before reason predicted_s",
+    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
+    "producer": "producer state step",
+    "merge": "step weights",
+    "partial_merge": "step weights",
+    "absence": "absent ranks what step",
+    "refused_reports": "sender num reason",
+}
+"""Fields of what nobody but rank 0 reports, of all."""
 XCLOUD = Path(following.__file__).parents[1]
 
 

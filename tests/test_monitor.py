@@ -151,11 +151,8 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody
 
 
-def test_a_run_that_resumes_from_long_ago_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_a_run_that_resumes_is_read_again(tmp_path: Path) -> None:
     monitor = monitor_after([], tmp_path)
-    monitor.statistics.steps.recent = 5
     step = {"event": "step", "cloud": "a", "t": 1.0, "step_s": 1.0}
     events = [{**step, "rank": rank, "step": n} for n in range(1, 40) for rank in (0, 1)]
     events.append({"event": "resume", "rank": 0, "cloud": "a", "t": 9.0, "step": 10})

@@ -21,6 +21,7 @@ from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Message
+from xcloud.comm.compression import Compression
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job import config as configs
 from xcloud.launch.processes import RunStopped
@@ -152,29 +153,31 @@ def test_weights_wait_in_no_trial_whose_job_forbids_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clouds", "blocks", "stages"),
+    ("clouds", "own", "cut"),
     [
-        ({"a": Cloud(), "b": Cloud()}, [1, 1, 2, 1], {"a": (0, 1), "b": (2, 3)}),
-        ({"a": Cloud()}, [1, 1, 2, 1], {"a": (0, 1, 2, 3)}),
-        ({"a": Cloud(2, [0, 1], one_stage_per_rank=True)}, [2, 3], {"a": (0, 1)}),
-        ({n: Cloud() for n in "abcde"}, [1] * 5, {n: (i,) for i, n in enumerate("abcde")}),
-        (
-            {"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])},
-            [1, 1, 2, 1],
-            {"a": (0, 2, 3), "b": (1,)},
-        ),
+        ({"a": Cloud(), "b": Cloud()}, [2, 3], [[3], [1, 1]]),
+        ({"a": Cloud()}, [5], [[1, 4]]),
+        ({"a": Cloud(2, [0, 1], one_stage_per_rank=True)}, [2, 3], None),
+        ({n: Cloud() for n in "abcde"}, [1] * 5, None),
+        ({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}, [1, 1, 3], [[2], [1], [1, 1]]),
+        ({n: Cloud() for n in "abcd"}, [1, 1, 1, 2], [[1], [1], [1], [1, 1]]),
     ],
-)
-def test_the_first_and_the_last_block_are_stages_of_their_own_in_the_same_cloud(
-    tmp_path: Path, clouds: dict[str, Cloud], blocks: list[int], stages: dict[str, Any]
+)  # fmt: skip
+def test_a_second_run_cuts_the_model_so_that_blocks_ends_and_calls_tell_apart(
+    tmp_path: Path, clouds: dict[str, Cloud], own: list[int], cut: Any
 ) -> None:
     config = toy(tmp_path)
     job: Any = configs.job_from_config(config)
-    own = replace(job, plan=None, model=BlockModel())
-    trial = TrialRun(config, own, ClusterLayout(clouds, "free"), "none", {}, [4], 1)
+    job = replace(job, plan=None, model=BlockModel())
+    candidates = {"none": Compression(), "int4": Compression()}
+    trial = TrialRun(config, job, ClusterLayout(clouds, "free"), "none", candidates, [4], 80)
 
-    assert trial.blocks == blocks
-    assert {name: tuple(c.stages or ()) for name, c in trial.layout.clouds.items()} == stages
+    assert trial.blocks == own and trial.layout.num_stages == len(own)
+    assert [found.parts for found in trial.others] == ([] if cut is None else [cut])
+    for other in trial.others:
+        assert sum(other.blocks) == BLOCKS == sum(own) and other.names == ["none"]
+        held = [len(cloud.stages or ()) for cloud in other.layout.clouds.values()]
+        assert sum(held) == len(other.blocks) == len(own) + 1 and other.num_steps == 40
 
 
 # What comes of it.
@@ -194,38 +197,51 @@ def recorded(profile: Profile, layout: ClusterLayout, ends: tuple[int, ...]) -> 
     return [*legs, *(leg(GPipe(m), "int4") for m in (1, 8))]
 
 
+def trial_over(profile: Profile, *parts: list[int]) -> Trial:
+    """A trial of a model of equal blocks, simulated; parts: of each cloud the blocks of its
+    stages."""
+    counts, clouds = [n for part in parts for n in part], dict[str, Cloud]()
+    for part in parts:
+        first = sum(len(c.stages or ()) for c in clouds.values())
+        clouds[f"c{len(clouds)}"] = Cloud(1, tuple(range(first, first + len(part))))
+    ends = tuple(accumulate(counts))
+    facts = [
+        StageFacts(
+            4000 * n, sum(p.trained_bytes for p in profile.pieces[end - n : end]), 1e6 * n,
+            6e5 * n, n,
+        )
+        for n, end in zip(counts, ends, strict=True)
+    ]  # fmt: skip
+    return Trial(
+        recorded(profile, ClusterLayout(clouds, "free"), ends), NO_COMPRESSION, facts,
+        [(c.stages or (), 1) for c in clouds.values()], 16.0, [len(part) for part in parts],
+    )  # fmt: skip
+
+
 def test_the_costs_of_every_block_come_back_from_simulated_steps() -> None:
     front = replace(EIGHT.pieces[0], forward_s=Curve([(1, 0.03), (2, 0.06)]), trained_bytes=9000)
     head = replace(EIGHT.pieces[7], backward_s=Curve([(1, 0.07), (2, 0.14)]))
     pieces = [front, *EIGHT.pieces[1:7], head]
     profile = replace(EIGHT, pieces=pieces, fetch_s=Curve([(1, 0.002)]), control_bytes=99)
-    layout = ClusterLayout({"a": Cloud(1, [0, 1]), "b": Cloud(1, [2, 3])}, "free")
-    between = StageFacts(12_000, 12_000, 3e6, 18e5, 3)
-    ends = [StageFacts(4000, trained, 1e6, 6e5, 1) for trained in (9000, 4000)]
-    facts = [ends[0], between, between, ends[1]]
-    trial = Trial(
-        recorded(profile, layout, (1, 4, 7, 8)), NO_COMPRESSION, facts,
-        [((0, 1), 1), ((2, 3), 1)], 16.0,
-    )  # fmt: skip
+    trial = trial_over(profile, [4], [4])
 
-    found, *calls = trial.pieces([0] * 7)
+    found, *calls = trial.pieces([0] * 7, trial_over(profile, [1, 2], [5]))
 
     assert [p.boundary for p in found] == [p.boundary for p in pieces]
-    assert [call.at(4.0) for call in calls] == [0, 0], "stages of as many blocks do not tell it"
+    assert [call.at(4.0) for call in calls] == pytest.approx([0, 0], abs=1e-4)
     for b in (2.0, 3.0, 8.0):
         for mine, given in zip(found, pieces, strict=True):
-            assert mine.forward_s.at(b) == pytest.approx(given.forward_s.at(b), abs=1e-4)
-            assert mine.backward_s.at(b) == pytest.approx(given.backward_s.at(b), abs=1e-4)
-            assert mine.weights_s.at(b) == pytest.approx(given.weights_s.at(b), abs=1e-4)
+            assert mine.forward_s.at(b) == pytest.approx(given.forward_s.at(b), abs=2e-4)
+            assert mine.backward_s.at(b) == pytest.approx(given.backward_s.at(b), abs=2e-4)
+            assert mine.weights_s.at(b) == pytest.approx(given.weights_s.at(b), abs=2e-4)
             assert mine.activation_bytes.at(b) == pytest.approx(given.activation_bytes.at(b))
-            assert mine.splitting_s.at(b) == pytest.approx(0.0, abs=1e-4)
+            assert mine.splitting_s.at(b) == pytest.approx(0.0, abs=2e-4)
     assert sum(p.optimizer_s for p in found) == pytest.approx(0.008, abs=1e-4)
     assert found[0].trained_bytes == 9000 and trial.control_bytes == 99
-    # A rank of two stages fetches once for each in the simulation.
-    assert trial.fetch_s().at(4) == pytest.approx(2 * 0.008, abs=1e-4)
+    assert trial.fetch_s().at(4) == pytest.approx(0.008, abs=1e-4)
 
     for name in ("none", "int4"):
-        mine, given = trial.directions(name, 1), EIGHT.compressors[name].boundaries[0]
+        mine, given = trial.directions(name, 0), EIGHT.compressors[name].boundaries[0]
         assert mine.backward is not None and given.backward is not None
         for b in (2.0, 5.0, 16.0):
             assert mine.forward.at(b).num_bytes == given.forward.at(b).num_bytes
@@ -233,49 +249,74 @@ def test_the_costs_of_every_block_come_back_from_simulated_steps() -> None:
                 given.backward.at(b).decompress_s, abs=1e-4
             )
     again = replace(profile, pieces=found, fetch_s=Curve([(1, 0.002)]))
+    two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
     for plan in (
         Plan("pipeline", (2, 8), GPipe(4), NO_COMPRESSION),
         Plan("pipeline", (5, 8), ZeroBubble(8, 3), "int4"),
     ):
-        two = {
-            "pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))
-        }
         seen, meant = (Pricer(p, two, 16).step_s(plan) for p in (again, profile))
         assert seen == pytest.approx(meant, rel=2e-3), "a cut that was not in the trial"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_a_call_of_a_stage_takes_is_told_from_its_blocks(seed: int) -> None:
-    """Of a trial's stages, and foreseen for cuts that were not in it."""
+    """Of a trial's two runs, and foreseen for cuts that were in neither."""
     draw = random.Random(seed)
     each = Curve([(1, draw.uniform(1e-3, 4e-3)), (16, draw.uniform(0.02, 0.05))])
     half = Curve([(b, s / 2) for b, s in each.points])
     block = replace(EIGHT.pieces[0], forward_s=half, backward_s=each, weights_s=Curve())
-    head_s = draw.uniform(0.1, 2.0)
+    head_s, front_s = draw.uniform(1.0, 3.0), draw.uniform(1.0, 2.0)
     head = replace(
         block, forward_s=Curve([(b, head_s * s) for b, s in each.points]), boundary=None
     )
-    pieces = [block] * 5 + [head]
+    front = replace(block, forward_s=Curve([(b, front_s * s) for b, s in half.points]))
     given = replace(
-        EIGHT, pieces=pieces, stage_forward_s=Curve([(1, 1e-3), (16, 2e-3)]),
+        EIGHT, pieces=[front, *[block] * 4, head],
+        stage_forward_s=Curve([(1, 1e-3), (16, 2e-3)]),
         stage_backward_s=Curve([(1, draw.uniform(0, 2e-3)), (16, 2e-3)]),
     )  # fmt: skip
-    counts = draw.choice([[1, 1, 1, 2, 1], [1, 1, 3, 1], [1, 2, 1, 1, 1]])
-    middle = len(counts) // 2
-    clouds = {"a": Cloud(1, [*range(middle)]), "b": Cloud(1, [*range(middle, len(counts))])}
-    facts = [StageFacts(4000 * n, 4000 * n, 1e6 * n, 6e5 * n, n) for n in counts]
-    legs = recorded(given, ClusterLayout(clouds, "free"), tuple(accumulate(counts)))
-    ranks = [(tuple(c.stages or ()), 1) for c in clouds.values()]
+    first, second = draw.choice([
+        ([[3], [3]], [[1, 1], [4]]), ([[2], [4]], [[3], [2, 1]]), ([[4], [2]], [[1, 2], [3]]),
+        ([[2], [2], [2]], [[1, 1], [2], [2]]),
+    ])  # fmt: skip
 
-    found, forward_s, backward_s = Trial(legs, "none", facts, ranks, 16.0).pieces([0] * 5)
+    found, forward_s, backward_s = trial_over(given, *first).pieces(
+        [0] * 5, trial_over(given, *second)
+    )
 
     seen = replace(given, pieces=found, stage_forward_s=forward_s, stage_backward_s=backward_s)
     for b in (2.0, 4.0, 16.0):
-        assert forward_s.at(b) == pytest.approx(given.stage_forward_s.at(b), abs=2e-5)
-        assert backward_s.at(b) == pytest.approx(given.stage_backward_s.at(b), abs=2e-5)
+        assert forward_s.at(b) == pytest.approx(given.stage_forward_s.at(b), abs=5e-5)
+        assert backward_s.at(b) == pytest.approx(given.stage_backward_s.at(b), abs=5e-5)
     two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
     for cut, m in ((2, 8), (4, 4), (5, 1)):
         plan = Plan("pipeline", (cut, 6), GPipe(m), "none")
+        took_s, meant_s = (Pricer(profile, two, 16).step_s(plan) for profile in (seen, given))
+        assert took_s == pytest.approx(meant_s, rel=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cut_that_was_tried_is_foreseen_even_if_stages_warm_each_other_up(seed: int) -> None:
+    """In a rank's second stage a call may take less, as the first has warmed it up. What is then
+    told apart wrongly must not show where the trial has seen the stages themselves."""
+    draw = random.Random(seed)
+    given = replace(EIGHT, stage_backward_s=Curve([(1, 0.01), (16, 0.01)]))
+    trial, other = trial_over(given, [4], [4]), trial_over(given, [1, 2], [5])
+    saved_s = draw.uniform(0.002, 0.009)
+    legs = [
+        replace(leg, steps=[
+            replace(c, backward_s=[c.backward_s[0] - saved_s, *c.backward_s[1:]])
+            for c in leg.steps
+        ])
+        for leg in other.legs
+    ]  # fmt: skip
+
+    found, forward_s, backward_s = trial.pieces([0] * 7, replace(other, legs=legs))
+
+    seen = replace(given, pieces=found, stage_forward_s=forward_s, stage_backward_s=backward_s)
+    two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
+    for cut, m in ((4, 8), (4, 2), (3, 4), (5, 4)):
+        plan = Plan("pipeline", (cut, 8), GPipe(m), "none")
         took_s, meant_s = (Pricer(profile, two, 16).step_s(plan) for profile in (seen, given))
         assert took_s == pytest.approx(meant_s, rel=2e-3)
 
@@ -301,13 +342,16 @@ def test_a_trial_in_threads_finds_what_blocks_take(tmp_path: Path, in_threads: l
 
     found = trial.profile()
 
-    (job,) = in_threads
-    assert job.model.blocks_per_stage == [1, 1, 2] and job.cluster.num_stages == 4
+    job, other = in_threads
+    assert job.model.blocks_per_stage == [2] and other.model.blocks_per_stage == [3, 1]
+    assert other.cluster.num_stages == 3 and len(other.compression.choices) == 1
     assert [piece.name for piece in found.pieces] == [f"block {i}" for i in range(BLOCKS)]
     took_s = [piece.forward_s.at(4.0) for piece in found.pieces]
     meant_s = [FRONT_S + BLOCK_S, BLOCK_S, BLOCK_S, BLOCK_S, BLOCK_S + HEAD_S]
-    for took, meant in zip(took_s, meant_s, strict=True):  # sleeps last longer on a busy machine
-        assert 0.8 * meant <= took < 2 * meant + 0.01
+    for own in (slice(2), slice(2, 5)):  # sleeps last longer on a busy machine
+        assert sum(meant_s[own]) <= sum(took_s[own]) < 2 * sum(meant_s[own]) + 0.01
+    for took, meant in zip(took_s, meant_s, strict=True):
+        assert 0.5 * meant <= took < 2 * meant + 0.01
     first, last = found.pieces[0], found.pieces[-1]
     assert first.parameter_bytes == 4 * (16 * 12 + 12 * 12 + 12) == first.trained_bytes
     assert first.activation_bytes.at(8) > 0 < last.put_off_bytes.at(8)
@@ -318,13 +362,15 @@ def test_a_trial_in_threads_finds_what_blocks_take(tmp_path: Path, in_threads: l
     averaging = found.compressors["int8"].averaging
     assert (
         averaging is not None
-        and averaging.num_bytes > sum(p.trained_bytes for p in found.pieces) / 4
+        # A toy stage's weights are not those of its blocks, so these are a fit.
+        and averaging.num_bytes
+        == pytest.approx(sum(p.trained_bytes for p in found.pieces) / 4, 0.1)
     )
 
-    assert trial_of(config).profile() == found and len(in_threads) == 1, "it is kept"
+    assert trial_of(config).profile() == found and len(in_threads) == 2, "it is kept"
     config.training.batch_size = 16
     trial_of(config).profile()
-    assert len(in_threads) == 2, "another job has another trial"
+    assert len(in_threads) == 4, "another job has another trial"
 
 
 def test_ranks_that_share_a_stage_are_read_together(tmp_path: Path, in_threads: list[Any]) -> None:
@@ -410,16 +456,13 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
 
 
 def test_a_block_of_a_stage_that_stands_alone_takes_its_share() -> None:
-    layout = ClusterLayout({"a": Cloud()}, "free")
     for count in (1, 3):
-        pieces = [*EIGHT.pieces[: count - 1], EIGHT.pieces[7]]
-        legs = recorded(replace(EIGHT, pieces=pieces), layout, (count,))
-        facts = StageFacts(4000 * count, 4000 * count, 1e6 * count, 0.0, count)
-        found = Trial(legs, "none", [facts], [((0,), 1)], 16.0).pieces([0] * (count - 1))[0]
+        profile = replace(EIGHT, pieces=[*EIGHT.pieces[: count - 1], EIGHT.pieces[7]])
+        found = trial_over(profile, [count]).pieces([0] * (count - 1))[0]
         assert len(found) == count and {piece.blocks for piece in found} == {1}
         for one in found:
             assert one.forward_s.at(4) == pytest.approx(0.04, abs=1e-4)
-            assert one.parameter_bytes == 4000
+            assert one.parameter_bytes == pytest.approx(4000, abs=1)
 
 
 @pytest.mark.parametrize("privacy", ["cloud", "sample"])

@@ -73,7 +73,7 @@ class Layout(Generic[CloudT]):
     link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
         the queue at each of its ends. Three receives, and room in the queues for all micro-batches
         that the schedule has in flight, there always are.
-    carrier: what carries messages, also inside a cloud; None: gloo (transport.py).
+    carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
     """
 
     clouds: Mapping[str, CloudT]

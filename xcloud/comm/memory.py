@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from xcloud.base.settings import Fraction, settings
-from xcloud.comm.state import State, Stateful, StatefulParts, copy_of
+from xcloud.comm.state import State, StatefulParts, copy_of
 
 Dtype = Literal["float32", "bfloat16"] | None
 _DTYPES: Mapping[str | None, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,56 +39,43 @@ class SampleRows:
             yield sample, slice(start, end)
 
 
-@runtime_checkable
-class Memory(Stateful, Protocol):
+class Memory(StatefulParts):
     """Sender: before_send, compress, and if needs_seen: decompress, after_send.
     Receiver: decompress, after_receive. Each end has its own copy. Batches are planned so that a
     sample always meets the same two ends (`PinnedBatchPlan`); evaluation bypasses the memory.
+
+    needs_seen: whether the sender must decode its own message, to call `after_send`. label: short
+    name; "" for no memory.
     """
 
-    @property
-    def needs_seen(self) -> bool:
-        """Whether the sender must decode its own message, to call `after_send`."""
-
-    @property
-    def label(self) -> str:
-        """Short name; "" for no memory."""
+    needs_seen = False
+    label = ""
 
     @property
     def num_bytes(self) -> int:
         """Bytes held now."""
+        return 0
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         """The tensor to compress instead of `tensor`."""
+        return tensor
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         """sent: what `before_send` returned. seen: what the peer decodes."""
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         """Reconstruct the tensor from the decoded message."""
-
-
-class NoMemory(StatefulParts):
-    """Keep nothing between messages."""
-
-    needs_seen = False
-    label = ""
-    num_bytes = 0
-
-    def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        return tensor
-
-    def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        pass
-
-    def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
+
+
+class NoMemory(Memory):
+    """Keep nothing between messages."""
 
     def __repr__(self) -> str:
         return "NoMemory()"
 
 
-class _PerSample:
+class _PerSample(Memory):
     """Base class of memories that keep tensors [rows, *features] by sample id, all with the same
     features, in `dtype` (None: unchanged)."""
 
@@ -184,9 +171,6 @@ class ErrorFeedback(_PerSample):
         for sample, span in rows.spans():
             earlier = self._pop(sample, lost[span])  # of this message, see the class
             self._put(sample, lost[span] if earlier is None else lost[span] + earlier)
-
-    def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
-        return seen
 
 
 @settings("DeltaCache", frozen=False)

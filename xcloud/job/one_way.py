@@ -137,6 +137,8 @@ class FeedCollector(StepCollector):
         self.pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
 
     def feed(self, event: Event) -> StepTotals | None:
+        if event["event"] == "resume":  # what was fed to steps that are done again
+            self.pending = {kind: {} for kind in TIMES}
         if event["event"] == "fed":
             for kind in TIMES:
                 add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})

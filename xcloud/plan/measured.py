@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
 
 from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.profile import BoundaryCodec, Curve, DirectionCurves, Piece
@@ -166,26 +169,31 @@ class StageFacts(NamedTuple):
 @dataclass(frozen=True)
 class Trial:
     """own: the job's compression. ranks: of each the stages that it holds, and how many ranks
-    share them. pass_samples: of an accumulation pass."""
+    share them. parts: of a model with blocks, the number of stages in each of the job's own."""
 
     legs: Sequence[Leg]
     own: str
     stages: Sequence[StageFacts]
     ranks: Sequence[tuple[Sequence[int], int]]
     pass_samples: float
+    parts: Sequence[int] = ()
 
-    def pieces(self, boundary_after: Sequence[int | None]) -> tuple[list[Piece], Curve, Curve]:
-        """The model as it was cut, or, if it has blocks, block by block: those between the first
-        and the last of a model are alike. boundary_after: each piece but the last.
+    def pieces(
+        self, boundary_after: Sequence[int | None], *others: Trial
+    ) -> tuple[list[Piece], Curve, Curve]:
+        """The model as it was cut, or, if it has blocks, block by block. boundary_after: each
+        piece but the last. others: with other cuts of the same model.
         Then what a stage takes besides its blocks, forward and backward, where that is known."""
-        quantities = [self._of_stage(stage) for stage in range(len(self.stages))]
-        calls = Curve(), Curve()
-        if all(facts.blocks for facts in self.stages):
-            quantities, calls = _by_block(quantities, [facts.blocks for facts in self.stages])
+        if self.parts:
+            together = [part for trial in (self, *others) for part in trial._parts()]
+            quantities, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
+        else:
+            quantities = [self._of_stage(stage) for stage in range(len(self.stages))]
+            calls = Curve(), Curve()
         boundaries = [*boundary_after, None]
         per_byte_s = self._update_s() / max(1, sum(s.trained_bytes for s in self.stages))
         pieces = [
-            _piece(i, found, boundary, per_byte_s, bool(self.stages[0].blocks))
+            _piece(i, found, boundary, per_byte_s, bool(self.parts))
             for i, (found, boundary) in enumerate(zip(quantities, boundaries, strict=True))
         ]
         return pieces, *calls
@@ -261,6 +269,21 @@ class Trial:
             {1.0: float(facts.trained_bytes)},
         )
 
+    def _parts(self) -> Iterator[_Part]:
+        first = 0
+        for number in self.parts:
+            stages = range(first, first + number)
+            first += number
+            of = [self._of_stage(stage) for stage in stages]
+            yield _Part(
+                [number, 0 in stages, first == len(self.stages),
+                 sum(self.stages[stage].blocks for stage in stages)],
+                _Quantities(*(
+                    {b: sum(points[b] for points in same) for b in same[0]}
+                    for same in zip(*of, strict=True)
+                )),
+            )  # fmt: skip
+
     def _update_s(self) -> float:
         """Of all weights: norm, clipping and optimizer of the ranks that hold them."""
         own = self._legs(self.own, splits=False)
@@ -283,52 +306,52 @@ class _Quantities(NamedTuple):
     trained_bytes: _Points
 
 
+class _Part(NamedTuple):
+    """holds: so many stages, the model's first one, its last one, so many blocks. Of several
+    stages of a rank the sum: what the first of them to be called takes to warm up, others save."""
+
+    holds: Sequence[int]
+    of: _Quantities
+
+
 def _by_block(
-    stages: Sequence[_Quantities], blocks: Sequence[int]
+    parts: Sequence[_Part], num_blocks: int
 ) -> tuple[list[_Quantities], tuple[Curve, Curve]]:
-    """Of each block, the first with what is before it, the last with what is after it. One
-    between is its share of the stages between or, where there are none, of the first stage.
+    """Of each block, the first with what is before it, the last with what is after it.
 
-    A stage is called once for each micro-batch, which takes as long whatever its blocks: by
-    stages between of unequal numbers of blocks both are told apart. A stage of n blocks takes
-    call + n * block."""
-    if sum(blocks) == 1:
-        return list(stages), (Curve(), Curve())
-    between, counts = stages[1:-1], blocks[1:-1]
-    if not between:
-        end = 0 if blocks[0] > 1 else -1
-        between, counts = [stages[end]], [blocks[end]]
-    each: list[_Points] = []
-    first: list[_Points] = []
-    last: list[_Points] = []
-    calls: list[Curve] = []
-    for name, *own in zip(_Quantities._fields, *stages, strict=True):
-        found = [getattr(stage, name) for stage in between]
-        call, block = dict[float, float](), dict[float, float]()
-        for b in own[0]:
-            values = [points[b] for points in found]
-            is_called = name in ("forward_s", "backward_s")
-            call[b] = _at_no_blocks(counts, values) if is_called else 0.0
-            block[b] = (sum(values) - len(values) * call[b]) / sum(counts)
+    A stage is called once for each micro-batch, which takes as long whatever its blocks. So a
+    part takes calls * call + front + tail + blocks * block, and parts that differ tell which is
+    which. What they leave open goes to the blocks."""
+    block, front, tail, calls = [], [], [], []
+    for number, name in enumerate(_Quantities._fields):
+        # The first stage puts nothing off, so nothing was seen of it.
+        late = name in ("weights_s", "splitting_s")
+        seen = [part for part in parts if not (late and part.holds[1])]
+        is_known = np.array([name in ("forward_s", "backward_s"), not late, True, True])
+        found: dict[float, list[float]] = {}
+        for b in parts[0].of[number]:
+            rows = np.array([part.holds for part in seen if b in part.of[number]], float)
+            values = [part.of[number][b] for part in seen if b in part.of[number]]
+            found[b] = _solved(rows.reshape(-1, 4) * is_known, values)
+        call, first, last, each = ({b: x[i] for b, x in found.items()} for i in range(4))
         calls.append(Curve(sorted(call.items())))
-        each.append(block)
-        for ends, points, number in ((first, own[0], blocks[0]), (last, own[-1], blocks[-1])):
-            ends.append({
-                b: max(0.0, points[b] - call[b] - (number - 1) * block[b]) for b in points
-            })  # fmt: skip
-    # The first stage puts nothing off, so nothing was seen of it.
-    front = _Quantities(*first)._replace(weights_s=each[2], splitting_s=each[3])
-    found = [front, *[_Quantities(*each)] * (sum(blocks) - 2), _Quantities(*last)]
-    return found, (calls[0], calls[1])
+        block.append(each)
+        front.append({b: each[b] + first[b] for b in each})
+        tail.append({b: each[b] + last[b] for b in each})
+        if num_blocks == 1:
+            tail[-1] = {b: each[b] + first[b] + last[b] for b in each}
+    between = [_Quantities(*block)] * (num_blocks - 2)
+    ends = [_Quantities(*front)] * (num_blocks > 1), [_Quantities(*tail)]
+    return [*ends[0], *between, *ends[1]], (calls[0], calls[1])
 
 
-def _at_no_blocks(counts: Sequence[int], values: Sequence[float]) -> float:
-    """The straight line through the values of so many blocks, at none of them; 0 where all have
-    as many, or noise is larger than what a call takes."""
-    if len(set(counts)) == 1:
-        return 0.0
-    line = statistics.linear_regression(counts, values)
-    return min(max(0.0, line.intercept), min(values))
+def _solved(rows: Any, values: Sequence[float]) -> list[float]:
+    """The shares, none negative, that come nearest to the values, blocks' shares first."""
+    if not values:
+        return [0.0] * 4
+    little = 1e-3 * np.diag([1.0, 1.0, 1.0, 0.0])
+    shares, _ = nnls(np.vstack([rows, little]), [*values, *[0.0] * 4])
+    return [float(share) for share in shares]
 
 
 def _piece(

@@ -62,7 +62,8 @@ NOTHING = DirectionCurves(Curve())
 @dataclass(frozen=True)
 class TrialRun:
     """cluster: as written, without a strategy. candidates: compressions, the job's own first;
-    counts: of micro-batches that plans may have. num_steps: about so many updates."""
+    counts: of micro-batches that plans may have. num_steps: about so many updates. cut: by the
+    clouds' own stages, the blocks of each stage of the trial; empty = as the job has it."""
 
     config: Any
     job: PipelineJob
@@ -71,19 +72,23 @@ class TrialRun:
     candidates: Mapping[str, Compression | Phased]
     counts: Sequence[int]
     num_steps: int
+    cut: Sequence[Sequence[int]] = ()
 
     def profile(self) -> Profile:
         """Of a trial that was made before, where the same would be tried; else of one made now.
         Raises RunFailed, RunStopped, ConfigError."""
         of = self.of
         digest = hashlib.sha256(
-            json.dumps([of, configs.plain_settings(self.trial_config)], sort_keys=True).encode()
+            json.dumps(
+                [of, *(configs.plain_settings(r.trial_config) for r in (self, *self.others))],
+                sort_keys=True,
+            ).encode()
         ).hexdigest()
         file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
         if file.exists():
             print(f"trial of before: {file} (delete it to try again)", flush=True)
             return read_profile(file)
-        num_steps = self._num_updates
+        num_steps = sum(found._num_updates for found in (self, *self.others))
         print(f"trial: {num_steps} updates of the job over a free line …", flush=True)
         found = self.measured()
         write_profile(file, found)
@@ -92,11 +97,17 @@ class TrialRun:
 
     def measured(self) -> Profile:
         """Runs the trial, and leaves nothing behind but the logs of a run that fails."""
+        ranks, others = self.recorded(), [found.trial(found.recorded()) for found in self.others]
+        return self.read(ranks, others)
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """What each rank has written of its run."""
         folder, is_kept = Path(tempfile.mkdtemp(prefix="xcloud-trial-")), False
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 run(self.trial_config, folder, more_follows=True)
-            return self.read(folder)
+            files = [folder / FACTS_FILE.format(rank) for rank in range(self.layout.num_ranks)]
+            return [json.loads(file.read_text(encoding="utf-8")) for file in files]
         except RunFailed as error:
             is_kept = True
             raise RunFailed(
@@ -126,28 +137,36 @@ class TrialRun:
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """By the clouds' own stages: the blocks of each stage of the trial. The model's first and
-        last block are stages of their own, so that the work before and after the blocks shows;
-        others are of unequal numbers of blocks, so that what a call takes does. Empty for a model
-        that is cut in one way; as it is where a rank holds one stage only."""
+        """By the clouds' own stages: the blocks of each stage of the trial. Empty for a model that
+        is cut in one way."""
         model, length = self.job.model, self.job.task.max_length
-        clouds = self.cluster.clouds.values()
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
         counts = model.block_counts(self.cluster.num_stages, length)
-        found = [[count] for count in counts]
-        if not all(counts) or any(c.one_stage_per_rank or c.shard for c in clouds):
-            return found
-        if counts[0] > 1:
-            found[0] = [1, counts[0] - 1]
-        if found[-1][-1] > 1:
-            found[-1] = [*found[-1][:-1], found[-1][-1] - 1, 1]
-        between = [count for part in found for count in part][1:-1]
-        if len(set(between)) == 1 and between[0] > 1:
-            which = 0 if len(found[0]) > 1 else 1
-            at = 1 if which == 0 else 0
-            found[which][at : at + 1] = [1, between[0] - 1]
-        return found
+        return [list(part) for part in self.cut] or [[count] for count in counts]
+
+    @cached_property
+    def others(self) -> list[TrialRun]:
+        """A second run that tells what a block takes, what is before and after the blocks, and
+        what a call of a stage: one end of the model gives a block to the other and becomes two
+        stages. None where a rank holds one stage only, or that end is too small."""
+        counts = [part[0] for part in self.parts]
+        clouds = self.cluster.clouds.values()
+        if not counts or any(c.one_stage_per_rank or c.shard for c in clouds):
+            return []
+        cut = [[count] for count in counts]
+        if len(counts) > 1 and counts[0] > 2:
+            cut[0], cut[-1] = [1, counts[0] - 2], [counts[-1] + 1]
+        elif len(counts) > 1 and counts[-1] > 2:
+            cut[0], cut[-1] = [counts[0] + 1], [counts[-1] - 2, 1]
+        elif counts[0] > 1:
+            cut[0] = [1, counts[0] - 1]
+        elif counts[-1] > 1:
+            cut[-1] = [counts[-1] - 1, 1]
+        else:
+            return []
+        own = {self.own: self.candidates[self.own]}
+        return [replace(self, candidates=own, num_steps=-(-self.num_steps // 2), cut=cut)]
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -270,11 +289,9 @@ class TrialRun:
 
     # What was recorded.
 
-    def read(self, folder: Path) -> Profile:
-        """The profile, from the files that the ranks of a trial left."""
+    def trial(self, ranks: Sequence[Mapping[str, Any]]) -> Trial:
+        """ranks: what each has written."""
         layout = self.layout
-        files = [folder / FACTS_FILE.format(rank) for rank in range(layout.num_ranks)]
-        ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         stages = {int(n): table for rank in ranks for n, table in rank["stages"].items()}
         facts = [
             StageFacts(
@@ -283,14 +300,20 @@ class TrialRun:
             )
             for n in range(layout.num_stages)
         ]
-        trial = Trial(
+        return Trial(
             self._read_legs(ranks),
             self.own,
             facts,
             [(p.stages, len(layout.ranks_of(p.stages[0])))
              for p in map(layout.placement, range(layout.num_ranks))],
             self._pass_samples,
+            [len(part) for part in self.parts],
         )  # fmt: skip
+
+    def read(self, ranks: Sequence[Mapping[str, Any]], others: Sequence[Trial]) -> Profile:
+        """The profile, from what the ranks have written and from runs with other cuts."""
+        trial = self.trial(ranks)
+        stages = {int(n): table for rank in ranks for n, table in rank["stages"].items()}
         kinds, places = self._boundaries()
         trained = {
             f"{n}.{name}": nn.Parameter(torch.zeros(shape))
@@ -307,7 +330,7 @@ class TrialRun:
             )
             for name, found in self.candidates.items()
         }
-        pieces, stage_forward_s, stage_backward_s = trial.pieces(places)
+        pieces, stage_forward_s, stage_backward_s = trial.pieces(places, *others)
         return Profile(
             pieces,
             compressors,

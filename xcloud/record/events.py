@@ -14,12 +14,11 @@ import json
 import logging
 import math
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from xcloud.record import segments
 from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
@@ -27,7 +26,7 @@ from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
 LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
 Event = dict[str, Any]
-Key = tuple[Any, ...]  # ("loss",), ("compute_s", cloud), ("line_busy_s", kind, (cloud, cloud))
+Key = tuple[Any, ...]  # ("tokens",), ("compute_s", cloud), ("line_busy_s", kind, (cloud, cloud))
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
@@ -114,7 +113,7 @@ class StepTotals:
     """One complete step over all ranks.
 
     step_s: see update_s. ended_s: when the last rank had ended it. values: further measurements of
-    a kind of job. numbers: everything that is added up over the ranks, under the keys of Columns:
+    a kind of job. numbers: everything that is added up over the ranks, under these keys:
         ("num_ranks", cloud), (kind of TIMES or OWN, cloud) in seconds,
         ("sent", traffic) bytes on the WAN link, ("raw", traffic) FP32 bytes of their tensors,
         ("line_busy_s", traffic, line) of each emulated line, in seconds,
@@ -177,81 +176,47 @@ class StepTotals:
         self.loss = loss
 
 
-class StepsAreGone(Exception):
-    """A run resumes from a step of which only sums are kept: read its log again, keeping all."""
-
-
 class Columns:
-    """Numbers of complete steps, in order: a column for each key, 0 where a step has none.
+    """Numbers of complete steps, in order. `step`, "step_s" and "loss" are kept one by one; of all
+    else, under the keys of StepTotals, the FIRST steps and sums of the others."""
 
-    Of steps long past there are sums, but for WHOLE columns and the first FIRST steps: a run
-    resumes from one of its last checkpoints. recent: how many steps are kept one by one, at least.
-    """
-
-    WHOLE: ClassVar[set[Key]] = {("step_s",), ("loss",)}
     FIRST = 3
 
     def __init__(self) -> None:
         self.step = array("q")
-        self.recent = 5000
-        self._columns: dict[Key, array[float]] = {}
-        self._past: dict[Key, float] = {}
-        self._num_past = 0
+        self.ended_s = 0.0
+        self._columns = {"step_s": array("d"), "loss": array("d")}
+        self._first: list[dict[Key, float]] = []
+        self._rest: dict[Key, float] = {}
 
     def append(self, totals: StepTotals) -> None:
-        place = len(self.step)
         self.step.append(totals.step)
-        loss = NO_LOSS if totals.loss is None else totals.loss
-        own = {("step_s",): totals.step_s, ("loss",): loss, ("ended_s",): totals.ended_s}
-        for key, value in (own | totals.numbers).items():
-            column = self._columns.setdefault(key, array("d"))
-            column.frombytes(bytes(8 * (self._at(key, place) - len(column))))
-            column.append(value)
-        if place - self._num_past > self.FIRST + 2 * self.recent:
-            past = slice(self.FIRST, self.FIRST + self.recent)
-            for key, column in self._columns.items():
-                if key not in self.WHOLE:
-                    self._past[key] = self._past.get(key, 0.0) + sum(column[past])
-                    del column[past]
-            self._num_past += self.recent
+        self.ended_s = max(self.ended_s, totals.ended_s)
+        self._columns["step_s"].append(totals.step_s)
+        self._columns["loss"].append(NO_LOSS if totals.loss is None else totals.loss)
+        if len(self._first) < self.FIRST:
+            self._first.append(totals.numbers)
+        else:
+            add_to(self._rest, totals.numbers)
 
-    def cut(self, step: int) -> int:
-        """Forget all later steps; returns how many they were. Raises StepsAreGone."""
-        keep = bisect_right(self.step, step)
-        num_later = len(self.step) - keep
-        if self._num_past and keep < self.FIRST + self._num_past:
-            raise StepsAreGone
-        del self.step[keep:]
-        for key, column in self._columns.items():
-            del column[self._at(key, keep) :]
-        return num_later
-
-    def __getitem__(self, key: Key | str) -> array[float]:
-        """One number for each step; of keys that are not WHOLE, for each that is kept."""
-        key = (key,) if isinstance(key, str) else key
-        column = array("d", self._columns.get(key, ()))
-        column.frombytes(bytes(8 * (self._at(key, len(self.step)) - len(column))))
-        return column
+    def __getitem__(self, name: str) -> array[float]:
+        """One number for each step."""
+        return self._columns[name]
 
     def below(self, *head: object) -> list[Any]:
         """What follows `head` in keys, in order of appearance."""
         num = len(head)
-        tails = (k[num] for k in self._columns if k[:num] == head and len(k) > num)
-        return list(dict.fromkeys(tails))
+        keys = [key for numbers in (*self._first, self._rest) for key in numbers]
+        return list(dict.fromkeys(k[num] for k in keys if k[:num] == head and len(k) > num))
 
     def sum(self, *key: object, first: int = 0) -> float:
-        """Of all steps from the place `first`, one of the FIRST or of the recent ones."""
-        past = self._past.get(key, 0.0) if first <= self.FIRST else 0.0
-        place = first if first <= self.FIRST else self._at(key, first)
-        return sum(self._columns.get(key, array("d"))[place:], past)
+        """Of all steps from the place `first`, one of the FIRST."""
+        first_ones = (numbers.get(key, 0.0) for numbers in self._first[first:])
+        return sum(first_ones, self._rest.get(key, 0.0))
 
     def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
         """By what follows `head` in the keys."""
         return {tail: self.sum(*head, tail, first=first) for tail in self.below(*head)}
-
-    def _at(self, key: Key, place: int) -> int:
-        """Where a step stands in a column."""
-        return place if key in self.WHOLE else place - self._num_past
 
 
 class StepCollector:
@@ -270,14 +235,9 @@ class StepCollector:
         self._done = -1  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
 
-    @property
-    def incomplete(self) -> list[int]:
-        """Steps that only some ranks have reported."""
-        return sorted(self._reports)
-
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":  # from a step before those that were done
-            for step in self.incomplete:
+            for step in sorted(self._reports):
                 if step <= event["step"]:  # of a rank that was lost before it could report
                     self._complete.append(StepTotals.of(step, self._reports[step]))
             self._reports.clear()

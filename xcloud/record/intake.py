@@ -30,18 +30,6 @@ from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
 """Fields of a step that only the rank reports that knows the loss. Elsewhere "tokens" is 0."""
-OF_RANK_0 = {
-    "data": "name digest rows",
-    "resume": "step changed",
-    "autopilot": "step choice before reason predicted_s",
-    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
-    "producer": "producer state step",
-    "merge": "step weights",
-    "partial_merge": "step weights",
-    "absence": "absent ranks what step",
-    "refused_reports": "sender num reason",
-}
-"""Fields of what nobody but rank 0 reports, of all."""
 
 
 def _printable(text: str) -> str:

@@ -40,13 +40,11 @@ How the figures are made:
 - `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).
 """
 
-import contextlib
 import json
 import math
 import statistics
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -89,10 +87,14 @@ MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
           "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
 
 
+class Resumed(Exception):
+    """The run resumes from an earlier step: its log is to be read again, up to this event."""
+
+
 class RunStatistics:
     """Feed it every event of a run, in order and once; `summary()` works at any time, also after
-    a failure. A run that resumed is joined by cutting what came after the step that it resumed
-    from.
+    a failure. What came after a step that the run later resumes from is left out, so from a log
+    with resumes it is fed by `feed_log`, which knows of them.
 
     steps: joins the ranks' reports; or how many ranks there are.
     """
@@ -103,6 +105,8 @@ class RunStatistics:
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
         self._events: list[Event] = []
+        self._resumes_ahead: deque[int] = deque()  # the steps that they are from
+        self._done_again: set[int] = set()
         self._pause_s = 0.0
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
@@ -118,8 +122,7 @@ class RunStatistics:
         return self.steps.below(OWN)
 
     def feed(self, event: Event) -> StepTotals | None:
-        """Returns the totals of a step if this event completes it, else None. Raises StepsAreGone
-        for a resume from long ago."""
+        """Returns the totals of a step if this event completes it, else None."""
         kind = event["event"]
         if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
             if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
@@ -134,31 +137,53 @@ class RunStatistics:
                 event = {**event, **scores}
             if kind in OF_STEPS and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
-            self._events.append(event)
+            if not self._is_lost(event):
+                self._events.append(event)
+        elif kind == "step" and self._is_lost(event):
+            self._done_again.add(event["step"])
+            return None
         totals = self.collector.feed(event)
         if totals is not None:
             self.steps.append(totals)
         return totals
 
+    def feed_log(self, read: Callable[[], Iterable[Event]]) -> int:
+        """All events of a log, which each call of `read` gives from its beginning. Returns how
+        many were malformed."""
+        steps = (event.get("step") for event in read() if event["event"] == "resume")
+        self._resumes_ahead.extend(step for step in steps if isinstance(step, int))
+        num_malformed = 0
+        for event in read():
+            try:
+                self.feed(event)
+            except MALFORMED:
+                num_malformed += 1
+        return num_malformed
+
     def events(self, *kinds: str) -> list[Event]:
         """That count, of these kinds."""
         return [event for event in self._events if event["event"] in kinds]
 
+    def _is_lost(self, event: Event) -> bool:
+        """Whether the run resumes from before it later on."""
+        if event["event"] in OF_AN_ATTEMPT:
+            return bool(self._resumes_ahead)
+        if event["event"] not in OF_STEPS and event["event"] != "step":
+            return False
+        return bool(event["step"] > min(self._resumes_ahead, default=math.inf))
+
     def _go_back(self, step: int) -> None:
-        reported = sum(later > step for later in self.collector.incomplete)
-        again = self.steps.cut(step) + reported
-        until_s = max(self.steps["ended_s"], default=self._started_at_s or 0.0)
+        if not self._resumes_ahead:
+            raise Resumed
+        self._resumes_ahead.popleft()
+        again = {later for later in self._done_again if later > step}
+        self._done_again -= again
+        until_s = self.steps.ended_s or self._started_at_s or 0.0
         for earlier in self.resumes:
             if earlier["step"] >= step:  # its lost time lies within that of this one
                 earlier["lost_s"] = 0.0
         lost_s = (self._last_event_at_s or until_s) - until_s
-        self.resumes.append({"step": step, "steps_again": again, "lost_s": lost_s})
-        self._events = [
-            event
-            for event in self._events
-            if event["event"] not in OF_AN_ATTEMPT
-            and not (event["event"] in OF_STEPS and event["step"] > step)
-        ]
+        self.resumes.append({"step": step, "steps_again": len(again), "lost_s": lost_s})
 
     def dev_quality(self) -> dict[str, list[tuple[int, float, float]]]:
         """(step, score, its error), by name."""
@@ -317,10 +342,7 @@ def read_run(path: Path) -> RunStatistics:
     of one-way jobs do not; of a missing log what a run has before its first event."""
     steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
     run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
-    run.steps.recent = sys.maxsize
-    for event in EventReader(path, warn=False):
-        with contextlib.suppress(*MALFORMED):
-            run.feed(event)
+    run.feed_log(lambda: EventReader(path, warn=False))
     return run
 
 

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from xcloud.record.events import (
     MALFORMED,
     Event,
     EventReader,
-    StepsAreGone,
 )
 from xcloud.record.rank_state import SAMPLES_FILE
-from xcloud.record.summary import SUMMARY_FILE
+from xcloud.record.summary import SUMMARY_FILE, Resumed
 from xcloud.record.tracking import NullTracker, Recording, TrackedRun
 from xcloud.report.progress import ProgressLine
 
@@ -82,7 +81,10 @@ class Monitor:
         # "finish" is of this attempt, which may be ahead of this monitor.
         self.attempt.stops_count = is_again
         for event in self._reader:
-            self._take_safely(event)
+            self._num_read += 1
+            with contextlib.suppress(*MALFORMED):
+                self.attempt.take(event)
+        self.num_malformed = self._read_again()
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
@@ -120,7 +122,7 @@ class Monitor:
         kind = event["event"]
         try:
             totals = self.statistics.feed(event)
-        except StepsAreGone:
+        except Resumed:
             totals = None
             self._read_again()
         self.attempt.take(event)
@@ -140,14 +142,14 @@ class Monitor:
                 self._progress = None
                 log.warning("the progress cannot be shown any more: %s", error)
 
-    def _read_again(self) -> None:
-        """Up to the event at hand, keeping every step."""
-        self.statistics = self.experiment.statistics()
-        self.statistics.steps.recent = sys.maxsize
-        events = EventReader(self.run.run_dir / EVENTS_FILE, warn=False)
-        for event in itertools.islice(events, self._num_read):
-            with contextlib.suppress(*MALFORMED):
-                self.statistics.feed(event)
+    def _read_again(self) -> int:
+        """Up to the event at hand. Returns how many are malformed."""
+        path, self.statistics = self.run.run_dir / EVENTS_FILE, self.experiment.statistics()
+
+        def read() -> Iterator[Event]:
+            return itertools.islice(EventReader(path, warn=False), self._num_read)
+
+        return self.statistics.feed_log(read)
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
