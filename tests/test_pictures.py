@@ -224,7 +224,7 @@ def test_no_worker_imports_what_draws() -> None:
             assert "matplotlib" not in libraries, name
             to_read += own_imports(MODULES[name])
     assert {"comm.step_clock", "rank.meters", "record.reporter"} <= reached
-    drawing = {"report.pictures", "record.timeline", "watch.monitor"}
+    drawing = {"report.pictures", "report.figures", "watch.monitor"}
     assert not reached & drawing
 
 
