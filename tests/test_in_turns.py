@@ -117,6 +117,7 @@ def test_values_with_commas_are_combined_and_runs_named_by_what_differs() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_runs_take_turns_as_processes(tmp_path: Path) -> None:
     words = ["--config-dir", "tests/conf", "+exp=toy", f"training.max_steps={NUM_STEPS}"]
     runs = {c: [*words, f"compression={c}"] for c in ("none", "int8")}

@@ -42,6 +42,7 @@ def test_says_so_when_the_port_is_taken(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_serves_the_store_and_ends_cleanly(tmp_path: Path, port: int) -> None:
     client, experiment_id = blank_store(tmp_path).open()
     client.create_run(experiment_id, run_name="a run")
