@@ -171,7 +171,7 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
     assert kept == ["experiment.yaml", "run.log", "summary.json"]
     assert (tmp_path / "runs" / "ours-seed1" / "run.log").read_text() == "step 1/1"
-    assert not (tmp_path / "work").exists()
+    assert not (tmp_path / "made").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0

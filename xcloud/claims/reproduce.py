@@ -67,7 +67,7 @@ def _reproduce(given: argparse.Namespace) -> int:
     now = datetime.now(UTC).isoformat(timespec="minutes")
     record = made(claim, rows, data, now, given.quick)
     record.write(out, claim)
-    shutil.rmtree(out / "work", ignore_errors=True)
+    shutil.rmtree(out / "made", ignore_errors=True)
     print((out / "README.md").read_text(encoding="utf-8"))
     if given.quick and claim.leaves_out:
         print(f"--quick leaves out: {claim.leaves_out}")
@@ -106,12 +106,12 @@ def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[R
 
 class Rows:
     """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs/NAME, what is kept of
-    that run. OUT/work is for what a study makes on its way; a record does not keep it."""
+    that run. OUT/made is for what a study makes on its way; a record does not keep it."""
 
     def __init__(self, out: Path, data: Path | None = None) -> None:
         self._out, self._file = out.resolve(), out.resolve() / "rows.jsonl"
         self._folders = {"OUT": self._out, **({"DATA": data.resolve()} if data else {})}
-        self.work = self._out / "work"
+        self.work = self._out / "made"
 
     def read(self) -> list[dict[str, Any]]:
         text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
