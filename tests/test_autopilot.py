@@ -306,7 +306,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         resumed = RunStatistics(2)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
-        resumed.feed_log(lambda resume=resume: [*events, resume])
+        resumed.feed_log([*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))
 
 
