@@ -330,7 +330,7 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     compression = job.compression
     assert isinstance(compression, Selectable)
     assert compression.names == ["none+none", "int8+int8", "int4+int4"]
-    assert job.compression_in_force == "autopilot(none+none, int8+int8, int4+int4)"
+    assert job.labels.compression == "autopilot(none+none, int8+int8, int4+int4)"
     small = build(
         "+exp=abnet_iwslt", "autopilot=on", "compression=int8", "cluster/wan=line_8m",
         "training.batch_size=8",

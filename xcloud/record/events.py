@@ -199,7 +199,8 @@ class Columns:
         """Forget later steps, which are returned."""
         num_kept = bisect_right(self.step, step)
         dropped = {*self.step[num_kept:]}
-        for column in (self.step, *self._columns.values()):
+        del self.step[num_kept:]
+        for column in self._columns.values():
             del column[num_kept:]
         return dropped
 
