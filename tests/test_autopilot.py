@@ -18,7 +18,6 @@ from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.compression import Compression
@@ -36,6 +35,7 @@ from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec
 from xcloud.record.summary import RunStatistics
 from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
+from xcloud.wire.further_ends import LineMeter
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
 NONE = Compression(Chain(), Chain())
@@ -217,7 +217,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     for one, first, second in zip(fixed, found, rest, strict=True):
         for a, b in zip(one, [*first, *second], strict=True):
             assert [x or 0.0 for x in b] == pytest.approx([x or 0.0 for x in a], rel=1e-5)
-    links = [stats for rank in made for stats in rank.wiring.wan_stats]
+    links = [stats for rank in made for stats in rank.wiring.ends.records]
     forward = sum(one.num_messages[Kind.ACTIVATION] for one in links)
     boundaries = 2
     assert forward == boundaries * (2 * 2 + 3 * 8 + 4 * 4 + 3 * 2)
@@ -267,10 +267,10 @@ class OnALine(RunPilot):
 
     def measured(self, step: int) -> Tensor | None:
         for channel in self._wiring.boundaries.wan_sends:
-            stats, kind = channel.link.stats, KINDS[channel.identity.direction]
+            stats, kind = channel.link.record, KINDS[channel.identity.direction]
             new = stats.num_bytes[kind] - getattr(channel, "seen", 0)
             channel.seen = stats.num_bytes[kind]  # type: ignore[attr-defined]
-            stats.count_line(kind, 8 * new / self.bits_per_s)
+            stats.line_s[kind] += 8 * new / self.bits_per_s
         return super().measured(step)
 
 
@@ -293,7 +293,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     assert {rank.wiring.boundaries.shared(Selection).choice for rank in slow} == {1}
     assert {rank.wiring.boundaries.shared(Selection).choice for rank in fast} == {0}
     assert not any(b"autopilot" in line for line in fast[0].told)
-    sent = [rank.wiring.wan_stats for rank in (slow[0], fast[0])]
+    sent = [rank.wiring.ends.records for rank in (slow[0], fast[0])]
     few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
     assert few < 0.8 * many
 

@@ -58,7 +58,7 @@ FEATURES = (
     "rank.memory", "rank.privacy", "rank.typical_step", "record.checkpoints",
     "security.defences", "security.leak_meter", "security.observer", "security.privacy",
     "survive.changes", "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
-    "training.pinned_batches", "use", "watch.following", "wire.replicas", "wire.special_ends",
+    "training.pinned_batches", "use", "watch.following", "wire.further_ends",
 )  # fmt: skip
 
 

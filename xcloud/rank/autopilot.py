@@ -37,6 +37,7 @@ from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot
 from xcloud.record.reporter import Reporter
+from xcloud.wire.further_ends import LineMeters
 from xcloud.wire.wiring import Wiring
 
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
@@ -147,16 +148,15 @@ class RunPilot(Switching):
         found[0], found[1] = self._busy_s, self._compute_s
         for channel in self._wiring.boundaries.wan_sends:
             at = self._place(channel.identity.boundary, channel.identity.direction)
-            kind, sent = KINDS[channel.identity.direction], channel.link.stats
+            kind, sent = KINDS[channel.identity.direction], channel.link.record
             sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
             found[at : at + _SUMS] += torch.tensor(sums, dtype=torch.float64)
             found[at + _SUMS] = sent.latency_s
-        meters = self._wiring.ends.meters
-        for identity, link in self._wiring.boundaries.wan_receives:
-            if identity.sender in meters:
-                at = self._place(identity.boundary, identity.direction)
-                found[at + 2] += link.stats.line_s[KINDS[identity.direction]]
-                found[at + _SUMS] = meters[identity.sender].delay_s
+        meters = self._wiring.boundaries.shared(LineMeters)
+        for identity, line_s in meters.line_s.items():
+            at = self._place(identity.boundary, identity.direction)
+            found[at + 2] += line_s
+            found[at + _SUMS] = meters.by_sender[identity.sender].delay_s
         return found
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
