@@ -39,7 +39,7 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
-from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
+from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
 from xcloud.plan.plans import FreelyCut, with_micro_batches
 from xcloud.plan.profile import (
     BoundaryCodec,
@@ -211,7 +211,7 @@ class TrialRun:
         if len(counts) == 1:
             counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
         found = [own, *(with_micro_batches(own, n) for n in counts if n != m)]
-        late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], counts[-1]))]
+        late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], m, counts[-1]))]
         return [s for s in (*found, *late) if s == own or self._allows(s)]
 
     def _allows(self, schedule: Schedule) -> bool:
@@ -358,7 +358,12 @@ class TrialRun:
             assert timeline is not None
             costs[(step - 1) % len(self.legs)].append(measured_costs(timeline))
         return [
-            Leg(self._pass_samples / shape.num_micro_batches, name, self._splits(shape), own)
+            Leg(
+                self._pass_samples / shape.num_micro_batches,
+                name,
+                self._splits(shape),
+                typical(own),
+            )
             for (shape, name), own in zip(self.legs, costs, strict=True)
         ]
 
