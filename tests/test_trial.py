@@ -32,7 +32,7 @@ from xcloud.plan.settings import Tour
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import TrialRun
-from xcloud.rank.tour import StageFacts
+from xcloud.rank.autopilot import StageMeter
 
 BLOCKS, BLOCK_S, FRONT_S, HEAD_S = 5, 0.006, 0.004, 0.01
 
@@ -286,16 +286,16 @@ def test_a_real_trial_of_processes_gives_a_profile_and_leaves_nothing(
 
 def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     stage = ToyStage(ToyModel(dropout=0.0), 1, 2)
-    facts = StageFacts(stage)
+    meter = StageMeter(stage)
     received = {"counts": torch.ones(4), "hidden": torch.randn(24, 12, requires_grad=True)}
     batch = {"ids": torch.arange(4), "target": torch.zeros(4, 6, dtype=torch.long)}
     stage(received, batch)
 
-    assert facts.table["put_off_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
-    assert facts.table["activation_bytes"] > 0
-    before = dict(facts.table)
+    assert meter.facts["put_off_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
+    assert meter.facts["activation_bytes"] > 0
+    before = dict(meter.facts)
     stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})
-    assert facts.table == before, "the first forward alone is counted"
+    assert meter.facts == before, "the first forward alone is counted"
 
 
 @pytest.mark.parametrize("privacy", ["cloud", "sample"])
