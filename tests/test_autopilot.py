@@ -31,7 +31,14 @@ from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot
-from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec_costs
+from xcloud.rank.autopilot import (
+    KINDS,
+    MOST_ROWS,
+    RunPilot,
+    _bits_per_s,
+    codec_costs,
+    forecast_of,
+)
 from xcloud.record.summary import RunStatistics
 from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
@@ -132,8 +139,8 @@ def piloted(
     made = ranks(layout, TRAINING, compression, schedules[0], **more)
     for rank in made:
         pilot = kind(
-            settings, compression, schedules, layout, rank.wiring, rank.trainer.pipeline.clock,
-            rank.reporter, rank.trainer.use_schedule,
+            settings, layout, None, rank.reporter, compression, schedules, rank.wiring,
+            rank.trainer,
         )  # fmt: skip
         rank.parts.append(pilot)
     return made
@@ -318,10 +325,10 @@ def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.Monk
     train(made, 1, 3)
     one, other = (rank.part(RunPilot).measured(4) for rank in made)
     assert one is not None and other is not None
-    for sender, receiver, at in ((one, other, 2), (other, one, 6)):  # forward, backward
-        num_bytes, messages, line_s, _ = sender[at : at + 4].tolist()
+    for sender, receiver, row in ((one, other, 1), (other, one, 2)):  # forward, backward
+        num_bytes, messages, line_s, _ = sender[row].tolist()
         assert (messages, line_s) == (6, 0) and num_bytes > 0, "counted where they are sent"
-        *sums, delay_s = receiver[at : at + 4].tolist()
+        *sums, delay_s = receiver[row].tolist()
         assert sums == [0, 0, 3.0] and delay_s > 0, "timed where they arrive"
 
 
@@ -336,12 +343,7 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
         "training.batch_size=8",
     )  # fmt: skip
     assert small.compression.names == ["int8+int8", "int4+int4"], "the same is there once"
-    pilot = RunPilot(
-        small.autopilot, small.compression, small.schedules, small.cluster, None, None, None, None
-    )  # type: ignore[arg-type]
-    pilot.prepare(small, torch.device("cpu"))
-    assert pilot.forecast is not None
-    int8, int4 = pilot.forecast.codecs
+    int8, int4 = forecast_of(small, torch.device("cpu")).codecs  # type: ignore[arg-type]
     for way in BOTH_WAYS:
         assert 0.4 < int4[way].num_bytes / int8[way].num_bytes < 0.6
     assert min(way.compress_s for way in [*int8.values(), *int4.values()]) > 0
@@ -405,9 +407,7 @@ def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
     timed: list[TensorSpec] = []
     monkeypatch.setattr(
         "xcloud.rank.autopilot.time_codec",
-        lambda codec, fields, rows, device: (
-            timed.extend(f.spec(rows) for f in fields) or Direction(1)
-        ),
+        lambda codec, specs, device: timed.extend(specs) or Direction(1),
     )
-    assert len(list(codec_costs(0, boundary, INT4, 16, torch.device("cpu")))) == 2
+    assert len(list(codec_costs(boundary, INT4, 16, torch.device("cpu")))) == 2
     assert [spec.shape for spec in timed] == [(MOST_ROWS, 8)] * 2

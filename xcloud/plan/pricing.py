@@ -195,10 +195,8 @@ class Pricer:
         for stage, share in self.crossing.items():
             forward_s[stage] *= share
         for stage in range(len(pairs)):
-            if backward_s[stage] and _splits(schedule, stage, len(pairs)):
-                longer = 1 + splitting_s[stage] / backward_s[stage]
-                backward_s[stage] *= longer
-                weights_s[stage] *= longer
+            if _splits(schedule, stage, len(pairs)):
+                backward_s[stage] = max(0.0, backward_s[stage] + splitting_s[stage])
         return Costs(
             forward_s,
             backward_s,
