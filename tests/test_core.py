@@ -53,12 +53,12 @@ FEATURES = (
     "join.restarts", "join.failure_detector", "parallel.averaging", "parallel.ddp_hook",
     "parallel.one_forward_one_backward", "parallel.hub",
     "parallel.local_updates", "parallel.merging", "parallel.one_way", "parallel.overlapped_sums",
-    "parallel.sharding", "parallel.strategy", "rank.tied", "rank.tour", "plan", "planner",
+    "parallel.sharding", "parallel.strategy", "rank.tied", "plan", "planner",
     "rank.autopilot", "rank.leaks", "rank.one_way",
     "rank.memory", "rank.privacy", "rank.typical_step", "record.checkpoints",
     "security.defences", "security.leak_meter", "security.observer", "security.privacy",
     "survive.changes", "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
-    "training.pinned_batches", "use", "watch.following", "wire.replicas", "wire.special_ends",
+    "training.pinned_batches", "use", "watch.following", "wire.further_ends",
 )  # fmt: skip
 
 

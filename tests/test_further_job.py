@@ -92,7 +92,7 @@ class RingRank(Role[RingJob]):
         send_report(self.to_recorder, lines)
 
     def run(self) -> None:
-        clock, sent = StepClock(), self.after.stats.num_bytes
+        clock, sent = StepClock(), self.after.record.num_bytes
         for step in range(1, self.job.max_steps + 1):
             clock.begin_step(step)
             key = MessageKey(Kind.NORM, step)

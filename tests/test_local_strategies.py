@@ -43,8 +43,7 @@ def train(job: list[Rank], last: int = 8, first: int = 1) -> list[list[float | N
 
 def averaging_bytes(job: list[Rank]) -> list[int]:
     return [
-        sum(link.stats.num_bytes[Kind.AVERAGING] for link in rank.wiring.ends.wan_outs)
-        for rank in job
+        sum(link.num_bytes[Kind.AVERAGING] for link in rank.wiring.ends.records) for rank in job
     ]
 
 
@@ -98,7 +97,7 @@ def test_only_merges_cross_between_replicas() -> None:
         after.append(averaging_bytes(job)[0])
 
     assert after[0] == after[1] == after[2] < after[3] == after[6] < after[7]
-    assert all(not link.stats.num_bytes[Kind.NORM] for r in job for link in r.wiring.ends.wan_outs)
+    assert all(not link.num_bytes[Kind.NORM] for r in job for link in r.wiring.ends.records)
     num_values = sum(v[0].numel() for v in (values(job, 0), values(job, 1)))
     assert after[6] - after[2] < 2 * num_values  # 4 bits, scales and a header; 4 bytes without
 

@@ -22,6 +22,7 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
+from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import CheckpointPart, restored
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
@@ -30,7 +31,6 @@ from xcloud.rank.meters import WanMeter
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
-from xcloud.rank.tour import pilot_of
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import Reporter

@@ -31,9 +31,8 @@ UNCOMPRESSED = "none"  # the label of the reference among compressions
 
 @dataclass
 class Point:
-    """One experiment of a sweep. index: its position among the requested points."""
+    """One experiment of a sweep."""
 
-    index: int
     overrides: Overrides
     config: Any  # as composed; a DictConfig
     settings: Settings
@@ -41,9 +40,9 @@ class Point:
     label: str = ""
 
     @classmethod
-    def of(cls, index: int, overrides: Overrides, config: Any) -> Point:
+    def of(cls, overrides: Overrides, config: Any) -> Point:
         """Raises ConfigError for an invalid experiment."""
-        return cls(index, overrides, config, flatten(config), job_from_config(config))
+        return cls(overrides, config, flatten(config), job_from_config(config))
 
     @property
     def identity(self) -> str:
