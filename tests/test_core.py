@@ -24,7 +24,7 @@ parallel.control parallel.exchange parallel.part parallel.pipeline
 parallel.schedule
 rank.evaluation rank.export rank.loading rank.meters rank.parts rank.role rank.roles
 rank.stage_rank
-record.events record.intake record.rank_state record.reporter record.segments
+record.events record.files record.intake record.reporter
 record.summary
 training.batch_plan training.settings training.trained_module training.trainer
 watch.monitor wire.ends wire.wiring
@@ -57,7 +57,7 @@ FEATURES = (
     "rank.autopilot", "rank.leaks", "rank.one_way",
     "rank.memory", "rank.privacy", "rank.typical_step", "record.checkpoints",
     "security.defences", "security.leak_meter", "security.observer", "security.privacy",
-    "survive.changes", "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
+    "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
     "training.pinned_batches", "use", "watch.following", "wire.further_ends",
 )  # fmt: skip
 

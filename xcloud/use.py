@@ -31,7 +31,7 @@ from xcloud.models.causal import CausalLM
 from xcloud.models.causal_stage import CausalStage, Past
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
-from xcloud.record.segments import check_is_run
+from xcloud.record.files import check_is_run
 from xcloud.tasks.causal_text import CausalTokenizer
 from xcloud.tasks.translation import TranslationText
 

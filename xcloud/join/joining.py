@@ -14,7 +14,7 @@ from xcloud.job.job import Job
 from xcloud.join import restarts
 from xcloud.join.agreement import Verdict, agree
 from xcloud.join.compared import Table
-from xcloud.record.segments import CheckpointSteps
+from xcloud.record.files import CheckpointSteps
 from xcloud.survive.resume import RankCheckpoints, newest_common
 
 

@@ -11,9 +11,8 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.part import Part, StepReport
 from xcloud.rank.role import RankContext
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.changes import Changes
 from xcloud.survive.checkpointing import Checkpointer, Messenger
-from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.resume import Changes, RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
 from xcloud.training.settings import Checkpoints
 

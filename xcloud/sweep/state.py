@@ -24,8 +24,8 @@ from typing import Any, Literal
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
+from xcloud.record.files import CheckpointSteps
 from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE
-from xcloud.record.segments import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
