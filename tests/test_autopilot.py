@@ -313,7 +313,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         resumed = RunStatistics(2)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
-        resumed.feed_log(lambda resume=resume: [*events, resume])
+        resumed.feed_log([*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))
 
 
@@ -337,7 +337,7 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     compression = job.compression
     assert isinstance(compression, Selectable)
     assert compression.names == ["none+none", "int8+int8", "int4+int4"]
-    assert job.compression_in_force == "autopilot(none+none, int8+int8, int4+int4)"
+    assert job.labels.compression == "autopilot(none+none, int8+int8, int4+int4)"
     small = build(
         "+exp=abnet_iwslt", "autopilot=on", "compression=int8", "cluster/wan=line_8m",
         "training.batch_size=8",

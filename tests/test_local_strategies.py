@@ -162,6 +162,7 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
         "+exp=abnet_iwslt", "strategy=local_updates", "strategy.averaging.leave=go_on",
         "strategy.averaging.restart_s=2",
     )  # fmt: skip
-    assert kept.is_elastic and kept.essential_ranks == frozenset({0}) and kept.restart_s == 2
+    roster = kept.roster
+    assert roster.is_elastic and roster.essential == frozenset({0}) and roster.restart_s == 2
     with pytest.raises(ConfigError, match=r"restart_s needs strategy.averaging.leave=go_on"):
         LocalUpdates(restart_s=2.0)

@@ -118,13 +118,13 @@ def wire(
     replicas = None
     if layout.num_replicas > 1:
         rejoin = None
-        if job.is_elastic:
+        if job.roster.is_elastic:
             assert control is not None
             rejoin = partial(_join_peer, control, ends, on_report)
         replicas = replica_links(ends, layout, device, rejoin)
     tied = tied_links(ends, layout, device) if job.ties_ends else None
     boundaries = join_boundaries(job, ends, clock, device)
-    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.is_elastic)
+    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.roster.is_elastic)
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
