@@ -15,7 +15,7 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
-from xcloud.job.places import Places
+from xcloud.job.job import Places
 from xcloud.parallel.control import Signal
 from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder

@@ -337,13 +337,13 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.saving_ranks}
+    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.roster.saving}
     step, _ = newest_common(held, str)
 
     def one(rank: int) -> None:
         transport: Any = world.transport(rank)
         verdict = Verdict(from_step=step, attempt=1)
-        if job.is_elastic:
+        if job.roster.is_elastic:
             meet = partial(meet_here, job, rank, run_dir)
             meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
             transport = GlooPairs().transport(meeting)

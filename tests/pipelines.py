@@ -25,7 +25,7 @@ from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.job.experiment import Experiment
-from xcloud.job.job import PipelineJob
+from xcloud.job.job import PipelineJob, Roster
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.security.defences import Defence
@@ -100,7 +100,8 @@ def wired_job(
     known = {
         "cluster": layout, "boundaries": dict(boundaries), "compression": compression,
         "schedules": [schedule], "max_micro_batch": max_samples, "seed": seed,
-        "security": Visibility(), "ties_ends": False, "is_elastic": False,
+        "security": Visibility(), "ties_ends": False,
+        "roster": Roster(frozenset(), frozenset()),
         "training": SimpleNamespace(activation_cache_mb=0),
     }  # fmt: skip
     job = SimpleNamespace(**(known | more))

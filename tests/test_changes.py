@@ -22,8 +22,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
 from xcloud.job.config import job_from_config
+from xcloud.job.job import Place, Places
 from xcloud.job.overrides import resumed
-from xcloud.job.places import Place, Places
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe

@@ -37,7 +37,7 @@ def test_checkpoints_cost_no_bytes_but_where_they_are_made(tmp_path: Path) -> No
     usual.train(3)
 
     assert usual.from_step == 2  # of one step only
-    rank_0 = [attempt.ranks[0].wiring.wan_stats for attempt in (saving, usual)]
+    rank_0 = [attempt.ranks[0].wiring.ends.records for attempt in (saving, usual)]
     sent = [sum(sum(link.num_bytes.values()) for link in links) for links in rank_0]
     assert 0 < sent[0] - 3 * sent[1] < 300
     assert same_state(saving.state, usual.state)

@@ -213,7 +213,7 @@ def test_compression_is_said_to_be_off_where_no_boundary_leaves_a_cloud() -> Non
     found = build("+exp=abnet_iwslt", "cluster=local")
 
     assert "compression: off" in found.headline
-    assert found.compression_in_force == "off"
+    assert found.labels.compression == "off"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def trained(of: list[Rank], first: int, last: int) -> list[float | None]:
 
 def sent(of: list[Rank], kind: Kind = Kind.ACTIVATION, boundary: int = 0) -> int:
     """Bytes of all lanes over a boundary."""
-    stats = [rank.wiring.wan_stats for rank in of if boundary in rank.trainer.pipeline.stages]
+    stats = [rank.wiring.ends.records for rank in of if boundary in rank.trainer.pipeline.stages]
     return sum(link.num_bytes[kind] for links in stats for link in links)
 
 

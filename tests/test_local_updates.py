@@ -36,7 +36,7 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.wire.ends import Ends
-from xcloud.wire.replicas import replica_links
+from xcloud.wire.further_ends import replica_links
 
 
 def trained(
@@ -367,4 +367,4 @@ def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
     room = links[1]._in[0]._settings.window.max_queued_bytes
 
     links[0].send(1, MessageKey(Kind.AVERAGING, 1), (part,), ("zeros",), 0)
-    assert room >= 13 * links[0]._out[1].stats.num_bytes[Kind.AVERAGING]
+    assert room >= 13 * links[0]._out[1].record.num_bytes[Kind.AVERAGING]

@@ -45,7 +45,7 @@ def train(made: Sequence[Rank], until_step: int) -> dict[tuple[int, int], Any]:
 
 
 def num_bytes(rank: Rank) -> list[int]:
-    return [sum(link.num_bytes.values()) for link in rank.wiring.wan_stats]
+    return [sum(link.num_bytes.values()) for link in rank.wiring.ends.records]
 
 
 def evaluate(made: Sequence[Rank], step: int) -> Any:

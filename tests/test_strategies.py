@@ -45,7 +45,7 @@ def train(job: Sequence[Rank], until_step: int = 4) -> list[list[float]]:
 
 def sent(job: Sequence[Rank], kind: Kind) -> list[tuple[int, int]]:
     """By rank: messages and bytes of this kind that it sent to other clouds."""
-    stats = [[link.stats for link in rank.wiring.ends.wan_outs] for rank in job]
+    stats = [rank.wiring.ends.records for rank in job]
     return [
         (sum(s.num_messages[kind] for s in own), sum(s.num_bytes[kind] for s in own))
         for own in stats

@@ -28,7 +28,7 @@ def restored(
     on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
     job, rank, reporter = context.job, context.rank, context.reporter
     folder, step = CheckpointFolder(context.run_dir), context.verdict.from_step
-    if rank not in job.saving_ranks:
+    if rank not in job.roster.saving:
         never = Checkpoints(every_steps=0, every_minutes=0)
         return Checkpointer(Timing(never), CheckpointWriter(folder, rank, {}), None, {}, reporter)
     holder = RankCheckpoints(folder, rank, job.places, context.settings)
@@ -53,7 +53,7 @@ def restored(
     return Checkpointer(
         Timing(job.checkpoint, step, job.max_steps),
         CheckpointWriter(folder, rank, about),
-        messenger, parts, reporter, context.asked, job.saving_ranks,
+        messenger, parts, reporter, context.asked, job.roster.saving,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from xcloud import __version__
 from xcloud.base.errors import LinkError
 from xcloud.base.project import commit
 from xcloud.comm.state import SnapshotBuffer, State, Stateful, bytes_to_copy, states_of
-from xcloud.job.places import Places
+from xcloud.job.job import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Checkpoints
 

@@ -250,7 +250,7 @@ class ConsumerRank(OneWayRank):
         """What has crossed between clouds besides batches: orders, reports and the like."""
         both = (*self.records, *self.received.values())
         kinds = CARRIES.keys() - {Kind.BATCH}
-        return sum(record.bytes_of[kind] for record in both for kind in kinds)
+        return sum(record.num_bytes[kind] for record in both for kind in kinds)
 
     def send_orders(self, orders: list[Order]) -> None:
         by_source: dict[int, list[list[int]]] = {}
