@@ -35,10 +35,10 @@ comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows electra.model.
 electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Experiment
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
-models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
-models.causal_base.OwnCausal models.causal_network.Lora models.decoding.Beam models.decoding.Greedy
-models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
-models.split_point.Split models.transformer.Transformer
+models.backbone.SeededBackbone models.causal.CausalLM models.causal_stage.NextTokenPretraining
+models.causal_stage.OwnCausal models.causal_network.Lora models.decoding.Beam
+models.decoding.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
+models.pretraining.MaskedLanguageModelling models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
