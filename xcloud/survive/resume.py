@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.comm.state import MEMORY, OUTER, State, is_marked
+from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.job.job import Job, Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.changes import Changes, changes
@@ -181,6 +181,10 @@ class RankCheckpoints:
                     f"{name} is not what the checkpoint of step {step} was trained on: "
                     f"{facts[name]} now, {saved[name]} then"
                 )
+
+
+def is_marked(key: str, mark: str) -> bool:
+    return mark in key.split(".")
 
 
 def _remembers(state: State) -> bool:
