@@ -30,9 +30,8 @@ from xcloud.cluster.gloo_pairs import GlooPairs
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
-from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -139,7 +138,7 @@ INT4 = Chain(int4=BlockInt(4, block=8, stochastic=True))
 DELTA = Compression(INT4, INT4, DeltaCache(), DeltaCache())
 FEEDBACK = Compression(Chain(topk=TopK(0.3)), INT4, ErrorFeedback(), ErrorFeedback())
 WARM = Compression(Chain(svd=Svd(0.5)), INT4, ErrorFeedback(), NoMemory())
-PLAIN = Compression(Chain(), Chain())
+PLAIN = Compression()
 
 Row = Mapping[str, str]
 

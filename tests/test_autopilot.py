@@ -20,12 +20,11 @@ from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
-from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
-from xcloud.comm.state import MEMORY, State, is_marked
+from xcloud.comm.state import MEMORY, State
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
@@ -40,12 +39,13 @@ from xcloud.rank.autopilot import (
     forecast_of,
 )
 from xcloud.record.summary import RunStatistics
+from xcloud.survive.resume import is_marked
 from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
 from xcloud.wire.further_ends import LineMeter
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
-NONE = Compression(Chain(), Chain())
+NONE = Compression()
 INT4 = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))
 TRAINING = Training(12, batch_size=8, optimizer=Optimizer(0.1, 1))
 BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]

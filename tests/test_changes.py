@@ -20,7 +20,7 @@ from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
+from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Place, Places
 from xcloud.job.overrides import resumed
@@ -36,6 +36,7 @@ from xcloud.survive.resume import (
     RankCheckpoints,
     changes,
     check_can_go_on,
+    is_marked,
     newest_common,
     outcome_of,
 )

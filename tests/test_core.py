@@ -15,7 +15,7 @@ __main__
 base.errors base.project base.settings
 cluster.frame cluster.gloo_link cluster.layout cluster.link
 cluster.link_end cluster.link_profile cluster.liveness cluster.transport
-comm.boundary comm.channel comm.compression comm.compressor comm.state comm.step_clock
+comm.boundary comm.channel comm.compression comm.state comm.step_clock
 contracts.model contracts.task
 job.config job.experiment job.job
 join.agreement join.compared join.joining
@@ -78,8 +78,8 @@ def too_many(found: dict[str, int], most: int) -> dict[str, int]:
 
 
 def test_the_core_can_be_held_by_one_engineer() -> None:
-    assert len(CORE) <= 56
-    assert num_lines(CORE) <= 10_980
+    assert len(CORE) <= 55
+    assert num_lines(CORE) <= 10_700
 
 
 def test_what_a_run_could_do_without_stays_small() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from xcloud.comm.activation_cache import CachingChannel, describe
-from xcloud.comm.state import Stateful, states_of
+from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
@@ -23,7 +23,7 @@ from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import pilot_of
-from xcloud.rank.checkpoints import CheckpointPart, restored
+from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.memory import MemoryReport
@@ -137,13 +137,12 @@ class Features:
             meter,
         ]
         made = [part for part in before if part is not None]
-        stateful: dict[str, Stateful] = {
+        stateful: StateTree = {
             "trainer": trainer, "channels": self.wiring, **Parts(made).parts(),
         }  # fmt: skip
-        checkpoints = restored(context, stateful, self.wiring.control, facts)
         states = partial(states_of, stateful) if job.checkpoint.are_made else None
         after = [
-            CheckpointPart(checkpoints, context.asked, self.is_directed, self.clock),
+            restored(context, stateful, self.wiring.control, facts, self.is_directed),
             evaluator,
             leaks,
             PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.comm.state import MEMORY, OUTER, State, is_marked
+from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.job.job import Job, Places
 from xcloud.record.checkpoints import CheckpointFolder
 
@@ -323,6 +323,10 @@ class RankCheckpoints:
 
     def _before(self, step: int) -> Places:
         return Places.read(self.folder.about(step, self.folder.ranks(step)[0])["places"])
+
+
+def is_marked(key: str, mark: str) -> bool:
+    return mark in key.split(".")
 
 
 def _remembers(state: State) -> bool:
