@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from xcloud.cluster.layout import ClusterLayout
@@ -22,6 +22,11 @@ class Plan(NamedTuple):
     ends: tuple[int, ...]
     schedule: Schedule
     compression: str
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each stage: its first piece, and the one after its last."""
+        return list(pairwise((0, *self.ends)))
 
     @property
     def micro_batches(self) -> int:

@@ -101,9 +101,7 @@ class Report:
     def counts(self, plan: Plan) -> list[int]:
         """Blocks of each stage; empty for a model that is not cut freely."""
         pieces = self.pricer.profile.pieces
-        starts = (0, *plan.ends[:-1])
-        found = [sum(p.blocks for p in pieces[a:b])
-                 for a, b in zip(starts, plan.ends, strict=True)]  # fmt: skip
+        found = [sum(piece.blocks for piece in pieces[a:b]) for a, b in plan.spans]
         return found if all(piece.blocks for piece in pieces) else []
 
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
