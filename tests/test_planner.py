@@ -23,7 +23,7 @@ from xcloud.plan.profile import (
     CompressorCosts,
     Curve,
     Profile,
-    profile_from,
+    from_table,
     read_profile,
     write_profile,
 )
@@ -279,7 +279,7 @@ def test_a_profile_survives_its_file_and_a_wrong_one_is_named(tmp_path: Path) ->
         ({"fetch_s": [[2, 1], [1, 1]]}, "more and more samples"),
     ):
         with pytest.raises(ConfigError, match=said):
-            profile_from(asdict(given) | change)
+            from_table("profile", Profile, asdict(given) | change)
     file.write_text("{")
     with pytest.raises(ConfigError, match=r"profile\.json"):
         read_profile(file)
