@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from xcloud.cluster.transport import Meeting
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.comm.step_clock import StepClock
+from xcloud.job.job import Job
+from xcloud.join.agreement import Table, Verdict, agree
 from xcloud.parallel.control import Signal
 from xcloud.parallel.part import Part, StepReport
 from xcloud.rank.role import RankContext
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.segments import CheckpointSteps
 from xcloud.survive.changes import Changes
 from xcloud.survive.checkpointing import Checkpointer, Messenger
-from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
 from xcloud.training.settings import Checkpoints
+
+
+def join(
+    job: Job, table: Table, rank: int, run_dir: Path, meet: Callable[[], Meeting]
+) -> tuple[Meeting, Verdict]:
+    """Compare with the others what is to run and what it goes on from. table: what this rank runs.
+    meet: with the others, in a place that is called once this one has read its checkpoints. Raises
+    ConfigError in a rank that cannot go on."""
+    held = {}
+    if CheckpointSteps(run_dir).steps():
+        held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
+    meeting = meet()
+    return meeting, agree(job, meeting, table, held, newest_common)
 
 
 def restored(
