@@ -14,8 +14,7 @@ from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Chain
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_parameters import OuterOptimizer
@@ -162,6 +161,7 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
         "+exp=abnet_iwslt", "strategy=local_updates", "strategy.averaging.leave=go_on",
         "strategy.averaging.restart_s=2",
     )  # fmt: skip
-    assert kept.is_elastic and kept.essential_ranks == frozenset({0}) and kept.restart_s == 2
+    roster = kept.roster
+    assert roster.is_elastic and roster.essential == frozenset({0}) and roster.restart_s == 2
     with pytest.raises(ConfigError, match=r"restart_s needs strategy.averaging.leave=go_on"):
         LocalUpdates(restart_s=2.0)

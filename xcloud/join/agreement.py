@@ -115,7 +115,7 @@ def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
     """On one machine, in a file of the run folder. Where ranks may begin at any time, also again,
     at a server in rank 0 if MASTER_ADDR and MASTER_PORT are set."""
     num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
-    if not job.is_elastic:
+    if not job.roster.is_elastic:
         store = meeting_store(rank, run_dir, None, 0) if num_ranks > 1 else HashStore()
         return Meeting(rank, num_ranks, store, within_s)
     host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
@@ -132,7 +132,7 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
     on, but in one that is `refused`, which must still join the wiring before it may leave.
     """
     rank, everyone = meeting.rank, range(meeting.num_ranks)
-    compared = job.saving_ranks if meeting.is_open else everyone
+    compared = job.roster.saving if meeting.is_open else everyone
     mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
         meeting.write(f"table.{rank}", encode_table(mine))

@@ -84,7 +84,7 @@ def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
 
 
 def meet_under_torchrun(job: Job, rank: int, run_dir: Path, detector: FailureDetector) -> Meeting:
-    if job.is_elastic:
+    if job.roster.is_elastic:
         meeting = meet_here(job, rank, run_dir)
         watch(meeting, detector, job.cluster)
         return meeting

@@ -8,7 +8,7 @@ emulated link act where it leaves a cloud; inside a cloud messages go as they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -29,10 +29,9 @@ from xcloud.comm.channel import (
     SendChannel,
     Sender,
 )
-from xcloud.comm.compression import Compression, CompressionPlan
+from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
-from xcloud.comm.compressor import ChannelId
-from xcloud.comm.state import MEMORY, Marked, Stateful, StatefulParts
+from xcloud.comm.state import MEMORY, StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
@@ -70,9 +69,9 @@ class Wiring(StatefulParts):
     boundaries: Boundaries
     is_elastic: bool
 
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StateTree:
         """What the channels carry from step to step; links and counters begin anew."""
-        return {MEMORY: Marked(self.boundaries.channels, "a rank's channels")}
+        return {MEMORY: self.boundaries.channels}
 
     def expect_signs_of_life(self) -> None:
         """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
@@ -118,13 +117,13 @@ def wire(
     replicas = None
     if layout.num_replicas > 1:
         rejoin = None
-        if job.is_elastic:
+        if job.roster.is_elastic:
             assert control is not None
             rejoin = partial(_join_peer, control, ends, on_report)
         replicas = replica_links(ends, layout, device, rejoin)
     tied = tied_links(ends, layout, device) if job.ties_ends else None
     boundaries = join_boundaries(job, ends, clock, device)
-    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.is_elastic)
+    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.roster.is_elastic)
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
