@@ -63,7 +63,7 @@ def summary_of(
 def write_run(run_dir: Path, config: DictConfig, **figures: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     configs.write(config, run_dir / configs.EXPERIMENT_FILE)
-    label = configs.job_from_config(config).compression_in_force
+    label = configs.job_from_config(config).labels.compression
     write_summary(run_dir / "summary.json", summary_of(**{"compression": label, **figures}))
 
 

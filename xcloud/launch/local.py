@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.compared import compared_settings
+from xcloud.join.agreement import compared_settings
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.rank_state import forget_launcher, note_attempt
 from xcloud.record.segments import CheckpointSteps, has_events
@@ -100,7 +100,7 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
     processes = range(layout.num_processes)
     clouds = [layout.placement(rank).cloud for rank in processes]
     return LocalRanks(
-        run_dir, clouds, job.essential_ranks & set(processes), job.restart_s,
+        run_dir, clouds, job.roster.essential & set(processes), job.roster.restart_s,
         layout.liveness.lost_after_s, file,
     )  # fmt: skip
 

@@ -46,6 +46,7 @@ from xcloud.rank.memory import SavedTensors, bytes_of
 from xcloud.rank.typical_step import timeline_events
 from xcloud.record.reporter import Reporter
 from xcloud.training.trainer import Trainer
+from xcloud.wire.further_ends import LineMeters
 from xcloud.wire.wiring import Wiring
 
 FACTS_FILE = "trial-rank{}.json"
@@ -103,8 +104,9 @@ class Switching(Part):
 
     def load_state_dict(self, state: State) -> None:
         state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
-        load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
+        del state["choice"]
+        load_states(self._stateful, state, "the autopilot")
         shape, compression = divmod(self._choice, len(self._compression.choices))
         if shape >= len(self._schedules) or compression != self._selection.choice:
             raise ValueError(
@@ -158,17 +160,16 @@ class RunPilot(Switching):
         found[0, :2] = torch.tensor([self._busy_s, self._compute_s])
         for channel in self._wiring.boundaries.wan_sends:
             row = found[self._row(channel.identity.boundary, channel.identity.direction)]
-            kind, sent = KINDS[channel.identity.direction], channel.link.stats
+            kind, sent = KINDS[channel.identity.direction], channel.link.record
             row[0] += sent.num_bytes[kind]
             row[1] += sent.num_messages[kind]
             row[2] += sent.line_s[kind]
             row[3] = sent.latency_s
-        meters = self._wiring.ends.meters
-        for identity, link in self._wiring.boundaries.wan_receives:
-            if identity.sender in meters:
-                row = found[self._row(identity.boundary, identity.direction)]
-                row[2] += link.stats.line_s[KINDS[identity.direction]]
-                row[3] = meters[identity.sender].delay_s
+        meters = self._wiring.boundaries.shared(LineMeters)
+        for identity, line_s in meters.line_s.items():
+            row = found[self._row(identity.boundary, identity.direction)]
+            row[2] += line_s
+            row[3] = meters.by_sender[identity.sender].delay_s
         return found
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:

@@ -1,5 +1,5 @@
-"""The MLflow store: its location, environment and artifacts, links to its pages, and the load of
-the machine as it calls it. Does not log runs.
+"""The MLflow store: its location, environment and artifacts, and links to its pages. Does not log
+runs.
 
 `<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. MLflow's own defaults
 are not relied on: they depend on the working directory and on what older versions left there.
@@ -13,14 +13,11 @@ import json
 import logging
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from xcloud.base.project import project_root
 from xcloud.base.units import LESS_IS_BETTER
@@ -31,7 +28,6 @@ UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by de
 SCORES = ("accuracy", "bleu", "f1", "perplexity")  # columns of the table of all runs
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
 ALL_RUNS = "xcloud"  # the view of all runs
-SYSTEM_EVERY_S = 10.0
 VIEW_TAG = "mlflow.sharedViewState."
 
 
@@ -221,24 +217,3 @@ def ui_command(root: Path) -> str:
     """The command that serves the store in the folder `root`."""
     is_usual = root == project_root() / "mlruns"
     return "python -m xcloud ui" + ("" if is_usual else f" --root {root}")
-
-
-class SystemMeter:
-    """Load of the machine that follows the run, as MLflow's page of system metrics names it; a
-    step is a second since its start."""
-
-    def __init__(self) -> None:
-        self._started_s, self._due_s = time.monotonic(), 0.0
-
-    def figures(self) -> tuple[int, dict[str, float]]:
-        """The second, and figures every SYSTEM_EVERY_S, else none."""
-        second = time.monotonic() - self._started_s
-        if second < self._due_s:
-            return 0, {}
-        self._due_s = second + SYSTEM_EVERY_S
-        memory = psutil.virtual_memory()
-        return int(second), {
-            "system/cpu_utilization_percentage": psutil.cpu_percent(),
-            "system/system_memory_usage_megabytes": memory.used / 1e6,
-            "system/system_memory_usage_percentage": memory.percent,
-        }

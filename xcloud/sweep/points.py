@@ -162,14 +162,14 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
         dotted = _dotted(key)
         is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
         if _below(dotted, ["compression"]):
-            parts.append(point.experiment.compression_in_force)
+            parts.append(point.experiment.labels.compression)
         elif _below(dotted, [SPLIT]) and is_unsplit(settings):
             parts.append("unsplit")
         elif key in given:
             parts.append(
                 f"{shorts[key]}={given[key]}" if is_value and key != "exp" else given[key]
             )
-    return " ".join(dict.fromkeys(parts)) or point.experiment.compression_in_force
+    return " ".join(dict.fromkeys(parts)) or point.experiment.labels.compression
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.link import LinkRecord
+from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.wire.ends import Ends, Handlers
 
@@ -27,7 +27,8 @@ class OneWayEnds(Ends):
         if self._carries is None or not self.leaves_cloud(peer):
             return handlers
         here = self.layout.placement(self.rank).cloud
-        record = self.received.setdefault(peer, LinkRecord(here, self.rank, None))
+        link = LinkName(CONTROL, peer, self.rank)
+        record = self.received.setdefault(peer, LinkRecord(link, here))
         return {kind: noting(record, self._carries[kind], take) for kind, take in handlers.items()}
 
     def await_goodbye(self, peer: int) -> None:
