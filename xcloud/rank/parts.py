@@ -32,7 +32,7 @@ from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
 from xcloud.rank.typical_step import TypicalStep
-from xcloud.record.rank_state import ready_file
+from xcloud.record.files import ready_file
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard

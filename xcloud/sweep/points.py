@@ -30,8 +30,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.job.job import Job
+from xcloud.record.files import CheckpointSteps
 from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE
-from xcloud.record.segments import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
 
 Settings = Mapping[str, object]

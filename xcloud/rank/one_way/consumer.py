@@ -30,7 +30,7 @@ from xcloud.rank.one_way.inbox import Inbox
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
-from xcloud.record.rank_state import failure_of
+from xcloud.record.files import failure_of
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
 GO_ON_FILE = "go_on"
