@@ -1,8 +1,8 @@
 """What tasks share: settings, checks, a rank's view; and text that every cloud has, for what all
 must compute identically without seeing private text (a pretrained start, the basis of a cut).
 
-A rank that sees no field opens no file: if task.sizes are not set, rank 0 sends them
-(xcloud/rank/loading.py). In a single process they are counted.
+A rank that sees no field opens no file: if task.sizes are not set, rank 0 tells them
+(xcloud/rank/task_data.py). In a single process they are counted.
 """
 
 from __future__ import annotations
