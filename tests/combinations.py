@@ -30,9 +30,8 @@ from xcloud.cluster.gloo_pairs import GlooPairs
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
-from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -40,9 +39,7 @@ from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict
-from xcloud.join.compared import table_of
-from xcloud.join.joining import join, meet_here
+from xcloud.join.agreement import Verdict, meet_here, table_of
 from xcloud.launch import rank_process
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
@@ -52,6 +49,7 @@ from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
+from xcloud.rank.roles import join
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
@@ -139,7 +137,7 @@ INT4 = Chain(int4=BlockInt(4, block=8, stochastic=True))
 DELTA = Compression(INT4, INT4, DeltaCache(), DeltaCache())
 FEEDBACK = Compression(Chain(topk=TopK(0.3)), INT4, ErrorFeedback(), ErrorFeedback())
 WARM = Compression(Chain(svd=Svd(0.5)), INT4, ErrorFeedback(), NoMemory())
-PLAIN = Compression(Chain(), Chain())
+PLAIN = Compression()
 
 Row = Mapping[str, str]
 

@@ -326,7 +326,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
          r"in cloud 'cloud_b'.*strategy=data_parallel puts stages"),
         (["strategy=data_parallel", "schedule.num_micro_batches=1"], "set it to at least 2"),
         (["strategy=data_parallel", "compression=phased_example",
-          "+compression.rest.compression.averaging._target_=xcloud.comm.compressor.Nothing"],
+          "+compression.rest.compression.averaging._target_=xcloud.comm.compression.Chain"],
          "the same `averaging`"),
         (["strategy=data_parallel", "+strategy/averaging/merge=median"],
          "needs 3 replicas or more"),

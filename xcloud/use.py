@@ -32,8 +32,8 @@ from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
-from xcloud.record.segments import check_is_run
-from xcloud.tasks.causal_text import CausalTokenizer
+from xcloud.record.files import check_is_run
+from xcloud.tasks.language_modelling import CausalTokenizer
 from xcloud.tasks.translation import TranslationText
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet

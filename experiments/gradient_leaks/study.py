@@ -31,7 +31,7 @@ from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal_network import run as run_network
-from xcloud.rank.loading import load
+from xcloud.rank.task_data import load
 from xcloud.security.privacy import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -15,7 +15,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import Rate, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers
+from xcloud.comm.compression import Compressor, Draws, Family, Feedback, Parts, refuse_integers
 from xcloud.comm.precision import pack, packed_bytes, unpack
 
 _SAMPLE = 1 << 16
@@ -23,7 +23,7 @@ _SAMPLE = 1 << 16
 
 
 @settings("TopK")
-class TopK:
+class TopK(Compressor):
     """The k = max(1, round(rate * N)) values of largest magnitude of the whole tensor.
 
     Source: Aji and Heafield, arXiv:1704.05021. Ties go to the first positions; a NaN counts as
@@ -61,7 +61,7 @@ class TopK:
 
 
 @settings("TopRows")
-class TopRows:
+class TopRows(Compressor):
     """The k = max(1, round(rate * R)) rows of largest norm, sent whole. Ours.
 
     For gradients at a boundary: few tokens carry most of a classifier's gradient, and a row that

@@ -170,7 +170,7 @@ class Experiment(PipelineJob):
             )
         layout = self.cluster
         if layout.num_replicas > 1:
-            _ = self.compression.averaged.averaging_label  # raises for one that cannot be
+            _ = self.compression.averaged.averaging_choice.label  # raises for one that cannot be
         for boundary in self.compression.boundaries:
             if boundary >= layout.num_stages - 1:
                 raise ConfigError(
@@ -240,7 +240,7 @@ class Experiment(PipelineJob):
             return "off"
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
             return "none" if compression.is_identity else compression.label
-        averaging = compression.averaged.averaging_label
+        averaging = compression.averaged.averaging_choice.label
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property

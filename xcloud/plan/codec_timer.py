@@ -24,9 +24,8 @@ from xcloud.cluster.frame import (
     seal_frame,
 )
 from xcloud.comm.channel import Codec
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Compression, Compressor
 from xcloud.comm.compression_plans import Phased
-from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
@@ -77,7 +76,7 @@ def time_codec(
     codecs = [Codec(compressor, NoMemory()) for _ in specs]  # what they remember must not mix
     values = []
     for codec, spec in zip(codecs, specs, strict=True):
-        codec.use_stream(0)
+        codec.compressor.use_stream(0)
         value = torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
         values.append(value.to(device))
 

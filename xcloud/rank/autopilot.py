@@ -104,8 +104,9 @@ class Switching(Part):
 
     def load_state_dict(self, state: State) -> None:
         state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
-        load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
+        del state["choice"]
+        load_states(self._stateful, state, "the autopilot")
         shape, compression = divmod(self._choice, len(self._compression.choices))
         if shape >= len(self._schedules) or compression != self._selection.choice:
             raise ValueError(

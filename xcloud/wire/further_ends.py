@@ -21,7 +21,7 @@ from xcloud.cluster.link import Parts
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, SendChannel
-from xcloud.comm.compressor import ChannelId
+from xcloud.comm.compression import ChannelId
 from xcloud.parallel.hub import HUB
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.defences import LABEL, Defence

@@ -8,7 +8,7 @@ emulated link act where it leaves a cloud; inside a cloud messages go as they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,6 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import ignore
-from xcloud.comm.activation_cache import MEGABYTE, ActivationCache, CachingChannel
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import (
     PLAIN,
@@ -29,12 +28,17 @@ from xcloud.comm.channel import (
     SendChannel,
     Sender,
 )
-from xcloud.comm.compression import Compression, CompressionPlan
+from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
-from xcloud.comm.compressor import ChannelId
-from xcloud.comm.state import MEMORY, Marked, Stateful, StatefulParts
+from xcloud.comm.state import MEMORY, StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
+from xcloud.parallel.activation_cache import (
+    MEGABYTE,
+    ActivationCache,
+    ActivationCaches,
+    CachingChannel,
+)
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.pipeline import BoundaryPorts
@@ -70,9 +74,9 @@ class Wiring(StatefulParts):
     boundaries: Boundaries
     is_elastic: bool
 
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StateTree:
         """What the channels carry from step to step; links and counters begin anew."""
-        return {MEMORY: Marked(self.boundaries.channels, "a rank's channels")}
+        return {MEMORY: self.boundaries.channels}
 
     def expect_signs_of_life(self) -> None:
         """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
@@ -248,7 +252,8 @@ class _Joint:
             if ends.rank in (a, b) and self._keeps(a, b):
                 # A share for each sender: it cannot know what others have sent.
                 share = self._kept_bytes // sum(receiver == b for _, receiver in pairs)
-                ports.kept[b if ends.rank == a else a] = ActivationCache(share)
+                peer, caches = b if ends.rank == a else a, self.joined.shared(ActivationCaches)
+                caches[stage, peer] = ActivationCache(share)
             ahead = max(in_flight[a, b], _FORWARD_AHEAD)
             self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
             if self._boundary.gradient_fields:
@@ -296,10 +301,8 @@ class _Joint:
         inlink = ends.incoming(
             line, sender, capacity, window, boundary=self.stage, on_arrival=measure
         )
-        kept = self.joined.ports[self.stage].kept.get(sender)
-        channel_of = (
-            partial(CachingChannel, kept) if isinstance(kept, ActivationCache) else ReceiveChannel
-        )
+        kept = self.joined.shared(ActivationCaches).get((self.stage, sender))
+        channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
         received = channel_of(
             inlink, fields, codecs, self.clock, identity, self.device,
             self.job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,

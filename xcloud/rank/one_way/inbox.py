@@ -21,9 +21,9 @@ from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayLayout
-from xcloud.comm.state import State, StatefulParts, rows_of, whole_numbers
+from xcloud.comm.state import State, StatefulParts
 from xcloud.parallel.control import code_of
-from xcloud.parallel.one_way import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order, rows_of, whole_numbers
 
 
 class Arrived(NamedTuple):

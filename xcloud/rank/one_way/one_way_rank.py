@@ -131,8 +131,6 @@ class OneWayRank(Role[OneWayExperiment]):
         its goodbye."""
         if self.rank != 0:
             self.ends.await_goodbye(0)
-        checkpoints.close()
-        if not self.is_stopped:
-            checkpoints.keep_newest()
+        checkpoints.close(is_finished=not self.is_stopped)
         self.reporter.flush()
         self.ends.close()

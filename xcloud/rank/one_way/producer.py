@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.comm.state import State, Stateful, StatefulParts, rows_of, whole_number, whole_numbers
+from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order, rows_of, whole_numbers
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.inbox import OrderBook
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
-from xcloud.record.rank_state import ready_file
+from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
@@ -197,7 +197,7 @@ class ProducerRank(OneWayRank):
         self.context.asked.is_armed = job.checkpoint.are_made
         self.is_stopped = run.feed(checkpoints)
         self.context.asked.is_armed = False
-        checkpoints.wait()
+        checkpoints.settle()
         self.report_memory(part.parameters_module, part)
         if self.group.leads and not self.is_stopped:
             with exporting(run_dir), self.computing:

@@ -1,0 +1,265 @@
+"""What one rank does with the task's data: load what its cloud may see, check that all clouds have
+the same, give models what they need of it to build a stage, and score a split through the
+pipeline, and so through the compressed link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import DataError, FrameError
+from xcloud.contracts.model import Batch, BuildContext
+from xcloud.contracts.task import SPLITS, Scores, Split, TaskData, asks_for_sizes, with_sizes
+from xcloud.job.config import this_clouds_policy
+from xcloud.job.experiment import Experiment
+from xcloud.parallel.control import Signal, compare_facts
+from xcloud.parallel.exchange import RankGroup
+from xcloud.parallel.part import Part, StepReport
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
+from xcloud.record.reporter import Reporter
+
+log = logging.getLogger(__name__)
+
+DATA = "the task's data"
+UNREAD = "the task's settings and sizes"
+SAMPLES = {split: f"samples of {split}" for split in SPLITS}
+
+
+class Comparison(Protocol):
+    """Compares facts between ranks before the first step: a Control, or a store."""
+
+    def agree(
+        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = ...
+    ) -> Mapping[str, str]: ...
+
+
+def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskData:
+    """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
+    if the task accepts sizes: they are among the facts of rank 0, which reads the text.
+
+    Raises DataError for missing or extra fields, ConfigError if ranks differ.
+    """
+    task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
+    unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
+    told = control is not None and 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
+    left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values())) if told else {}
+    if control is not None and told and rank in unseeing:
+        theirs = control.agree({}, left_out)
+        data = with_sizes(task, _sizes_in(theirs)).load(frozenset(), seed)
+        compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
+        return data
+    data = task.load(fields, seed)
+    _check_fields(data, fields)
+    for defence in experiment.security.chosen_defences.values():
+        if data.head is not None:
+            defence.check_labels(data.head.kind, data.head.num_outputs)
+        elif "label" in fields:  # for each token
+            defence.check_labels("tokens", 1)
+    if control is not None:  # sizes are compared first: they say more than a digest
+        sizes = {split: data.num_samples(split) for split in SPLITS}
+        facts = {SAMPLES[split]: str(size) for split, size in sizes.items()}
+        facts[DATA] = data.fingerprint()
+        if told:
+            facts[UNREAD] = with_sizes(task, sizes).load(frozenset(), seed).fingerprint()
+        control.agree(facts, left_out)
+    return data
+
+
+def _sizes_in(facts: Mapping[str, str]) -> dict[Split, int]:
+    found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
+    if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
+        raise FrameError(f"rank 0 told {found} for the numbers of samples")
+    return {split: int(text) for split, text in found.items()}
+
+
+def note_data(job: Experiment, rank: int, data: TaskData, reporter: Reporter) -> None:
+    """Say which data these are and which texts were too long. What a cloud's texts are like is
+    nobody else's matter: only rank 0 reports it, others write it to their own log."""
+    if rank == 0:
+        reporter.note(data.describe())
+        rows = {split: data.num_samples(split) for split in SPLITS}
+        digest = data.fingerprint()[:16]
+        reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
+    for name, num in data.num_cut.items():
+        of = sum(map(data.num_samples, SPLITS))
+        text = f"{num:,} of {of:,} {name} texts are longer than {job.task.max_length} tokens and "
+        text += "were cut (task.max_length)"
+        if num and rank == 0:
+            reporter.note(text)
+            reporter.event("cut", field=name, num=num)
+        elif num:
+            log.warning(text)
+
+
+def context_of(
+    job: Experiment,
+    data: TaskData,
+    device: torch.device,
+    report: Callable[[str], None],
+    group: RankGroup = RankGroup.alone(),  # noqa: B008
+) -> BuildContext:
+    """For the stages of a rank. group: the ranks that hold the same stage."""
+    return BuildContext(
+        seed=job.seed,
+        device=device,
+        cache_dir=job.cache_path,
+        vocabularies={name: data.vocabulary(name) for name in data.text_fields},
+        sentences=data.sentences,
+        samples=partial(_spread, data),
+        max_length=job.task.max_length,
+        group_rank=group.group_rank,
+        barrier=group.barrier,
+        report=report,
+        head=data.head,
+    )
+
+
+def _spread(data: TaskData, count: int) -> Batch:
+    """So many training samples from all over the file, which may be sorted."""
+    num_samples = data.num_samples("train")
+    ids = torch.arange(0, num_samples, max(1, num_samples // count))[:count]
+    return data.batch("train", ids)
+
+
+def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
+    """Before anything is computed: a task that reads more than it was asked for is refused."""
+    if data.num_samples("train"):
+        extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
+        if extra:
+            raise DataError(
+                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; "
+                "its load() must keep to the fields it is given: "
+                f"{', '.join(sorted(fields)) or 'none'}"
+            )
+
+
+class Evaluator(Part):
+    """Scores a split through the pipeline of replica 0. All ranks take part; the last stage's
+    leader reports the scores to rank 0. What it says of single samples it writes only to its own
+    run folder: a few as text, of the test set all (write_scores). meet: waits for all ranks."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        groups: Mapping[int, RankGroup],
+        data: TaskData,
+        job: Experiment,
+        reporter: Reporter,
+        run_dir: Path,
+        meet: Callable[[], None],
+    ) -> None:
+        self._pipeline, self._groups, self._data = pipeline, groups, data
+        self._settings, self._reporter, self._meet = job.training, reporter, meet
+        self._run_dir = run_dir
+        self._shows_text = not job.security.holders and not this_clouds_policy().holders
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        every = self._settings.evaluate_every
+        if every and step % every == 0 and report.signal is not Signal.STOP:
+            with self._pipeline.clock.paused():
+                self.evaluate("dev", step)
+
+    def evaluate(self, split: Split, step: int) -> None:
+        """Every rank calls it, and returns once all are done: else the next step would wait for
+        another cloud's decoding."""
+        if self._pipeline.layout.placement(self._pipeline.rank).replica == 0:
+            self._score(split, step)
+        self._meet()
+
+    def _score(self, split: Split, step: int) -> None:
+        started = time.perf_counter()
+        data, pipeline = self._data, self._pipeline
+        count = data.num_samples(split)
+        if self._settings.eval_samples is not None:
+            count = min(count, self._settings.eval_samples)
+        pieces = list(torch.split(torch.arange(count), self._settings.eval_batch_size))
+        # Ranks that compute in step score the last one again, to fill up.
+        pieces += pieces[-1:] * (-len(pieces) % pipeline.layout.lanes_in_step)
+        predictions = pipeline.predict(pieces, fetcher(data, split, pipeline.device), step)
+        last = pipeline.num_stages - 1
+        if last not in pipeline.stages:
+            return
+        group = self._groups[last]
+        predictions = gather_predictions(predictions, group)
+        if group.leads:
+            scores = data.score(split, predictions)
+            samples = data.sample_outputs(split, scores, 5)
+            with self._reporter.may_lose(SAMPLES_FILE):
+                (self._run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
+            if split == "test" and step:
+                with self._reporter.may_lose(SCORES_FILE):
+                    write_scores(self._run_dir / SCORES_FILE, scores, self._shows_text)
+            report_scores(self._reporter, split, step, scores, data.signature(), started)
+
+
+def report_scores(
+    reporter: Reporter,
+    split: Split,
+    step: int,
+    scores: Scores,
+    signature: Mapping[str, str],
+    started_s: float,
+) -> None:
+    """started_s: of time.perf_counter, when the evaluation began."""
+    reporter.event(
+        "quality",
+        now=True,
+        split=split,
+        step=step,
+        values=dict(scores.values),
+        errors=dict(scores.errors),
+        signature=dict(signature),
+        evaluation_s=round(time.perf_counter() - started_s, 3),
+    )
+
+
+def write_scores(path: Path, scores: Scores, shows_text: bool) -> None:
+    """A line of JSON for each sample: its id, figures and texts. shows_text: false where a text
+    may not leave this cloud: its SHA-256 digest stands for it."""
+    with open(path, "w", encoding="utf-8") as file:
+        for ident, sample in scores.samples.items():
+            line: dict[str, object] = {"id": ident}
+            for name, value in sample.items():
+                if isinstance(value, str) and not shows_text:
+                    name, value = f"{name}_sha256", hashlib.sha256(value.encode()).hexdigest()
+                line[name] = value
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def fetcher(data: TaskData, split: Split, device: torch.device) -> Callable[[Tensor], Batch]:
+    """Gives the visible fields of samples on the device; their ids stay where Python reads
+    them."""
+
+    def fetch(ids: Tensor) -> Batch:
+        batch = data.batch(split, ids)
+        return {name: v if name == "ids" else v.to(device) for name, v in batch.items()}
+
+    return fetch
+
+
+def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[int, list[int]]:
+    """Predictions of all ranks of a stage, as one flat integer tensor from each (no pickle)."""
+    flat = [n for ident, tokens in mine.items() for n in (ident, len(tokens), *tokens)]
+    sizes = group.gather(torch.tensor([len(flat)]))
+    padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.int64)
+    padded[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
+    everyone = group.gather(padded)
+    predictions: dict[int, list[int]] = {}
+    for length, numbers in zip(sizes, everyone, strict=True):
+        values, at = numbers[: int(length)].tolist(), 0
+        while at < len(values):
+            until = at + 2 + values[at + 1]
+            predictions[values[at]] = values[at + 2 : until]
+            at = until
+    return predictions
