@@ -33,8 +33,13 @@ from xcloud.comm.state import State, Stateful, StatefulParts
 from xcloud.contracts.model import TokenIds
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
 from xcloud.contracts.task import Scores
-from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
-from xcloud.models.checkpoint import export_bert, export_electra
+from xcloud.models.backbone import (
+    PretrainedBackbone,
+    PublicBackbone,
+    SeededBackbone,
+    export_bert,
+    export_electra,
+)
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
