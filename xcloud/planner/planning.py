@@ -12,11 +12,11 @@ from typing import Any
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
+from xcloud.parallel.activation_cache import MEGABYTE
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import lines_of
 from xcloud.plan.plans import (
