@@ -80,8 +80,7 @@ OF_STEPS = {
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
         "refused_reports", "memory", "data"}  # fmt: skip
-PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
-           "num_updates")  # fmt: skip
+HEAD = ("event", "rank", "cloud", "t")  # of every event
 MERGES = ("merge", "partial_merge", "absence")
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
           "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
@@ -282,7 +281,7 @@ class RunStatistics:
                 for rank in sorted(memory)
             ],
             "num_lost_checkpoints": len(lost),
-            "privacy": {name: privacy[0].get(name) for name in PRIVACY} if privacy else None,
+            "privacy": _body(privacy[0]) if privacy else None,
             "num_cut": {str(e["field"]): int(e["num"]) for e in self.events("cut")},
             "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
         }
@@ -290,7 +289,7 @@ class RunStatistics:
         if merges:
             summary["merges"] = {name: merges[what] for what, name in MERGED.items()}
         for event in self.events("data")[-1:]:
-            summary["data"] = {name: event[name] for name in ("name", "digest", "rows")}
+            summary["data"] = _body(event)
         if switches := self.events("autopilot"):
             names = ("step", "choice", "before")
             summary["autopilot"] = [{name: event[name] for name in names} for event in switches]
@@ -345,6 +344,10 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     """above / below; None if either was not measured."""
     return round(above / below, digits) if above is not None and below else None
+
+
+def _body(event: Event) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key not in HEAD}
 
 
 def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
