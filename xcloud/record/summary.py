@@ -110,7 +110,6 @@ class RunStatistics:
 
     @property
     def clouds(self) -> list[str]:
-        """That report steps, in the order of their ranks."""
         return self.steps.below(OWN)
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -146,7 +145,6 @@ class RunStatistics:
         return num_malformed
 
     def events(self, *kinds: str) -> list[Event]:
-        """That count, of these kinds."""
         return [event for event in self._events if event["event"] in kinds]
 
     def _go_back(self, step: int) -> None:
@@ -298,7 +296,6 @@ class RunStatistics:
         return summary
 
     def _quality(self) -> Summary:
-        """The latest scores of each split, and how those of the test set were made."""
         latest = {event["split"] if event["step"] else "before": event
                   for event in self.events("quality")}  # fmt: skip
         scores, errors = ({split: event[key] for split, event in latest.items()}
@@ -326,7 +323,6 @@ def read_run(path: Path) -> RunStatistics:
 
 
 def num_warmup_steps(num_steps: int) -> int:
-    """Number of first steps excluded from everything measured in seconds."""
     return min(MAX_WARMUP_STEPS, num_steps // 10)
 
 

@@ -97,13 +97,11 @@ class ProgressLine:
             self._losses[event["cloud"]] = event["loss"]
 
     def note(self, text: str) -> None:
-        """Print one or more lines at once, on a terminal above the live line."""
         from rich.text import Text
 
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Print the last state and end the line."""
         self._live.stop()
         self._print_line()
 

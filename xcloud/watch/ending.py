@@ -75,7 +75,6 @@ def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> 
 
 
 def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
-    """Timeline and pictures of the steps so far."""
     facts, written = facts_of(job), list[Path]()
     with _may_lack(run_dir, "pictures", run.lost_files):
         timeline = timeline_of(run.events("timeline"))
@@ -92,7 +91,6 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
 
 
 def facts_of(job: Job) -> dict[str, str]:
-    """For the pictures of a run."""
     labels = job.labels
     facts = {"schedule": labels.schedule, "link": job.cluster.describe_link(),
              "compression": labels.compression}  # fmt: skip
