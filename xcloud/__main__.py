@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 
 TABLE = """
-report.ui.main | ui | show the recorded runs in the browser (MLflow)
+record.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
 sweep.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
 claims.pages.main | claims | list what is claimed with its state; write docs/paper.md
 claims.reproduce.main | reproduce demo --quick | run one claim, judge it, write a record
@@ -40,7 +40,8 @@ launch.worker.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first
 watch.following.main | monitor runs/first --experiment experiment.yaml --again \
     | follow a run over several machines, or write the record that a killed monitor did not
 watch.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom
-tasks.train_tokenizer.main | train-tokenizer FOLDER --languages es en --out tokenizer.json \
+tasks.multilingual_text.train_tokenizer \
+    | train-tokenizer FOLDER --languages es en --out tokenizer.json \
     | make the tokenizer that the clouds of a one-way job share
 security.wire_audit.main | wire-audit outputs/DATE/TIME \
     | join the clouds' records of what left them

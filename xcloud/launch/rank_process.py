@@ -30,10 +30,9 @@ from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import join, role_of
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.files import error_file, has_events
 from xcloud.record.intake import Intake
-from xcloud.record.rank_state import RankState, error_file
-from xcloud.record.reporter import EventFile, Reporter
-from xcloud.record.segments import has_events
+from xcloud.record.reporter import EventFile, RankState, Reporter
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 from xcloud.survive.saving import StopSignal
 

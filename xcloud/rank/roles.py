@@ -17,7 +17,7 @@ from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import Role
 from xcloud.rank.stage_rank import StageRank
-from xcloud.record.segments import CheckpointSteps
+from xcloud.record.files import CheckpointSteps
 from xcloud.survive.resume import RankCheckpoints, newest_common
 
 

@@ -22,9 +22,9 @@ from xcloud.record.events import (
     Event,
     EventReader,
 )
-from xcloud.record.rank_state import SAMPLES_FILE
+from xcloud.record.files import SAMPLES_FILE
 from xcloud.record.summary import SUMMARY_FILE
-from xcloud.record.tracking import NullTracker, Recording, TrackedRun
+from xcloud.record.tracking import Recording, TrackedRun
 from xcloud.report.progress import ProgressLine
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Monitor:
         self.run = TrackedRun(experiment.run_name, params, tags, run_dir, steps, most)
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self._progress: ProgressLine | None = None
-        self._recording: Recording = NullTracker()  # until the start
+        self._recording = Recording()  # until the start
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""

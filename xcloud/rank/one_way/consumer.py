@@ -24,13 +24,13 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, whole_numbers
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.evaluation import report_scores
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.inbox import Inbox
 from xcloud.rank.one_way.intake import POLL_S, Intake
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
-from xcloud.record.rank_state import failure_of
+from xcloud.rank.task_data import report_scores
+from xcloud.record.files import failure_of
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
 GO_ON_FILE = "go_on"

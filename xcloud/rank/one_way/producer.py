@@ -25,7 +25,7 @@ from xcloud.rank.export import exporting
 from xcloud.rank.one_way.inbox import OrderBook
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
-from xcloud.record.rank_state import ready_file
+from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
