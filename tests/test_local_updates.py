@@ -33,8 +33,8 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import by_tensor, contiguous
 from xcloud.parallel.outer_parameters import OuterOptimizer
-from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.wire.ends import Ends
 from xcloud.wire.replicas import replica_links
 

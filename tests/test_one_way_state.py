@@ -23,7 +23,8 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order
-from xcloud.rank.one_way.inbox import Inbox, OrderBook
+from xcloud.rank.one_way.intake import Inbox
+from xcloud.rank.one_way.producer import OrderBook
 from xcloud.training.settings import Checkpoints
 
 

@@ -18,11 +18,10 @@ from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
-from xcloud.rank.one_way.inbox import Inbox
-from xcloud.rank.one_way.one_way_rank import CARRIES
+from xcloud.rank.one_way.intake import Inbox
+from xcloud.rank.one_way.one_way_rank import CARRIES, noting
 from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.wire.one_way_ends import noting
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)

@@ -112,6 +112,7 @@ class Draws:
     state is the number of calls.
     """
 
+    seed: int
     _stream = 0
     _num_calls = 0
 
@@ -124,9 +125,9 @@ class Draws:
     def load_state_dict(self, state: State) -> None:
         self._num_calls = whole_number(state, "num_calls")
 
-    def _next_seed(self, seed: int) -> int:
+    def _next_seed(self) -> int:
         self._num_calls += 1
-        return seed_from(self._stream, seed, self._num_calls)
+        return seed_from(self._stream, self.seed, self._num_calls)
 
 
 _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")

@@ -23,8 +23,7 @@ from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.state import MEMORY, State, Stateful, whole_number
 from xcloud.parallel.averaging import Averager, Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work, local_part
-from xcloud.parallel.merging import Robust, weighted_sum
-from xcloud.parallel.partition import Piece, by_rows, gather_shares
+from xcloud.parallel.merging import Piece, Robust, by_rows, gather_shares, weighted_sum
 from xcloud.parallel.replicas import ReplicaCheck, Replicas
 from xcloud.parallel.strategy import Averaging, Traits
 

@@ -21,9 +21,8 @@ from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_numb
 from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
-from xcloud.parallel.merging import Robust, weighted_mean
+from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters, StepBudget
-from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
 from xcloud.parallel.strategy import Averaging, Traits
 

@@ -19,7 +19,7 @@ from xcloud.base.settings import settings
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
 from xcloud.parallel.exchange import RankGroup, are_finite
-from xcloud.parallel.partition import Piece, gather_shares
+from xcloud.parallel.merging import Piece, gather_shares
 
 
 @settings("strategy.averaging.outer")

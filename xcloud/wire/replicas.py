@@ -13,8 +13,8 @@ from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import Parts
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.parallel.averaging import ReplicaLinks
 from xcloud.parallel.hub import HUB
-from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
 _AHEAD = 3  # messages on a link beside those of steps under way: handed back, of the next step
