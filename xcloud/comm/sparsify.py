@@ -148,7 +148,8 @@ class TopRows(_Sparse):
         # Scaled by the largest value: squares of gradients of 1e-25 would underflow.
         largest_R = items.float().abs().amax(1) if items.shape[1] else items.new_zeros(len(items))
         scale_R = torch.where(largest_R > 0, largest_R, torch.ones_like(largest_R))
-        return (items.float() / scale_R[:, None]).norm(dim=1) * scale_R
+        scaled_RD = items.float() / scale_R[:, None]
+        return scale_R.mul(torch.linalg.vector_norm(scaled_RD, dim=1))
 
 
 @settings("RandomK", frozen=False)
