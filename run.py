@@ -55,8 +55,7 @@ def main(config: DictConfig) -> None:
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        # The launcher keeps the folder of a point that can go on. It says why one failed, and goes
-        # on with the next.
+        # Hydra's own launcher; ours starts a process for each point (xcloud/sweep/runner.py).
         run(config, run_dir, resumes=check_can_go_on, more_follows=True)
         return
     with exit_codes():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import say_where
-from xcloud.comm.compressor import Chain, Compressor, Nothing
+from xcloud.comm.compression import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
@@ -31,7 +31,7 @@ ROWS, COLUMNS, ROUNDS = 2048, 512, 3
 
 
 def compressors() -> Iterator[tuple[str, Compressor]]:
-    yield "none", Nothing()
+    yield "none", Chain()
     yield "fp16", Cast("float16")
     yield "bf16", Cast("bfloat16")
     yield "int8", BlockInt(8)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.machine import say_where
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Chain, Compressor, Nothing
+from xcloud.comm.compression import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
@@ -29,7 +29,7 @@ ROUNDS = 7
 
 
 def compressors() -> Iterator[tuple[str, Compressor]]:
-    plain: list[Compressor] = [Nothing(), Cast("float16"), Cast("bfloat16")]
+    plain: list[Compressor] = [Chain(), Cast("float16"), Cast("bfloat16")]
     plain += [BlockInt(bits) for bits in (8, 6, 4, 3, 2, 1)]
     plain += [BlockInt(4, stochastic=True)]
     plain += [TopK(0.01), TopK(0.1), TopK(0.5), RandomK(0.1)]

@@ -26,11 +26,10 @@ from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
 from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
 from xcloud.launch.processes import MEMORY_SETTINGS
-from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02
@@ -51,8 +50,7 @@ def checkpointers(ranks: list[Rank], folder: Path, settings: Checkpoints) -> lis
                 Reporter(rank.number, "a", lambda lines: None),
             )
         )  # fmt: skip
-        part = CheckpointPart(made[-1], StopSignal(), True, rank.trainer.pipeline.clock)
-        rank.parts.append(part)
+        rank.parts.append(made[-1])
     return made
 
 
@@ -75,7 +73,7 @@ def seconds_of(
     cpu_s, both = time.process_time(), zip(ranks, made, strict=True)
     wall_s = float(in_threads([lambda r=rank, c=c: one(r, c) for rank, c in both])[0])
     for checkpoints in made:
-        checkpoints.wait()
+        checkpoints.settle()
     return {"wall": wall_s / STEPS, "cpu": (time.process_time() - cpu_s) / STEPS}
 
 

@@ -103,7 +103,7 @@ def measure(
     started_s = time.perf_counter()
     if not is_too_early:
         checkpoints.after(1, Signal.GO_ON)
-        ready = threading.Thread(target=checkpoints.wait, args=(False,))
+        ready = threading.Thread(target=checkpoints.settle, args=(False,))
         ready.start()
         while ready.is_alive():
             while_preparing_s += seconds(optimizer.step, 1)
@@ -112,7 +112,7 @@ def measure(
         pauses_s += seconds(lambda step=step: checkpoints.save(step), 1)
         while_writing_s += seconds(optimizer.step, 1)
         for _ in ("written", "agreed"):
-            checkpoints.wait()
+            checkpoints.settle()
         files.delete(step, 0)  # two would not fit
     checkpoints.close()
     reporter.flush()

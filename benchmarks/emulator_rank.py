@@ -159,7 +159,7 @@ class System:
 
     @property
     def bytes_per_step(self) -> float:
-        stats = self.wiring.ends.outs[-1].stats
+        stats = self.wiring.ends.outs[-1].record
         return (stats.num_bytes[Kind.ACTIVATION] + stats.num_bytes[Kind.GRADIENT]) / self._steps
 
 

@@ -15,9 +15,8 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
-from xcloud.job.places import Places
+from xcloud.job.job import Places
 from xcloud.parallel.control import Signal
-from xcloud.rank.checkpoints import CheckpointPart
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
@@ -86,9 +85,9 @@ class Attempt:
             parts,
             Reporter(number, "a", self.lines.append),
             self.asked,
+            is_told=trainer.pipeline.layout.num_replicas == 1,
         )
-        is_directed = trainer.pipeline.layout.num_replicas == 1
-        rank.parts.append(CheckpointPart(made, self.asked, is_directed, trainer.pipeline.clock))
+        rank.parts.append(made)
         self.ready.wait(60)
         for step in range(trainer.num_updates + 1, until_step + 1):
             signal = rank.update(step).signal
@@ -101,14 +100,14 @@ class Attempt:
             if step == self.slow_until:
                 self.has_passed.set()
             if step >= self.slow_until or number != 1:
-                made.wait()  # or a step that comes too soon is not saved
+                made.settle()  # or a step that comes too soon is not saved
             while step >= self.slow_until and made.is_pending and not lost:
                 time.sleep(0.001)
             self.ready.wait(60)
         else:
             if until_step == LAST:
-                made.save_last()
-        made.wait()
+                made.finish()
+        made.settle()
         rank.wiring.meet()
         made.close()
         made._notes.reporter.flush()

@@ -18,7 +18,7 @@ from tests.in_process_link import InProcessLink
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.boundary import BoundaryField, Message
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.compression import ChannelId, Compressor
 from xcloud.comm.memory import Memory
 from xcloud.comm.state import State
 from xcloud.comm.step_clock import StepClock

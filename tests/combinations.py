@@ -30,9 +30,8 @@ from xcloud.cluster.gloo_pairs import GlooPairs
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
-from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -139,7 +138,7 @@ INT4 = Chain(int4=BlockInt(4, block=8, stochastic=True))
 DELTA = Compression(INT4, INT4, DeltaCache(), DeltaCache())
 FEEDBACK = Compression(Chain(topk=TopK(0.3)), INT4, ErrorFeedback(), ErrorFeedback())
 WARM = Compression(Chain(svd=Svd(0.5)), INT4, ErrorFeedback(), NoMemory())
-PLAIN = Compression(Chain(), Chain())
+PLAIN = Compression()
 
 Row = Mapping[str, str]
 
@@ -337,13 +336,13 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.saving_ranks}
+    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.roster.saving}
     step, _ = newest_common(held, str)
 
     def one(rank: int) -> None:
         transport: Any = world.transport(rank)
         verdict = Verdict(from_step=step, attempt=1)
-        if job.is_elastic:
+        if job.roster.is_elastic:
             meet = partial(meet_here, job, rank, run_dir)
             meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
             transport = GlooPairs().transport(meeting)

@@ -45,6 +45,9 @@ class Child:
         if self.poll() is None:  # its number is not given to another process before that
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.link import LinkStats, Parts, expect
+from xcloud.cluster.link import LinkRecord, Parts
+from xcloud.cluster.link_end import expect
 
 
 class InProcessLink:
@@ -17,7 +18,7 @@ class InProcessLink:
 
     def __init__(self, name: str = "this process") -> None:
         self.name = name
-        self.stats = LinkStats()
+        self.record = LinkRecord()
         self._frames: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._sequence = 0
 
@@ -25,7 +26,7 @@ class InProcessLink:
         frame = encode_frame(key, parts, self._sequence)
         seal_frame(frame, 0.0)
         self._sequence += 1
-        self.stats.count(key.kind, frame.numel())
+        self.record.note(key.kind, parts, carries, frame.numel())
         self._frames.put(frame)
 
     def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:

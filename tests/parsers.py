@@ -25,7 +25,7 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.compression import ChannelId, Compressor
 from xcloud.comm.ids import (
     CorruptedTexts,
     IdPacking,

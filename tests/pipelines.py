@@ -18,14 +18,13 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression, Compressor
 from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
-from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.job.experiment import Experiment
-from xcloud.job.job import PipelineJob
+from xcloud.job.job import PipelineJob, Roster
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.security.defences import Defence
@@ -100,7 +99,8 @@ def wired_job(
     known = {
         "cluster": layout, "boundaries": dict(boundaries), "compression": compression,
         "schedules": [schedule], "max_micro_batch": max_samples, "seed": seed,
-        "security": Visibility(), "ties_ends": False, "is_elastic": False,
+        "security": Visibility(), "ties_ends": False,
+        "roster": Roster(frozenset(), frozenset()),
         "training": SimpleNamespace(activation_cache_mb=0),
     }  # fmt: skip
     job = SimpleNamespace(**(known | more))

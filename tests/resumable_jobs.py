@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from tests.trainers import Rank, ranks
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import Phase, Phased
-from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -67,7 +66,7 @@ SVD = Chain(svd=Svd(0.4), int8=BlockInt(8, stochastic=True))
 
 
 CODECS = {
-    "plain": Compression(Chain(), Chain()),
+    "plain": Compression(),
     "int4, delta": Compression(INT4, INT4, DeltaCache(), DeltaCache("bfloat16")),
     "topk and randomk, error feedback": Compression(
         Chain(topk=TopK(0.2)), RandomK(0.3), ErrorFeedback(), ErrorFeedback(0.9)

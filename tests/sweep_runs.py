@@ -34,7 +34,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 def points(*grid: str) -> list[Point]:
     """ "a=1 b=2" -> a point."""
-    return [Point.of(i, tuple(one.split()), compose(one.split())) for i, one in enumerate(grid)]
+    return [Point.of(tuple(one.split()), compose(one.split())) for one in grid]
 
 
 def summary_of(
@@ -63,17 +63,17 @@ def summary_of(
 def write_run(run_dir: Path, config: DictConfig, **figures: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     configs.write(config, run_dir / configs.EXPERIMENT_FILE)
-    label = configs.job_from_config(config).compression_in_force
+    label = configs.job_from_config(config).labels.compression
     write_summary(run_dir / "summary.json", summary_of(**{"compression": label, **figures}))
 
 
 class FakeRuns:
-    """Stands in for the launcher: counts what ran; points whose name is in `fail` do."""
+    """Stands in for Processes: counts what ran; points whose name is in `fail` do."""
 
     def __init__(self, fail: Sequence[str] = ()) -> None:
         self.fail, self.names = set(fail), []  # type: ignore[var-annotated]
 
-    def __call__(self, point: Point, run_dir: Path) -> None:
+    def run(self, point: Point, run_dir: Path) -> None:
         self.names.append(point.name)
         if point.name in self.fail:
             write_run(run_dir, point.config, status="failed", bleu=None, cause="asked to fail")
@@ -82,10 +82,12 @@ class FakeRuns:
             raise KeyboardInterrupt
         write_run(run_dir, point.config, bleu=30.0 + point.experiment.seed)
 
+    def end(self) -> None: ...
+
 
 def run_sweep(folder: Path, grid: Sequence[str], runs: FakeRuns, **settings: Any) -> int:
     asked = [tuple(one.split()) for one in grid]
-    return Sweep(folder.name, folder, LauncherSettings(**settings)).run(asked, compose, runs)
+    return Sweep(folder.name, folder, LauncherSettings(**settings), runs).run(asked, compose)
 
 
 @cache

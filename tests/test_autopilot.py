@@ -18,27 +18,34 @@ from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
-from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
-from xcloud.comm.state import MEMORY, State, is_marked
+from xcloud.comm.state import MEMORY, State
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot
-from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, codec_costs
+from xcloud.rank.autopilot import (
+    KINDS,
+    MOST_ROWS,
+    RunPilot,
+    _bits_per_s,
+    codec_costs,
+    forecast_of,
+)
 from xcloud.record.summary import RunStatistics
+from xcloud.survive.resume import is_marked
 from xcloud.training.pinned_batches import PinnedBatchPlan
 from xcloud.training.settings import Optimizer, Training
+from xcloud.wire.further_ends import LineMeter
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
-NONE = Compression(Chain(), Chain())
+NONE = Compression()
 INT4 = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))
 TRAINING = Training(12, batch_size=8, optimizer=Optimizer(0.1, 1))
 BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]
@@ -132,8 +139,8 @@ def piloted(
     made = ranks(layout, TRAINING, compression, schedules[0], **more)
     for rank in made:
         pilot = kind(
-            settings, compression, schedules, layout, rank.wiring, rank.trainer.pipeline.clock,
-            rank.reporter, rank.trainer.use_schedule,
+            settings, layout, None, rank.reporter, compression, schedules, rank.wiring,
+            rank.trainer,
         )  # fmt: skip
         rank.parts.append(pilot)
     return made
@@ -217,7 +224,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     for one, first, second in zip(fixed, found, rest, strict=True):
         for a, b in zip(one, [*first, *second], strict=True):
             assert [x or 0.0 for x in b] == pytest.approx([x or 0.0 for x in a], rel=1e-5)
-    links = [stats for rank in made for stats in rank.wiring.wan_stats]
+    links = [stats for rank in made for stats in rank.wiring.ends.records]
     forward = sum(one.num_messages[Kind.ACTIVATION] for one in links)
     boundaries = 2
     assert forward == boundaries * (2 * 2 + 3 * 8 + 4 * 4 + 3 * 2)
@@ -267,10 +274,10 @@ class OnALine(RunPilot):
 
     def measured(self, step: int) -> Tensor | None:
         for channel in self._wiring.boundaries.wan_sends:
-            stats, kind = channel.link.stats, KINDS[channel.identity.direction]
+            stats, kind = channel.link.record, KINDS[channel.identity.direction]
             new = stats.num_bytes[kind] - getattr(channel, "seen", 0)
             channel.seen = stats.num_bytes[kind]  # type: ignore[attr-defined]
-            stats.count_line(kind, 8 * new / self.bits_per_s)
+            stats.line_s[kind] += 8 * new / self.bits_per_s
         return super().measured(step)
 
 
@@ -293,7 +300,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     assert {rank.wiring.boundaries.shared(Selection).choice for rank in slow} == {1}
     assert {rank.wiring.boundaries.shared(Selection).choice for rank in fast} == {0}
     assert not any(b"autopilot" in line for line in fast[0].told)
-    sent = [rank.wiring.wan_stats for rank in (slow[0], fast[0])]
+    sent = [rank.wiring.ends.records for rank in (slow[0], fast[0])]
     few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
     assert few < 0.8 * many
 
@@ -306,7 +313,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         resumed = RunStatistics(2)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
-        resumed.feed_log(lambda resume=resume: [*events, resume])
+        resumed.feed_log([*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))
 
 
@@ -318,10 +325,10 @@ def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.Monk
     train(made, 1, 3)
     one, other = (rank.part(RunPilot).measured(4) for rank in made)
     assert one is not None and other is not None
-    for sender, receiver, at in ((one, other, 2), (other, one, 6)):  # forward, backward
-        num_bytes, messages, line_s, _ = sender[at : at + 4].tolist()
+    for sender, receiver, row in ((one, other, 1), (other, one, 2)):  # forward, backward
+        num_bytes, messages, line_s, _ = sender[row].tolist()
         assert (messages, line_s) == (6, 0) and num_bytes > 0, "counted where they are sent"
-        *sums, delay_s = receiver[at : at + 4].tolist()
+        *sums, delay_s = receiver[row].tolist()
         assert sums == [0, 0, 3.0] and delay_s > 0, "timed where they arrive"
 
 
@@ -330,18 +337,13 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     compression = job.compression
     assert isinstance(compression, Selectable)
     assert compression.names == ["none+none", "int8+int8", "int4+int4"]
-    assert job.compression_in_force == "autopilot(none+none, int8+int8, int4+int4)"
+    assert job.labels.compression == "autopilot(none+none, int8+int8, int4+int4)"
     small = build(
         "+exp=abnet_iwslt", "autopilot=on", "compression=int8", "cluster/wan=line_8m",
         "training.batch_size=8",
     )  # fmt: skip
     assert small.compression.names == ["int8+int8", "int4+int4"], "the same is there once"
-    pilot = RunPilot(
-        small.autopilot, small.compression, small.schedules, small.cluster, None, None, None, None
-    )  # type: ignore[arg-type]
-    pilot.prepare(small, torch.device("cpu"))
-    assert pilot.forecast is not None
-    int8, int4 = pilot.forecast.codecs
+    int8, int4 = forecast_of(small, torch.device("cpu")).codecs  # type: ignore[arg-type]
     for way in BOTH_WAYS:
         assert 0.4 < int4[way].num_bytes / int8[way].num_bytes < 0.6
     assert min(way.compress_s for way in [*int8.values(), *int4.values()]) > 0
@@ -405,9 +407,7 @@ def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
     timed: list[TensorSpec] = []
     monkeypatch.setattr(
         "xcloud.rank.autopilot.time_codec",
-        lambda codec, fields, rows, device: (
-            timed.extend(f.spec(rows) for f in fields) or Direction(1)
-        ),
+        lambda codec, specs, device: timed.extend(specs) or Direction(1),
     )
-    assert len(list(codec_costs(0, boundary, INT4, 16, torch.device("cpu")))) == 2
+    assert len(list(codec_costs(boundary, INT4, 16, torch.device("cpu")))) == 2
     assert [spec.shape for spec in timed] == [(MOST_ROWS, 8)] * 2

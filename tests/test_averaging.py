@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.replicas import averagers, connected, exchange, finished, same_bits
 from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compressor import Chain, Compressor, Nothing
+from xcloud.comm.compression import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
@@ -91,13 +91,13 @@ def run(replicas: list[Averager], steps: range) -> list[list[Tensor]]:
 def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: int) -> None:
     tensors = [drawn(r) for r in range(num_replicas)]
     weights = [float(r + 1) for r in range(num_replicas)]
-    summed = exchange(averagers(num_replicas, all_to_all(Nothing())), 1, tensors)
-    in_parts = exchange(averagers(num_replicas, aggregators(Nothing())), 1, tensors)
+    summed = exchange(averagers(num_replicas, all_to_all(Chain())), 1, tensors)
+    in_parts = exchange(averagers(num_replicas, aggregators(Chain())), 1, tensors)
     mean = exchange(
         averagers(
             num_replicas,
             lambda mail: AllToAll(
-                mail, codec(Nothing()), Terms(weighted_mean, most_weight=lambda n: 9.0)
+                mail, codec(Chain()), Terms(weighted_mean, most_weight=lambda n: 9.0)
             ),
         ),
         1, tensors, weights,
@@ -152,18 +152,17 @@ def test_a_message_has_the_bytes_it_promises_and_few_parts() -> None:
 
 
 def test_what_is_under_way_does_not_follow_the_callers_tensors() -> None:
-    for compressor in (Nothing(), Chain()):
-        replicas = averagers(2, all_to_all(compressor))
-        tensors = drawn(1)
-        for averager in replicas:
-            averager.start(1, tensors)
-        expected = [2 * tensor for tensor in tensors]
-        for tensor in tensors:
-            tensor.zero_()
-        assert same_bits([expected, *(averager.finish(1).changes[0] for averager in replicas)])
+    replicas = averagers(2, all_to_all(Chain()))
+    tensors = drawn(1)
+    for averager in replicas:
+        averager.start(1, tensors)
+    expected = [2 * tensor for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    assert same_bits([expected, *(averager.finish(1).changes[0] for averager in replicas)])
 
 
-@pytest.mark.parametrize("compressor", [Nothing(), *LOSSY], ids=repr)
+@pytest.mark.parametrize("compressor", [Chain(), *LOSSY], ids=repr)
 def test_a_gradient_that_is_not_finite_reaches_all_and_spoils_no_later_one(
     compressor: Compressor,
 ) -> None:
@@ -233,9 +232,9 @@ def test_a_state_of_other_settings_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'weight' has a residual of shape None, expected torch"):
         codec(Cast()).load_state_dict({})
     with pytest.raises(ValueError, match=r"'weight' has a residual of .*12, 10.*expected None"):
-        codec(Nothing()).load_state_dict(codec(Cast()).state_dict())
+        codec(Chain()).load_state_dict(codec(Cast()).state_dict())
     with pytest.raises(ValueError, match=r"'num_calls', which belongs to none"):
-        codec(Nothing()).load_state_dict({"(memory).0.num_calls": 3})
+        codec(Chain()).load_state_dict({"(memory).0.num_calls": 3})
 
 
 def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_messages() -> None:
@@ -265,7 +264,7 @@ def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> 
     for compressor in (Cast(), BlockInt(4), BlockInt(8, stochastic=True)):
         assert "(memory).0.residual" in codec(compressor).state_dict()
         assert "(memory).0.residual" not in codec(compressor, feedback=False).state_dict()
-    for compressor in (Nothing(), RandomK(0.1, unbiased=True), BlockInt(1, stochastic=True)):
+    for compressor in (Chain(), RandomK(0.1, unbiased=True), BlockInt(1, stochastic=True)):
         assert "(memory).0.residual" not in codec(compressor).state_dict()
     unbiased = Chain(randomk=RandomK(0.1, unbiased=True), fp16=Cast())
     assert "(memory).0.residual" not in codec(unbiased).state_dict()
@@ -287,16 +286,16 @@ def test_a_message_of_other_settings_is_refused() -> None:
     with pytest.raises(FrameError, match="run the same experiment file"):
         codec(BlockInt(4)).decode(parts)
     links = connected(2)
-    receiver = AllToAll(links[1], codec(Nothing()))
+    receiver = AllToAll(links[1], codec(Chain()))
     receiver.start(1, drawn(0))
-    AllToAll(links[0], codec(Nothing())).start(1, drawn(1), weight=math.nan)
+    AllToAll(links[0], codec(Chain())).start(1, drawn(1), weight=math.nan)
     with pytest.raises(FrameError, match="replica 0 sent a weight of nan"):
         receiver.finish(1)
 
 
 def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:
     links = replace(connected(2)[0], patience_s=0.01)
-    alone = AllToAll(links, codec(Nothing()))
+    alone = AllToAll(links, codec(Chain()))
     alone.start(1, drawn(1))
     with pytest.raises(LinkTimeout, match="from replica 1"):
         alone.finish(1)
@@ -323,7 +322,7 @@ def test_aggregators_send_less_than_all_to_all_from_three_replicas_on() -> None:
     for num_replicas in (2, 5):
         for make in KINDS:
             links = connected(num_replicas)
-            exchange([make(Nothing())(own) for own in links], 1, [drawn(1)] * num_replicas)
+            exchange([make(Chain())(own) for own in links], 1, [drawn(1)] * num_replicas)
             values = [own.num_bytes / (4 * 157) for own in links]
             sent[num_replicas, make] = sum(values) / num_replicas
     weights = 8 / (4 * 157)  # a message
@@ -339,7 +338,7 @@ def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
     worked = {"encode": 0, "decode": 0}  # values, of all replicas
 
     def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
-        return TensorCodec(shapes, lambda name, shape: Nothing(), 7, True)
+        return TensorCodec(shapes, lambda name, shape: Chain(), 7, True)
 
     def counted(name: str) -> Callable[..., object]:
         own = getattr(TensorCodec, name)
@@ -375,11 +374,11 @@ def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
 
 def test_what_was_under_way_is_restored_to_the_device_of_the_tensors() -> None:
     """As of a GPU; what others send is moved there, and the two are merged."""
-    sender, _ = averagers(2, all_to_all(Nothing()))
+    sender, _ = averagers(2, all_to_all(Chain()))
     sender.start(1, drawn(0))
 
     def on_meta(links: ReplicaLinks) -> AllToAll:
-        return AllToAll(links, TensorCodec(SHAPES, lambda n, s: Nothing(), 7, True, device="meta"))
+        return AllToAll(links, TensorCodec(SHAPES, lambda n, s: Chain(), 7, True, device="meta"))
 
     restored, _ = averagers(2, on_meta)
     restored.load_state_dict(sender.state_dict())
@@ -392,7 +391,7 @@ def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
         fragments = []
         for links in connected(3):
             mail = links
-            fragments.append([make(Nothing())(mail), make(Nothing())(mail)])
+            fragments.append([make(Chain())(mail), make(Chain())(mail)])
             fragments[-1][1]._terms = Terms(channel=1)
         for r, (first, second) in enumerate(fragments):
             first.start(1, drawn(r))

@@ -14,7 +14,7 @@ from tests.causal_models import WORDS as NUM_WORDS
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.pipelines import in_threads
 from tests.replicas import connected
-from xcloud.comm.compressor import Nothing
+from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.causal_network import Lora
@@ -88,7 +88,7 @@ def test_an_averager_tells_what_others_contribute() -> None:
     told: list[tuple[int, int, dict[str, list[float]]]] = []
 
     def take(links: ReplicaLinks) -> None:
-        codec = TensorCodec({"a": torch.Size([2])}, lambda name, shape: Nothing(), 1, False)
+        codec = TensorCodec({"a": torch.Size([2])}, lambda name, shape: Chain(), 1, False)
         watch = None
         if links.replica == 0:
             watch = lambda step, replica, tensors: told.append(  # noqa: E731

@@ -14,9 +14,8 @@ from tests.understanding_models import HIDDEN, RandomText, backbone, model, wher
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import TokenIds
 from xcloud.models.backbone import PublicBackbone, Weights
-from xcloud.models.calibration import measured_basis
 from xcloud.models.encoder import Encoder, Packing
-from xcloud.models.split_point import Basis, Split
+from xcloud.models.split_point import Basis, Split, measured_basis
 
 TEXT = RandomText(9)
 SIZES = (IDS.size, HIDDEN)

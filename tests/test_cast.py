@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Nothing
+from xcloud.comm.compression import Chain
 from xcloud.comm.precision import Cast
 
 
@@ -11,15 +11,15 @@ def same_numbers_in_every_order() -> None:
     torch.manual_seed(0)
 
 
-def arrives(compressor: Cast | Nothing, tensor: torch.Tensor) -> torch.Tensor:
+def arrives(compressor: Cast | Chain, tensor: torch.Tensor) -> torch.Tensor:
     return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
 def test_nothing_sends_the_tensor_in_its_own_dtype() -> None:
     tensor = torch.randn(3, 4, dtype=torch.bfloat16)
 
-    assert Nothing().wire_specs(TensorSpec.of(tensor)) == (TensorSpec.of(tensor),)
-    assert torch.equal(arrives(Nothing(), tensor), tensor)
+    assert Chain().wire_specs(TensorSpec.of(tensor)) == (TensorSpec.of(tensor),)
+    assert torch.equal(arrives(Chain(), tensor), tensor)
 
 
 def test_float16_takes_half_the_bytes_and_one_exponent() -> None:

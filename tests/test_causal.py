@@ -30,8 +30,7 @@ from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Elsewhere, Lora
-from xcloud.models.causal_stage import attention_masks
+from xcloud.models.causal_network import Elsewhere, Lora, attention_masks
 from xcloud.models.split_point import Split
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.memory import SavedTensors

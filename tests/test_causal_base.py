@@ -14,8 +14,8 @@ from tests.translation_models import IDS
 from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_base import NextTokenPretraining, OwnCausal
 from xcloud.models.causal_network import Lora
+from xcloud.models.causal_stage import NextTokenPretraining, OwnCausal
 
 
 def own(**changes: Any) -> OwnCausal:

@@ -3,7 +3,7 @@ import torch
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Chain, Compressor, Nothing
+from xcloud.comm.compression import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
@@ -25,7 +25,6 @@ def arrives(compressor: Compressor, tensor: torch.Tensor) -> torch.Tensor:
     ("members", "label"),
     [
         ({}, "none"),
-        ({"none": Nothing()}, "none"),
         ({"int8": BlockInt(8)}, "int8"),
         ({"svd": Svd(0.6), "fp16": Cast("float16")}, "fp16(svd(0.6))"),
         ({"top": TopK(0.1), "quant": BlockInt(8)}, "int8(topk(0.1))"),
@@ -101,7 +100,6 @@ def test_exactly_representable_input_survives_the_whole_chain() -> None:
         ({"int8": BlockInt(8), "int4": BlockInt(4)}, r"int4 cannot come after int8: .*keep one"),
         ({"a": Svd(0.5), "b": Svd(0.2)}, r"both are low_rank; keep one"),
         ({"a": TopK(0.5), "b": RandomK(0.2)}, r"both are sparse; keep one"),
-        ({"none": Nothing(), "int8": BlockInt(8)}, r"'none' sends the tensor unchanged .*leave"),
         ({"a": Chain(int8=BlockInt(8))}, r"'a' is itself a chain \(int8\); name its members"),
         ({"svd": {"rate": 0.6}}, r"'svd' must be a compressor, got .*_target_"),
         ({"svd": 0.6}, r"'svd' must be a compressor, got 0.6"),

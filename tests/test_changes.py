@@ -20,10 +20,10 @@ from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
+from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
 from xcloud.job.config import job_from_config
+from xcloud.job.job import Place, Places
 from xcloud.job.overrides import resumed
-from xcloud.job.places import Place, Places
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
@@ -31,7 +31,7 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive import changes as table
 from xcloud.survive.changes import COLUMNS, TABLE, changes, outcome_of
-from xcloud.survive.resume import RankCheckpoints, check_can_go_on, newest_common
+from xcloud.survive.resume import RankCheckpoints, check_can_go_on, is_marked, newest_common
 from xcloud.survive.saving import about_part
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training

@@ -28,9 +28,8 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, ChannelId, Compression
 from xcloud.comm.compression_plans import Phased
-from xcloud.comm.compressor import Chain, ChannelId
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
 from xcloud.comm.precision import BlockInt
@@ -158,9 +157,9 @@ def test_a_state_with_a_phase_or_field_too_many_is_refused() -> None:
     one = (None, BlockInt(4), NoMemory())
     two = Pair([(1, BlockInt(4), NoMemory()), one])
 
-    with pytest.raises(ValueError, match=r"phases of a boundary contains '1\.compressor"):
+    with pytest.raises(ValueError, match=r"a Codecs contains '1\.compressor"):
         Pair([one]).load(two.states())
-    with pytest.raises(ValueError, match=r"boundary 0 forward, rank 0 to 1 contains 'other.0'"):
+    with pytest.raises(ValueError, match=r"a SendChannel contains 'other.0'"):
         two.sender.load_state_dict({"other.0": 1})
 
 
@@ -255,7 +254,7 @@ def test_a_rank_gives_and_takes_the_state_of_all_its_channels() -> None:
     assert not same_state([restored.state_dict()], [state])
     restored.load_state_dict(stored(state))
     assert same_state([restored.state_dict()], [state])
-    with pytest.raises(ValueError, match="a rank's channels contains"):
+    with pytest.raises(ValueError, match="a Wiring contains"):
         random_ranks(layout)[0].load_state_dict(state)
 
 

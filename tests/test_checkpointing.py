@@ -37,7 +37,7 @@ def test_checkpoints_cost_no_bytes_but_where_they_are_made(tmp_path: Path) -> No
     usual.train(3)
 
     assert usual.from_step == 2  # of one step only
-    rank_0 = [attempt.ranks[0].wiring.wan_stats for attempt in (saving, usual)]
+    rank_0 = [attempt.ranks[0].wiring.ends.records for attempt in (saving, usual)]
     sent = [sum(sum(link.num_bytes.values()) for link in links) for links in rank_0]
     assert 0 < sent[0] - 3 * sent[1] < 300
     assert same_state(saving.state, usual.state)
@@ -69,7 +69,7 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
     made.after(6, Signal.CHECKPOINT)
     may_write.set()
     for _ in range(2):  # what is written, what follows from it
-        made.wait()
+        made.settle()
     made.close()
     assert folder.agreed_steps() == [6, 3]
 
@@ -155,13 +155,13 @@ def test_a_run_that_is_asked_to_end_saves_its_step_first(tmp_path: Path) -> None
 def test_minutes_are_rank_0s_and_all_save_after_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide = Checkpointer.decide
+    signal = Checkpointer.signal
 
     def at_step_3(checkpointer: Checkpointer, step: int) -> Signal:
         checkpointer.timing._saved_s -= 61.0 if step == 3 else 0.0
-        return decide(checkpointer, step)
+        return signal(checkpointer, step)
 
-    monkeypatch.setattr(Checkpointer, "decide", at_step_3)
+    monkeypatch.setattr(Checkpointer, "signal", at_step_3)
     attempt = Attempt(tmp_path, job(SHAPES["2x2 lanes, 1F1B"], CODECS["plain"]), Checkpoints(0, 1))
     attempt.train(6)
     assert attempt.folder.steps() == attempt.folder.agreed_steps() == [3]

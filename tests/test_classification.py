@@ -16,13 +16,11 @@ from xcloud.contracts.task import Task, TaskData
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,
-    DemoClassification,
-    DemoCrossLingual,
     FolderClassification,
     FolderCrossLingual,
 )
+from xcloud.tasks.demo import DemoClassification, DemoCrossLingual
 from xcloud.tasks.labels import GLUE
-from xcloud.tasks.text_task import pair_table
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -83,12 +81,12 @@ def test_each_rank_keeps_only_what_it_may_see(
     assert views[TEXT].head is None and views[LABEL].head == Head("classes", 2)
     for fields in (LABEL, NONE):
         view = views[fields]
-        assert view.text_fields == frozenset() and view._tokenizer is None and not view._tables
+        assert view.text_fields == frozenset() and not view._tokenizers and not view._pairs
         for reach in (view.vocabulary, view.sentences):
             with pytest.raises(DataError, match="is no text field visible here"):
                 reach("text")
     for fields in (TEXT, NONE):
-        assert not views[fields]._labels
+        assert "label" not in views[fields]._columns
         with pytest.raises(DataError, match="'label' is no field visible here"):
             views[fields].score("test", {0: [1]})
 
@@ -114,16 +112,15 @@ def test_scores_work_from_labels_alone(task: Classification) -> None:
     half = {i: [label if i < 5 else 1 - label] for i, label in enumerate(labels[:10])}
     assert view.score("test", half).values == {"accuracy": 50.0}
     assert view.signature() == {"accuracy": "share of correct classes, percent"}
-    shown = view.sample_outputs("test", half, 1)
-    assert "its text is not visible in this cloud" in shown
-    assert "output" in shown and "?" not in shown
+    shown = view.sample_outputs("test", view.score("test", half), 1)
+    assert "prediction" in shown and "?" not in shown, "its text is not visible here"
     for wrong in ({}, {20: [0]}):
         with pytest.raises(ValueError):
             view.score("test", wrong)
 
 
 def test_samples_show_text_where_it_is_seen(data: ClassificationData) -> None:
-    shown = data.sample_outputs("test", {0: [0], 1: [1]}, 2)
+    shown = data.sample_outputs("test", data.score("test", {0: [0], 1: [1]}), 2)
     assert "?" in shown and "entailment" in shown
     assert shown.count("label") == 2
 
@@ -144,10 +141,10 @@ def test_a_trained_model_can_be_used_later(task: Classification, tmp_path: Path)
     assert labels == {"kind": "classes", "classes": ["entailment", "not_entailment"]}
     tokenizer = Tokenizer.load(tmp_path / "text_tokenizer.json")
     texts = task.read(frozenset({"text"})).splits["dev"].texts
-    table = pair_table(tokenizer, 24, texts["first"][:3], texts["second"][:3])
+    table = task.table(tokenizer, {name: column[:3] for name, column in texts.items()})
     batch = whole.batch("dev", torch.arange(3))
-    for found, trained in zip(table.padded(torch.arange(3)), ("text", "types"), strict=True):
-        assert torch.equal(found, batch[trained])
+    for found, trained in ((table.tokens, "text"), (table.types(), "types")):
+        assert torch.equal(found.padded(torch.arange(3)), batch[trained])
 
 
 def test_a_cloud_that_sees_nothing_needs_no_file_where_sizes_are_given(tmp_path: Path) -> None:
@@ -302,7 +299,7 @@ def test_a_trained_tokenizer_learns_from_public_sentences_alone(
         return ready
 
     monkeypatch.setattr(TrainedTokenizer, "prepare", prepare)
-    monkeypatch.setattr("xcloud.tasks.public_text.TOKENIZER_TEXTS", 50)
+    monkeypatch.setattr("xcloud.tasks.text_task.TOKENIZER_TEXTS", 50)
     write(tmp_path, [("confidential", "0"), ("confidential", "1")] * 10)
     FolderClassification(path=str(tmp_path), tokenizer=TrainedTokenizer(500)).load(ALL, 1)
     assert len(seen) == 50 and "confidential" not in " ".join(seen)

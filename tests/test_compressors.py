@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tests.codecs import COMPRESSORS, ERRORS, rounding
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compression import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.comm.state import Stateful
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(24, 64), (7, 5), (1, 1), (1,), (130,), (), (3, 5, 7), (3, 200), (200, 3)]
@@ -160,9 +159,7 @@ def test_two_senders_with_the_same_past_send_the_same(compressor: Compressor) ->
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "compressor", [c for c in COMPRESSORS if isinstance(c, Stateful)], ids=repr
-)
+@every_compressor
 def test_restored_state_continues_as_if_nothing_had_happened(compressor: Compressor) -> None:
     original, restored = copy.deepcopy(compressor), copy.deepcopy(compressor)
     for seed in range(2):

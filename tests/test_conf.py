@@ -213,7 +213,7 @@ def test_compression_is_said_to_be_off_where_no_boundary_leaves_a_cloud() -> Non
     found = build("+exp=abnet_iwslt", "cluster=local")
 
     assert "compression: off" in found.headline
-    assert found.compression_in_force == "off"
+    assert found.labels.compression == "off"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
          r"in cloud 'cloud_b'.*strategy=data_parallel puts stages"),
         (["strategy=data_parallel", "schedule.num_micro_batches=1"], "set it to at least 2"),
         (["strategy=data_parallel", "compression=phased_example",
-          "+compression.rest.compression.averaging._target_=xcloud.comm.compressor.Nothing"],
+          "+compression.rest.compression.averaging._target_=xcloud.comm.compression.Chain"],
          "the same `averaging`"),
         (["strategy=data_parallel", "+strategy/averaging/merge=median"],
          "needs 3 replicas or more"),

@@ -8,9 +8,13 @@ from itertools import pairwise
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.tasks.classification import Classification, DemoClassification, DemoCrossLingual
-from xcloud.tasks.question_answering import DemoQuestionAnswering
-from xcloud.tasks.translation import DemoTranslation
+from xcloud.tasks.classification import Classification
+from xcloud.tasks.demo import (
+    DemoClassification,
+    DemoCrossLingual,
+    DemoQuestionAnswering,
+    DemoTranslation,
+)
 
 BOTH = frozenset({"source", "target"})
 ALL = frozenset({"text", "label"})
@@ -44,11 +48,12 @@ def test_labels_do_not_follow_the_sample_number() -> None:
 def test_answers_stand_in_their_stories_once_asked() -> None:
     splits = DemoQuestionAnswering(num_train=31, num_dev=3, num_test=3).read().splits
     for rows in splits.values():
-        for story in rows.texts["paragraph"]:
-            assert len({question.text for question in story.questions}) == 3
-            for ((answer, start),) in (question.answers for question in story.questions):
-                assert story.context[start : start + len(answer)] == answer
-    assert splits["train"].num_rows == 11  # three questions each, rounded up
+        stories = list(zip(rows.texts["group"], rows.texts["question"], strict=True))
+        assert len(set(stories)) == rows.num_rows == 3 * len(set(rows.texts["group"]))
+        for context, found in zip(rows.texts["context"], rows.texts["answers"], strict=True):
+            ((answer, start),) = found
+            assert context[start : start + len(answer)] == answer
+    assert splits["train"].num_rows == 33  # three questions each, rounded up
 
 
 def test_a_language_that_the_demo_lacks_is_refused() -> None:

@@ -68,7 +68,7 @@ def test_a_one_sided_cloud_needs_its_own_files_only(tmp_path: Path) -> None:
     assert seen.splits["test"].texts == {"source": whole.splits["test"].texts["source"]}
     nothing = read(tmp_path, frozenset())
     assert [r.num_rows for r in nothing.splits.values()] == [50, 3, 9]
-    with pytest.raises(DataError, match=r"train\.tags\.es-en\.en is missing"):
+    with pytest.raises(DataError, match=r"its other side, train\.tags\.es-en\.en, is missing"):
         read(tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_what_is_missing_is_said_with_the_way_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.tags\.es-en\.es.*2014-01.*WIT3 site of FBK"):
         read(tmp_path)
     write_archive(tmp_path)
-    with pytest.raises(DataError, match=r"IWSLT14\.TED\.tst2013\.es-en\.\w\w\.xml is missing"):
+    with pytest.raises(DataError, match=r"IWSLT14\.TED\.tst2013\.es-en\.\*\.xml is missing"):
         read(tmp_path, test=["tst2013"])
     with pytest.raises(ConfigError, match=r"task\.path"):
         Wit3Translation(path="")
@@ -98,5 +98,5 @@ def test_a_broken_archive_is_refused(tmp_path: Path) -> None:
     assert read(tmp_path, dev=["TEDX.dev2010"], test=["TED.tst2010"]).splits["dev"].num_rows == 3
     train = tmp_path / "train.tags.es-en.es"
     train.write_text(train.read_text() + "uno más\n")
-    with pytest.raises(DataError, match="differ in rows: en 50 and es 51"):
+    with pytest.raises(DataError, match=r"differ in lines: .*\.en 50 and .*\.es 51"):
         read(tmp_path, dev=["TEDX.dev2010"], test=["TED.tst2010"])

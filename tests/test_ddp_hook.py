@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tests.replicas import same_bits
 from tests.runs import command
 from xcloud.base.errors import ConfigError
+from xcloud.comm.compression import Chain
 from xcloud.comm.compression_plans import PerTensor
-from xcloud.comm.compressor import Chain, Nothing
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
@@ -113,13 +113,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ranks")
 def test_without_compression_it_is_the_mean_and_equal_in_all_ranks() -> None:
-    found = Job(3, Nothing()).step(1, FIRST)
+    found = Job(3, Chain()).step(1, FIRST)
     mean = [torch.stack([gradient(1, r, n) for r in range(3)]).mean(0) for n in range(4)]
 
     assert same_bits(found)
     for merged, expected in zip(found[0], mean, strict=True):
         torch.testing.assert_close(merged, expected)
-    robust = Job(3, Nothing(), merge=Median()).step(1, FIRST)
+    robust = Job(3, Chain(), merge=Median()).step(1, FIRST)
     medians = [torch.stack([gradient(1, r, n) for r in range(3)]).median(0) for n in range(4)]
     assert same_bits([robust[0], [m.values for m in medians]])
 
@@ -137,7 +137,7 @@ def test_a_mean_holds_one_decoded_message_at_a_time(monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(TensorCodec, "decode", decode)
-    found = Job(64, Nothing()).step(1, [[3, 2, 1, 0]])
+    found = Job(64, Chain()).step(1, [[3, 2, 1, 0]])
     mean = [torch.stack([gradient(1, r, n) for r in range(64)]).mean(0) for n in range(4)]
 
     assert len(most) == 64 * 64 * len(SHAPES) and max(most) <= 2 * len(SHAPES)
@@ -167,11 +167,11 @@ def test_what_is_kept_follows_the_parameters_into_other_buckets_and_over_a_resta
 
 @pytest.mark.usefixtures("ranks")
 def test_a_choice_by_shape_needs_nothing_and_one_by_name_the_model() -> None:
-    by_shape = PerTensor(TopK(0.1), vectors=Nothing())
+    by_shape = PerTensor(TopK(0.1), vectors=Chain())
     found = Job(3, by_shape).step(1, FIRST)
     assert same_bits(found) and int((found[0][0] != 0).sum()) <= 60 and found[0][1].all()
 
-    by_name = PerTensor(Nothing(), names={"^2": BlockInt(1)})
+    by_name = PerTensor(Chain(), names={"^2": BlockInt(1)})
     with pytest.raises(ConfigError, match=r"chooses by name needs .*model=model"):
         CompressedAveraging(by_name)
     job = Job(3, by_name, model=nn.Linear(1, 1))

@@ -53,7 +53,6 @@ def test_latency_that_falls_reorders_nothing_and_notices_travel_at_that_of_their
     assert after.deliver_at_s == before.deliver_at_s, "it waits behind the one before"
     assert clock.reserve(1000, start_s + 2).deliver_at_s == pytest.approx(start_s + 2.01, abs=1e-4)
     assert (clock.latency_at(start_s + 0.5), clock.latency_at(start_s + 1.5)) == (0.5, 0.01)
-    clock.close()
 
 
 def test_reservations_of_many_threads_do_not_overlap(tmp_path: Path) -> None:

@@ -69,9 +69,7 @@ class SocketOut(SendingEnd):
         if self._socket is None:  # by now the other side has made its end, or soon will
             self._socket = socket.create_connection(("127.0.0.1", int(self._port())))
         seal_frame(item.frame, -time.monotonic())
-        if self._settings.log is not None:
-            now_s, size = time.monotonic(), item.frame.numel()
-            self._settings.log.sending(item.key, item.sequence, size, now_s, now_s, None)
+        self.record.sending(item.key, item.sequence, item.frame.numel(), item.queued_at_s)
         carried.append(item.frame.numel())
         self._socket.sendall(_LENGTH.pack(item.frame.numel()) + item.frame.numpy().tobytes())
 

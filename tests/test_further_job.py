@@ -13,7 +13,7 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
-from xcloud.job.job import Job
+from xcloud.job.job import Job, Labels
 from xcloud.join.agreement import Verdict
 from xcloud.launch import rank_process
 from xcloud.parallel.control import send_report
@@ -60,13 +60,10 @@ class Rounds:
 class RingJob(Job):
     cluster: Ring
     training: Rounds
-    variant = "ring"
-    compression_in_force = "none"
-    schedule_label = "all at once"
 
     @property
-    def _described(self) -> tuple[str, ...]:
-        return "numbers", self.cluster.describe()
+    def labels(self) -> Labels:
+        return Labels("ring", "none", "all at once", ("numbers", self.cluster.describe()))
 
     def check(self) -> None:
         """Nothing to check."""
@@ -95,7 +92,7 @@ class RingRank(Role[RingJob]):
         send_report(self.to_recorder, lines)
 
     def run(self) -> None:
-        clock, sent = StepClock(), self.after.stats.num_bytes
+        clock, sent = StepClock(), self.after.record.num_bytes
         for step in range(1, self.job.max_steps + 1):
             clock.begin_step(step)
             key = MessageKey(Kind.NORM, step)

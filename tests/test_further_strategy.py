@@ -17,7 +17,7 @@ from tests.trainers import ranks, update
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
-from xcloud.job.places import Places
+from xcloud.job.job import Places
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution

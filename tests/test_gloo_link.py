@@ -16,7 +16,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from xcloud.cluster.link import LinkClock
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, PeerInGroup
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Peer
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
@@ -51,13 +51,14 @@ def test_messages_of_any_size_arrive_in_order_and_are_counted(tmp_path: Path) ->
         """
         sizes = [1, 70_000, 3, 0, 70_000, 9]
         if rank == 0:
-            link = GlooOutLink(PeerInGroup(group, peer), OutSettings(name, 400_000))
+            link = GlooOutLink(Peer(group, peer), OutSettings(name, 400_000))
             for i, size in enumerate(sizes):
                 link.send(key(i), (torch.arange(size, dtype=torch.float32), torch.tensor([i])))
             link.close(20)
-            print(link.stats.num_messages[Kind.ACTIVATION], link.stats.num_bytes[Kind.ACTIVATION])
+            sent = link.record
+            print(sent.num_messages[Kind.ACTIVATION], sent.num_bytes[Kind.ACTIVATION])
         else:
-            link = GlooInLink(PeerInGroup(group, peer), InSettings(name, 400_000))
+            link = GlooInLink(Peer(group, peer), InSettings(name, 400_000))
             for i, size in enumerate(sizes):
                 values, number = link.recv(key(i), 20)
                 assert torch.equal(values, torch.arange(size, dtype=torch.float32)) and number == i
@@ -81,9 +82,9 @@ def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> N
         back = dist.new_group()
         mine, theirs = (group, back) if rank == 0 else (back, group)
         clock = LinkClock(profile, folder / f"{rank}.clock")
-        out = GlooOutLink(PeerInGroup(mine, peer), OutSettings(name, 400_000, clock))
+        out = GlooOutLink(Peer(mine, peer), OutSettings(name, 400_000, clock))
         settings = InSettings(name, 400_000, is_emulated=True)
-        incoming = GlooInLink(PeerInGroup(theirs, peer), settings)
+        incoming = GlooInLink(Peer(theirs, peer), settings)
         dist.barrier()
         started = time.perf_counter()
         for i in range(3):
@@ -111,11 +112,11 @@ def test_a_dead_peer_is_named_at_once(tmp_path: Path) -> None:
         tmp_path,
         """
         if rank == 1:
-            incoming = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000))
+            incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000))
             incoming.recv(key(0), 20)
             os._exit(0)
-        out = GlooOutLink(PeerInGroup(group, peer), OutSettings(name, 1000))
-        incoming = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000))
+        out = GlooOutLink(Peer(group, peer), OutSettings(name, 1000))
+        incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000))
         out.send(key(0), (torch.zeros(3),))
         try:
             incoming.recv(key(0), 600)
@@ -132,12 +133,12 @@ def test_a_silent_peer_and_a_message_that_is_too_long_are_clear_errors(tmp_path:
         tmp_path,
         """
         if rank == 0:
-            incoming = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000))
+            incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000))
             try:
                 incoming.recv(key(0), 0.2)
             except LinkTimeout as error:
                 print(error)
-            out = GlooOutLink(PeerInGroup(group, peer), OutSettings(name, 1000))
+            out = GlooOutLink(Peer(group, peer), OutSettings(name, 1000))
             try:
                 out.send(key(0), (torch.zeros(1000),))
             except FrameError as error:
@@ -158,7 +159,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> No
         """
         import threading
         if rank == 0:
-            out = GlooOutLink(PeerInGroup(group, peer), OutSettings(name, 1000))
+            out = GlooOutLink(Peer(group, peer), OutSettings(name, 1000))
             out.send(MessageKey(Kind.REPORT), ())
             dist.barrier()
         else:
@@ -168,7 +169,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> No
                 ended.set()
             handlers = {Kind.REPORT: lambda frame: frame.parts[0]}
             settings = InSettings(name, 1000, handlers, on_end=end)
-            incoming = GlooInLink(PeerInGroup(group, peer), settings)
+            incoming = GlooInLink(Peer(group, peer), settings)
             assert ended.wait(60)
             print(type(reasons[0]).__name__, reasons[0], incoming.said_goodbye)
             dist.barrier()
@@ -193,7 +194,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
         life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
         if rank == 0:
             settings = OutSettings(name, 1000, None, window, life=life, overdue_s=1.0)
-            link = GlooOutLink(PeerInGroup(group, peer), settings)
+            link = GlooOutLink(Peer(group, peer), settings)
             with Heartbeat(0.2, life.note):
                 for i in range(200):
                     link.send(key(i), ())
@@ -205,7 +206,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
                 print(error)
             over()
         else:
-            link = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000, window=window))
+            link = GlooInLink(Peer(group, peer), InSettings(name, 1000, window=window))
             time.sleep(2.5)
             for i in range(200):
                 link.recv(key(i), 20)
@@ -227,14 +228,14 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
             profile = LinkProfile(1e6)
             clock = LinkClock(profile, folder / "a.clock")
             settings = OutSettings(name, 100_000, clock, life=life())
-            link = GlooOutLink(PeerInGroup(group, peer), settings)
+            link = GlooOutLink(Peer(group, peer), settings)
             for i in range(12):
                 link.send(key(i), (torch.zeros(24_000, dtype=torch.uint8),))
             started = time.monotonic()
             link.close(0.5)
             assert time.monotonic() - started > 1.0
             print("closed")
-            incoming = GlooInLink(PeerInGroup(group, peer), InSettings(name, 1000, life=life()))
+            incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000, life=life()))
             try:
                 incoming.close(1.0)
             except LinkTimeout as error:
@@ -242,7 +243,7 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
             over()
         else:
             incoming = GlooInLink(
-                PeerInGroup(group, peer), InSettings(name, 100_000, life=life(), is_emulated=True)
+                Peer(group, peer), InSettings(name, 100_000, life=life(), is_emulated=True)
             )
             for i in range(12):
                 incoming.recv(key(i), 20)

@@ -17,7 +17,7 @@ from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
-from xcloud.comm.compressor import Chain, ChannelId, Compressor
+from xcloud.comm.compression import Chain, ChannelId, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows

@@ -14,7 +14,7 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.comm.compressor import Chain
+from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.control import (

@@ -16,8 +16,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
 from xcloud.comm.boundary import Message
-from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Compressor, Nothing
+from xcloud.comm.compression import Chain, Compression, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
@@ -58,7 +57,7 @@ class Frozen(ToyStage):
 def job(
     num_frozen: int,
     kept_bytes: int,
-    forward: Compressor = Nothing(),  # noqa: B008
+    forward: Compressor = Chain(),  # noqa: B008
     schedule: Schedule = SCHEDULE,
 ) -> tuple[list[Rank], list[int]]:
     """Of 2, 1 and 2 ranks in three clouds; and the samples that frozen stages compute."""
@@ -94,7 +93,7 @@ def trained(of: list[Rank], first: int, last: int) -> list[float | None]:
 
 def sent(of: list[Rank], kind: Kind = Kind.ACTIVATION, boundary: int = 0) -> int:
     """Bytes of all lanes over a boundary."""
-    stats = [rank.wiring.wan_stats for rank in of if boundary in rank.trainer.pipeline.stages]
+    stats = [rank.wiring.ends.records for rank in of if boundary in rank.trainer.pipeline.stages]
     return sum(link.num_bytes[kind] for links in stats for link in links)
 
 
@@ -124,7 +123,7 @@ def crossings(kept_bytes: int) -> list[int]:
 def test_kept_rows_change_no_bit_of_a_loss_and_cross_no_more(num_frozen: int) -> None:
     """In lanes, with accumulation, schedules that split the backward, and compression."""
     ways: list[tuple[Compressor, Schedule]] = [
-        (Nothing(), SCHEDULE),
+        (Chain(), SCHEDULE),
         (BlockInt(4, block=D), ZeroBubble(4)),
     ]
     for forward, schedule in ways:
@@ -193,7 +192,7 @@ def test_a_resumed_run_keeps_anew_and_loses_no_bit() -> None:
 
 
 def test_a_compressor_that_makes_other_rows_in_other_company_is_told() -> None:
-    alone: list[Compressor] = [Nothing(), Cast(), Cast("bfloat16"), BlockInt(8, 4), BlockInt(1, 8)]
+    alone: list[Compressor] = [Chain(), Cast(), Cast("bfloat16"), BlockInt(8, 4), BlockInt(1, 8)]
     apart: list[Compressor] = [
         BlockInt(8, 64), BlockInt(8, 3), BlockInt(8, 8, stochastic=True), TopK(0.2), Svd(0.5),
     ]  # fmt: skip

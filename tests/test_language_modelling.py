@@ -12,13 +12,14 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
-from xcloud.tasks.causal_text import CausalTokenizer, Document, columns_of, pack, pieces_of
+from xcloud.tasks.demo import DemoLanguageModelling
 from xcloud.tasks.language_modelling import (
-    DemoLanguageModelling,
+    CausalTokenizer,
     FolderLanguageModelling,
     LanguageData,
 )
 from xcloud.tasks.scores import ratio_error
+from xcloud.tasks.tables import Document, columns_of, pack, pieces_of
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -123,7 +124,8 @@ def test_a_cloud_without_the_text_keeps_the_answers_and_one_without_labels_none(
     assert answers.batch("train", torch.tensor([0])).keys() == {"ids", "label"}
     assert learned(answers) == learned(whole)
     assert answers.text_fields == frozenset()
-    assert "Who" not in answers.sample_outputs("test", {0: [10, 2]}, 1)
+    scores = answers.score("test", {0: [10, 2]})
+    assert "Ana" in (shown := answers.sample_outputs("test", scores, 1)) and "Who" not in shown
     assert text.batch("train", torch.tensor([0])).keys() == {"ids", "text", "types"}
     for refused in (lambda: answers.vocabulary("text"), lambda: text.weight(torch.tensor([0]))):
         with pytest.raises(DataError, match="visible here"):
@@ -203,7 +205,7 @@ def test_a_chat_that_is_too_long_loses_its_end_and_one_without_an_answer_is_left
 
 
 def test_padding_is_no_token_of_any_vocabulary() -> None:
-    columns = columns_of([[document(3)], [document(2), document(2, 7)]], ALL)
+    columns = columns_of([[document(3)], [document(2), document(2, 7)]])
     batch = {name: table.padded(torch.arange(2)) for name, table in columns.items()}
     assert batch["text"].tolist() == [[0, 1, 2, NO_TOKEN], [0, 1, 7, 8]]
     assert batch["types"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]

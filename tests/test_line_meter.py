@@ -1,12 +1,14 @@
 """How long a real line was busy, from when its messages were sent and came."""
 
+import time
+
 import pytest
 import torch
 
-from xcloud.cluster import link_end
 from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
-from xcloud.cluster.link import LineMeter
 from xcloud.cluster.link_end import InSettings, ReceivingEnd
+from xcloud.comm.compression import ChannelId
+from xcloud.wire.further_ends import LineMeter, LineMeters
 
 AHEAD_S = 5000.0  # the receiver's clock before the sender's
 LATENCY_S = 0.03
@@ -49,10 +51,14 @@ def test_a_fast_line_is_not_busy_and_without_a_probe_nothing_is_known() -> None:
 def test_links_of_one_peer_share_the_line_and_probes_are_no_traffic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    meter = LineMeter()
-    ends = [ReceivingEnd(InSettings("rank 1", 4096, meter=meter)) for _ in range(2)]
+    meters = LineMeters()
+    forward, backward = (ChannelId(1, n, d, 1, 0) for n, d in enumerate(("forward", "backward")))
+    ends = [
+        ReceivingEnd(InSettings("rank 1", 4096, on_arrival=meters.of(channel)))
+        for channel in (forward, backward)
+    ]
     now_s = 0.0
-    monkeypatch.setattr(link_end.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
 
     def come(end: int, key: MessageKey, sequence: int, sent_at_s: float, at_s: float) -> None:
         nonlocal now_s
@@ -65,5 +71,4 @@ def test_links_of_one_peer_share_the_line_and_probes_are_no_traffic(
     come(0, MessageKey(Kind.ACTIVATION, 1), 1, 2.0, 105.0)
     come(1, MessageKey(Kind.GRADIENT, 1), 0, 2.0, 108.0)
     come(1, MessageKey(Kind.GRADIENT, 1, 1), 1, 20.0, 121.0)
-    assert dict(ends[0].stats.line_s) == {Kind.ACTIVATION: 3.0}
-    assert dict(ends[1].stats.line_s) == {Kind.GRADIENT: 3.0 + 1.0}
+    assert meters.line_s == {forward: 3.0, backward: 3.0 + 1.0}

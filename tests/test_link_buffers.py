@@ -17,7 +17,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.gloo_link import _REUSED_BYTES, GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.comm.compressor import Nothing
+from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import averager_for
 
@@ -80,7 +80,7 @@ def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
 def test_a_message_of_too_many_values_is_refused_before_the_run_with_the_number() -> None:
     shapes = {"w": torch.Size([2**16, 2**16])}
     mail = connected(2)[0]
-    made = averager_for(mail, shapes, lambda s: TensorCodec(s, lambda *_: Nothing(), 1, True))
+    made = averager_for(mail, shapes, lambda s: TensorCodec(s, lambda *_: Chain(), 1, True))
     with pytest.raises(ConfigError, match=r"4,294,967,296 values in one part; the most is 4,294"):
         _ = made.max_bytes
     assert frame_bytes(())

@@ -14,8 +14,7 @@ from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Chain
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_parameters import OuterOptimizer
@@ -43,8 +42,7 @@ def train(job: list[Rank], last: int = 8, first: int = 1) -> list[list[float | N
 
 def averaging_bytes(job: list[Rank]) -> list[int]:
     return [
-        sum(link.stats.num_bytes[Kind.AVERAGING] for link in rank.wiring.ends.wan_outs)
-        for rank in job
+        sum(link.num_bytes[Kind.AVERAGING] for link in rank.wiring.ends.records) for rank in job
     ]
 
 
@@ -98,7 +96,7 @@ def test_only_merges_cross_between_replicas() -> None:
         after.append(averaging_bytes(job)[0])
 
     assert after[0] == after[1] == after[2] < after[3] == after[6] < after[7]
-    assert all(not link.stats.num_bytes[Kind.NORM] for r in job for link in r.wiring.ends.wan_outs)
+    assert all(not link.num_bytes[Kind.NORM] for r in job for link in r.wiring.ends.records)
     num_values = sum(v[0].numel() for v in (values(job, 0), values(job, 1)))
     assert after[6] - after[2] < 2 * num_values  # 4 bits, scales and a header; 4 bytes without
 
@@ -163,6 +161,7 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
         "+exp=abnet_iwslt", "strategy=local_updates", "strategy.averaging.leave=go_on",
         "strategy.averaging.restart_s=2",
     )  # fmt: skip
-    assert kept.is_elastic and kept.essential_ranks == frozenset({0}) and kept.restart_s == 2
+    roster = kept.roster
+    assert roster.is_elastic and roster.essential == frozenset({0}) and roster.restart_s == 2
     with pytest.raises(ConfigError, match=r"restart_s needs strategy.averaging.leave=go_on"):
         LocalUpdates(restart_s=2.0)

@@ -29,14 +29,14 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.compressor import Chain
+from xcloud.comm.compression import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import by_tensor, contiguous
 from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.wire.ends import Ends
-from xcloud.wire.replicas import replica_links
+from xcloud.wire.further_ends import replica_links
 
 
 def trained(
@@ -367,4 +367,4 @@ def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
     room = links[1]._in[0]._settings.window.max_queued_bytes
 
     links[0].send(1, MessageKey(Kind.AVERAGING, 1), (part,), ("zeros",), 0)
-    assert room >= 13 * links[0]._out[1].stats.num_bytes[Kind.AVERAGING]
+    assert room >= 13 * links[0]._out[1].record.num_bytes[Kind.AVERAGING]

@@ -9,7 +9,8 @@ import torch
 
 from xcloud.base.errors import ConfigError
 from xcloud.models.encoder import EncoderConfig, EncoderLayer, Packing
-from xcloud.models.split_point import Basis, Split, factors, make_cut
+from xcloud.models.low_rank_split import cut_inside, factors
+from xcloud.models.split_point import Basis, Projection, Split
 
 H = 12
 PACKING = Packing(torch.tensor([5, 3, 1]))
@@ -24,7 +25,11 @@ def block() -> EncoderLayer:
 
 
 def halves(split: Split, basis: Basis | None = None) -> tuple[Any, Any]:
-    bottom, top = (make_cut(split, stage, H, 8, basis, block()) for stage in range(2))
+    if basis is None:
+        return cut_inside(split, 0, block()), cut_inside(split, 1, block())
+    bottom, top = (Projection(split, is_up, H, 8) for is_up in (False, True))
+    basis.start(bottom, is_up=False)
+    basis.start(top, is_up=True)
     return bottom, top
 
 
@@ -116,13 +121,16 @@ def test_orthonormal_projections_stay_so_while_they_are_trained() -> None:
         ({"linear": "query"}, "feed_forward_output, attention_output"),
         ({"anchor": "token"}, "split.anchor must be one of none, mean, position or null"),
         ({"freeze_bottom": "yes"}, "split.freeze_bottom must be one of True, False"),
-        ({"anchor": "mean"}, "split.anchor applies only to the methods identity, pca, orthogonal"),
-        ({"whiten": True}, "split.whiten applies only to the methods"),
-        ({"calibration": "public"}, "split.calibration applies only to the methods"),
-        ({"rank": None, "linear": "attention_output"}, "split.linear has no effect if all"),
-        ({"rank": None, "method": "pca", "whiten": True}, "split.whiten has no effect if all"),
-        ({"method": "pca", "linear": "attention_output"}, "which linear layer"),
-        ({"method": "orthogonal", "whiten": True}, "split.whiten scales the principal"),
+        (
+            {"anchor": "mean"},
+            "split.anchor applies only to split.method=identity, pca, orthogonal",
+        ),
+        ({"whiten": True}, "split.whiten applies only to .*=pca"),
+        ({"calibration": "public"}, "split.calibration applies only to .*=identity"),
+        ({"rank": None, "linear": "attention_output"}, "linear applies .* with a rank"),
+        ({"rank": None, "method": "pca", "whiten": True}, "whiten applies .* with a rank"),
+        ({"method": "pca", "linear": "attention_output"}, "linear applies only to .*=svd"),
+        ({"method": "orthogonal", "whiten": True}, "split.whiten applies only to .*=pca"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(

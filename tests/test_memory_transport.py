@@ -11,7 +11,7 @@ from tests.pipelines import BORDER, in_threads, wired
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LinkRecord
+from xcloud.cluster.link import LinkName, LinkRecord
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
@@ -34,7 +34,7 @@ KEY = MessageKey(Kind.ACTIVATION, 1, 0)
 
 
 def test_frames_wait_for_the_receiving_end_and_are_counted_recorded_and_checked() -> None:
-    world, record = MemoryWorld(), LinkRecord("b", 1, 0)
+    world, record = MemoryWorld(), LinkRecord(LinkName(0, 0, 1), "b")
     out = world.transport(0).out("x", 1, OutSettings("rank 1", 200, record=record))
     for number in range(3):
         key = KEY._replace(micro_batch=number)
@@ -44,8 +44,8 @@ def test_frames_wait_for_the_receiving_end_and_are_counted_recorded_and_checked(
     for number in range(3):
         (value,) = incoming.recv(KEY._replace(micro_batch=number), 5)
         assert value.tolist() == [number]
-    assert out.stats.num_messages[Kind.ACTIVATION] == 3
-    assert record.bytes_of[Kind.ACTIVATION] == out.stats.num_bytes[Kind.ACTIVATION] > 3 * 40
+    assert out.record.num_messages[Kind.ACTIVATION] == 3
+    assert out.record is record and record.num_bytes[Kind.ACTIVATION] > 3 * 40
     with pytest.raises(FrameError, match="promised at most 200"):
         out.send(KEY, (torch.zeros(100),))
 
@@ -126,8 +126,7 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
     assert sorted(reports) == [(1, b"rank 1\n"), (2, b"rank 2\n")]
     away = ranks[2].wiring
     assert {record.to for record in away.ends.records} == {"a"}
-    sent = sum(r.bytes_of[Kind.REPORT] for r in away.ends.records)
-    assert sent == sum(s.num_bytes[Kind.REPORT] for s in away.wan_stats) > 0
+    assert sum(record.num_bytes[Kind.REPORT] for record in away.ends.records) > 0
     assert ranks[0].wiring.groups[0].group is not None
 
 
@@ -165,9 +164,9 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
 
     assert consumer.inbox.was_ready(0) and arrived is not None
     assert arrived.payload.tolist() == [0, 1, 2, 3, 4]
-    sent = sum(record.bytes_of[Kind.BATCH] for record in producers[1].records)
+    sent = sum(record.num_bytes[Kind.BATCH] for record in producers[1].records)
     assert sent == arrived.num_bytes
-    assert consumer.received[2].bytes_of[Kind.BATCH] == arrived.num_bytes
+    assert consumer.received[2].num_bytes[Kind.BATCH] == arrived.num_bytes
     unheard = in_threads(
         [lambda: consumer.ends.part_from([1, 2], 1.0), *(p.ends.close for p in producers)]
     )

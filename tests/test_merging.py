@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.replicas import averagers, exchange, same_bits
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compressor import Nothing
+from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.merging import (
@@ -106,7 +106,7 @@ def test_replicas_with_a_robust_merge_are_equal_and_two_are_too_few() -> None:
     shapes = {str(i): tensor.shape for i, tensor in enumerate(honest(0))}
 
     def codec() -> TensorCodec:
-        return TensorCodec(shapes, lambda name, shape: Nothing(), 1, True)
+        return TensorCodec(shapes, lambda name, shape: Chain(), 1, True)
 
     for merge in ROBUST:
         tensors = [honest(0), bad("NaN"), honest(2)]

@@ -151,7 +151,9 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody
 
 
-def test_the_log_of_a_run_that_resumes_is_read_again(tmp_path: Path) -> None:
+def test_steps_that_a_resumed_run_does_again_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monitor = monitor_after([], tmp_path)
     step = {"event": "step", "cloud": "a", "t": 1.0, "step_s": 1.0}
     events = [{**step, "rank": rank, "step": n} for n in range(1, 40) for rank in (0, 1)]
@@ -161,5 +163,7 @@ def test_the_log_of_a_run_that_resumes_is_read_again(tmp_path: Path) -> None:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
     monitor.poll()
-    assert list(monitor.statistics.steps.step) == list(range(1, 12))
-    assert monitor.statistics.resumes[0]["steps_again"] == 29 and monitor.num_malformed == 0
+    summary = monitor.finish("stopped here")
+    assert (summary["num_steps"], summary["num_steps_done_twice"]) == (11, 29)
+    assert summary["lost_event_lines"] == 0
+    assert "29 steps done before are done again" in capsys.readouterr().out

@@ -7,9 +7,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import PerBoundary, PerTensor, Phase, Phased
-from xcloud.comm.compressor import Chain, Nothing
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
 from xcloud.comm.precision import BlockInt, Cast
@@ -60,7 +59,7 @@ def test_replicas_average_with_the_compressor_of_gradients_unless_there_is_anoth
     int4, int8 = BlockInt(4), BlockInt(8)
     assert PAPER.for_tensor("w", (3, 3)) is PAPER.backward
     assert Compression(backward=int8, averaging=int4).for_tensor("w", (3, 3)) is int4
-    per_tensor = PerTensor(int4, int8, Cast(), {r"lora_B\.weight$": Nothing(), r"0\.": TopK(0.1)})
+    per_tensor = PerTensor(int4, int8, Cast(), {r"lora_B\.weight$": Chain(), r"0\.": TopK(0.1)})
     compression = Compression(averaging=per_tensor)
     found = {
         name: compression.for_tensor(name, shape).label
@@ -79,7 +78,7 @@ def test_replicas_average_with_the_compressor_of_gradients_unless_there_is_anoth
         "0\\.: topk(0.1)"
     )
     assert not compression.is_identity and not Compression(averaging=int4).is_identity
-    assert Compression(averaging=PerTensor(Nothing(), Chain())).is_identity
+    assert Compression(averaging=PerTensor(Chain(), Chain())).is_identity
     assert PerBoundary(PAPER, boundary_1=compression).for_tensor("w", ()) is PAPER.backward
 
     one, other = Phase(3, PAPER), Phase(None, Compression(backward=PAPER.backward))
@@ -94,7 +93,6 @@ def test_compression_is_the_same_at_every_step() -> None:
 
 def test_identity_is_nothing_both_ways_without_memory() -> None:
     assert Compression().is_identity
-    assert Compression(Chain(), Chain(none=Nothing())).is_identity
     assert not Compression(forward=Cast("float16")).is_identity
     assert not Compression(backward=Cast("float16")).is_identity
     assert not Compression(forward_memory=DeltaCache()).is_identity
@@ -163,7 +161,7 @@ def test_phased_says_what_it_does() -> None:
         ),  # type: ignore[arg-type]
         (
             lambda: Compression(averaging="int8"),
-            r"averaging must be a .*PerTensorChoice or null, got 'int8'",
+            r"averaging must be a .*TensorChoice or null, got 'int8'",
         ),  # type: ignore[arg-type]
         (lambda: PerTensor("int8"), r"averaging.default must be a Compressor, got 'int8'"),  # type: ignore[arg-type]
         (lambda: PerTensor(Cast(), names={"(": Cast()}), r"'\(' is no regular expression"),

@@ -11,14 +11,12 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.pricing import Pricer
+from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
 from xcloud.plan.profile import AveragingCodec, BoundaryCodec, CompressorCosts
 from xcloud.plan.recorded import predicted_of
-from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import Space, search
-from xcloud.report.plan_table import print_plans
+from xcloud.report.plan_report import Report, print_plans, write_plan
 from xcloud.report.run_table import epochs_text
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
@@ -71,7 +69,7 @@ def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
     ranked = search(priced, space, 1)
     epochs = over_epochs(priced, ranked.best[0].plan, Keeping(10**9, 200, 50))
     assert epochs is not None
-    report = Report(priced, ranked, 0.1, [], [], {}, over_epochs={ranked.best[0].plan: epochs})
+    report = Report(priced, space, ranked, 0.1, over_epochs={ranked.best[0].plan: epochs})
 
     print_plans(report)
     write_plan(tmp_path, report, ranked.best[0])

@@ -25,19 +25,13 @@ from xcloud.plan.plans import (
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import AveragingCodec, CompressorCosts, Curve
 from xcloud.plan.recorded import PLAN_FILE, predicted_of
-from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
     Space,
-    best_pipeline,
-    crossings,
     fastest,
-    over_bandwidth,
-    over_micro_batches,
     search,
     splits_of,
-    step_at,
 )
-from xcloud.report.plan_picture import write_plan_picture
+from xcloud.report.plan_report import Report, write_plan, write_plan_picture
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -147,22 +141,16 @@ def test_the_report_names_the_best_the_own_and_what_to_change(tmp_path: Path) ->
         own, splits, (1, 2, 4), [*dear], ("split", "micro_batches", "compression"), SCHEDULES
     )
     ranked = search(pricer, space, 3)
-    best = ranked.best[0].plan
-    at = step_at(pricer, best)
-    pipeline = best_pipeline(pricer, space, ranked)
-    assert pipeline is not None
-    counted, curves = over_micro_batches(pricer, pipeline, [1, 2, 4]), over_bandwidth(at, [*dear])
     why = ["it is of another machine"]
-    report = Report(
-        pricer, ranked, 0.5, crossings(at, [*dear]), counted, curves, pipeline, why,
-        {"hybrid": "no"},
-    )  # fmt: skip
+    report = Report(pricer, space, ranked, 0.5, why, {"hybrid": "no"})
+    assert report.best == ranked.best[0].plan
+    assert [entry.micro_batches for entry in report.over_micro_batches] == [1, 2, 4]
 
     file = write_plan(tmp_path, report, ranked.best[0])
     assert write_plan_picture(tmp_path / "plan.png", report)
 
     table = json.loads(file.read_text())
-    assert file.name == PLAN_FILE and table["chosen"]["compression"] == best.compression == "int4"
+    assert file.name == PLAN_FILE and table["chosen"]["compression"] == "int4"
     assert table["own"]["schedule"] == "gpipe" and table["own"]["split"] == "1 | 7 blocks"
     assert "less" in table["own"]["change_next"], "one change that gains most"
     assert all(plan["change_next"] for plan in table["plans"])

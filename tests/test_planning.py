@@ -14,17 +14,14 @@ from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import encode_frame
-from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Chain
+from xcloud.cluster.frame import TensorSpec, encode_frame
+from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import Action, GPipe, Schedule
 from xcloud.plan import codec_timer
-from xcloud.plan.codec_timer import Stopwatch
 from xcloud.plan.costs import Direction
 from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
@@ -180,36 +177,34 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
     monkeypatch.setattr(codec_timer, "encode_frame", framed)
     trained = {"weight": torch.nn.Parameter(torch.zeros(4, 8))}
 
-    found = codec_timer.time_averaging(trained, Compression(), Stopwatch(torch.device("cpu")))
+    found = codec_timer.time_averaging(trained, Compression())
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
 
 
 def test_a_codec_is_timed_on_a_whole_message_with_its_frame() -> None:
-    fields = (
-        BoundaryField("counts", (), torch.int64),
-        BoundaryField("hidden", (8,), torch.float32, rows="counted"),
-    )
     few, many = (
-        codec_timer.time_codec(Chain(svd=Svd(0.6)), fields, rows, torch.device("cpu"))
+        codec_timer.time_codec(
+            Chain(svd=Svd(0.6)), [TensorSpec((rows, 8), torch.float32)], torch.device("cpu")
+        )
         for rows in (6, 12)
     )
     assert few.compress_s > 0 and many.decompress_s > 0
-    # Of 12 rows of 8 the factors have rank 5: 5 x (12 + 8) values in FP32; and a count each.
-    assert many.num_bytes - few.num_bytes == 4 * (5 * (12 + 8) - 4 * (6 + 8)) + 8 * 6
+    # Of 12 rows of 8 the factors have rank 5: 5 x (12 + 8) values in FP32.
+    assert many.num_bytes - few.num_bytes == 4 * (5 * (12 + 8) - 4 * (6 + 8))
     assert many.times(0.5) == Direction(
         round(many.num_bytes / 2), many.compress_s / 2, many.decompress_s / 2
     )
 
 
 def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_alone() -> None:
-    device, threads, state = torch.device("cpu"), torch.get_num_threads(), torch.get_rng_state()
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     trained = {"weight": torch.nn.Parameter(torch.full((4, 8), 0.3)),
                "bias": torch.nn.Parameter(torch.full((8,), -0.7))}  # fmt: skip
 
-    found = codec_timer.time_around_averaging(trained, Stopwatch(device))
+    found = codec_timer.time_around_averaging(trained)
 
-    assert min(found) > 0 and codec_timer.time_around_averaging({}, Stopwatch(device)) == (0, 0)
+    assert min(found) > 0 and codec_timer.time_around_averaging({}) == (0, 0)
     assert torch.equal(trained["weight"], torch.full((4, 8), 0.3))
     assert torch.equal(trained["bias"], torch.full((8,), -0.7))
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

@@ -11,7 +11,7 @@ import torch
 
 from tests.translation_models import FIRST_WORD, IDS, texts
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models import made_once, pretraining
+from xcloud.models import pretraining
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
 from xcloud.models.stages import seeded
@@ -80,8 +80,8 @@ def test_the_result_depends_on_the_seed_and_not_on_reports_or_the_callers_random
         "on 30 texts: 6 steps, 2.0 passes over them; for fewer pretraining.steps=N"
     ]
     lines.clear()
-    monkeypatch.setattr(made_once, "FIRST_REPORT_S", 0.0)
-    monkeypatch.setattr(made_once, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(pretraining, "FIRST_REPORT_S", 0.0)
+    monkeypatch.setattr(pretraining, "REPORT_EVERY_S", 0.0)
     talking = weights(0)
     assert len(lines) == 6  # the first step is no measure of the others
     assert lines[-1].startswith("step 6/6, about 0 s left, held-out loss ")
@@ -97,7 +97,7 @@ class Killed(Exception):
 def test_an_interrupted_pretraining_ends_with_the_bits_of_an_undisturbed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(made_once, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(pretraining, "SAVE_EVERY_S", 0.0)
     config = EncoderConfig(**(vars(CONFIG) | {"dropout": 0.1}))
     settings = MaskedLanguageModelling(
         steps=24, batch_tokens=64, warmup_steps=2, causal_share=0.4, held_out_share=0.1, **kept

@@ -15,7 +15,7 @@ from tests.replicas import connected
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compressor import Nothing
+from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.parallel.gradient_averaging import GradientAveraging
@@ -142,7 +142,7 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
     seen: dict[str, Tensor] = {}
 
     def take(links: ReplicaLinks, privacy: CloudPrivacy, tensors: list[Tensor]) -> None:
-        codec = TensorCodec(names, lambda name, shape: Nothing(), 1, False)
+        codec = TensorCodec(names, lambda name, shape: Chain(), 1, False)
         averager = AllToAll(
             links,
             codec,

@@ -45,7 +45,7 @@ def train(made: Sequence[Rank], until_step: int) -> dict[tuple[int, int], Any]:
 
 
 def num_bytes(rank: Rank) -> list[int]:
-    return [sum(link.num_bytes.values()) for link in rank.wiring.wan_stats]
+    return [sum(link.num_bytes.values()) for link in rank.wiring.ends.records]
 
 
 def evaluate(made: Sequence[Rank], step: int) -> Any:
@@ -119,8 +119,8 @@ def test_a_job_that_lacks_some_of_it_does_something_else(left_out: str) -> None:
 def test_a_state_is_of_one_rank_and_its_settings() -> None:
     shape, other = SHAPES["two clouds, GPipe"], SHAPES["2x2 lanes, 1F1B"]
     saved = states(job(shape, CODECS["plain"]))
-    with pytest.raises(ValueError, match=r"trainer of rank 1 contains 'stage 0"):
+    with pytest.raises(ValueError, match=r"a Trainer contains 'stage 0"):
         job(shape, CODECS["plain"])[1].load_state_dict(saved[0])
     lanes = job(other, CODECS["int4, delta"])
-    with pytest.raises(ValueError, match=r"channels contains 'boundary 0 .*other settings"):
+    with pytest.raises(ValueError, match=r"a Wiring contains 'boundary 0 .*other settings"):
         lanes[0].load_state_dict(states(lanes)[1])

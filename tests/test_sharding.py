@@ -24,7 +24,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.collectives import GlooCollectives
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compressor import Nothing
+from xcloud.comm.compression import Chain
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
@@ -241,7 +241,7 @@ def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
             links, group = post.links(replica), RankGroup.alone()
             links.next = partial(links.next, wait_s=20.0)  # type: ignore[method-assign]
             replicas = Replicas(
-                links, alone if replica == 0 else group, {0: stage}, lambda *_: Nothing(), 7, 9,
+                links, alone if replica == 0 else group, {0: stage}, lambda *_: Chain(), 7, 9,
                 Work(4, 4.0), reporter,
             )  # fmt: skip
             exchange = GradientAveraging(check_every=1).join(replicas)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from tests.channels import same_state
 from xcloud.comm.memory import DeltaCache, SampleRows
-from xcloud.comm.state import SnapshotBuffer, State, bytes_to_copy, copy_of, states_of
+from xcloud.comm.state import State, copy_of, states_of
 from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, Timing
+from xcloud.survive.saving import CheckpointWriter, SnapshotBuffer, Timing, bytes_to_copy
 from xcloud.training.settings import Checkpoints, Optimizer
 from xcloud.training.trained_module import TrainedModule
 
@@ -80,7 +80,7 @@ def test_memory_is_made_half_way_to_a_checkpoint_that_will_come(tmp_path: Path) 
         )
         for step in range(from_step + 1, until_step + 1):
             checkpoints.after(step, Signal.GO_ON)
-        checkpoints.wait(is_urgent=False)
+        checkpoints.settle(is_urgent=False)
         found = len(checkpoints.writer._buffer._memory)
         checkpoints.close()
         return found

@@ -8,7 +8,7 @@ import torch
 from tests.pipelines import in_threads, pipelines, samples
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import LinkLog, LinkName, MessageLog
+from xcloud.cluster.link import LinkName, LinkRecord, MessageLog
 from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClock
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.pipeline import Pipeline
@@ -202,12 +202,12 @@ def test_a_block_that_raises_is_counted_too() -> None:
 def test_steps_before_the_first_wanted_one_leave_no_trace() -> None:
     clock = StepClock(record_from=4)
     assert clock.messages is not None
-    log = LinkLog(LinkName(0, 0, 1), clock.messages)
+    record = LinkRecord(LinkName(0, 0, 1), "b", clock.messages)
     for step in range(1, 6):
         clock.begin_step(step)
         with clock.during("forward"):
-            log.sending(MessageKey(Kind.ACTIVATION, step, 0), step, 100, 0.0, 0.0, None)
-            log.sending(MessageKey(Kind.REPORT), 100 + step, 100, 0.0, 0.0, None)
+            record.sending(MessageKey(Kind.ACTIVATION, step, 0), step, 100, 0.0)
+            record.sending(MessageKey(Kind.REPORT), 100 + step, 100, 0.0)
         clock.end_step()
         assert clock.seconds["compute_s"] > 0
 
@@ -221,10 +221,10 @@ def test_steps_before_the_first_wanted_one_leave_no_trace() -> None:
 def test_a_message_that_comes_before_its_step_is_noted() -> None:
     """Where nothing comes back a cloud may run many steps ahead of the next."""
     log = MessageLog(from_step=4)
-    link = LinkLog(LinkName(0, 0, 1), log)
+    record = LinkRecord(LinkName(0, 0, 1), "b", log)
     for step in (3, 4, 5):
         key = MessageKey(Kind.ACTIVATION, step, 0)
-        link.received(Frame(key, (), step, 0.0, 100), now_s=1.0)
+        record.received(Frame(key, (), step, 0.0, 100))
 
     assert not log.is_open
     assert [message.key.step for message in log.received] == [4, 5]
@@ -237,7 +237,8 @@ def test_what_never_belongs_to_a_step_is_not_noted() -> None:
     for kind in set(Kind) - of_one_way_jobs:
         outside = (Kind.REPORT, Kind.AGREEMENT, Kind.GOODBYE, Kind.START)
         step = 0 if kind in outside else 7
-        LinkLog(LinkName(0, 0, 1), log).sending(MessageKey(kind, step), 0, 100, 0.0, 0.0, None)
+        record = LinkRecord(LinkName(0, 0, 1), "b", log)
+        record.sending(MessageKey(kind, step), 0, 100, 0.0)
 
     assert {message.key.kind for message in log.sent} == {
         Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.REPORT, Kind.AVERAGING,

@@ -11,8 +11,7 @@ from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Compression
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compression import Compression, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
@@ -45,7 +44,7 @@ def train(job: Sequence[Rank], until_step: int = 4) -> list[list[float]]:
 
 def sent(job: Sequence[Rank], kind: Kind) -> list[tuple[int, int]]:
     """By rank: messages and bytes of this kind that it sent to other clouds."""
-    stats = [[link.stats for link in rank.wiring.ends.wan_outs] for rank in job]
+    stats = [rank.wiring.ends.records for rank in job]
     return [
         (sum(s.num_messages[kind] for s in own), sum(s.num_bytes[kind] for s in own))
         for own in stats

@@ -9,12 +9,8 @@ import torch.nn.functional as F
 from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import Head
 from xcloud.models.encoder import Packing
-from xcloud.models.low_rank_split import (
-    SampleHead,
-    SpanHead,
-    pool,
-    way_to_head,
-)
+from xcloud.models.low_rank_split import way_to_head
+from xcloud.models.stages import SampleHead, SpanHead, pool
 
 COUNTS = torch.tensor([4, 1, 3])
 PACKING = Packing(COUNTS)

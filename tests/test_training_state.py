@@ -139,7 +139,7 @@ def test_skips_in_a_row_are_counted_on(layout: Any) -> None:
 
 def test_the_state_of_another_rank_is_refused() -> None:
     trainers = [rank.trainer for rank in ranks(LAYOUTS["three clouds"], SKIP)]
-    with pytest.raises(ValueError, match=r"trainer of rank 1 contains 'stage 0\.values"):
+    with pytest.raises(ValueError, match=r"a Trainer contains 'stage 0\.values"):
         trainers[1].load_state_dict(trainers[0].state_dict())
     with pytest.raises(ValueError, match="whole number 'num_updates'"):
         trainers[1].load_state_dict({})

@@ -16,10 +16,10 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
 from xcloud.contracts.task import SPLITS, Task, TaskData
 from xcloud.tasks.corpus.rows import Corpus
-from xcloud.tasks.tables import TokenTable
+from xcloud.tasks.demo import DemoTranslation
+from xcloud.tasks.tables import PairTable, TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (
-    DemoTranslation,
     FolderTranslation,
     HubTranslation,
     Translation,
@@ -270,7 +270,8 @@ def test_a_language_that_cannot_be_cut_into_words_is_refused_before_a_run(
 
 def test_sample_outputs_show_source_reference_and_output(data: TranslationData) -> None:
     output = data.tokenizer("target").encode(["A guess."])[0]
-    text = data.sample_outputs("test", {4: output, 2: output, 9: output}, count=2)
+    scores = data.score("test", {4: output, 2: output, 9: output})
+    text = data.sample_outputs("test", scores, count=2)
     assert text.count("A guess.") == 2
     assert data._references["test"][2] in text and data._references["test"][9] not in text
     assert text.count("source ") == 2
@@ -300,7 +301,7 @@ def test_a_token_table_is_a_sequence_of_sentences() -> None:
     with pytest.raises(IndexError):
         table[3]
     special = TokenIds(size=10, pad=0, bos=1, eos=2, mask=3)
-    table = TokenTable.of_texts([[5, 6, 7, 8], [], [9]], 5, special)
+    table = PairTable([[5, 6, 7, 8], [], [9]], None, 5, special).tokens
     assert table.padded(torch.tensor([1])).tolist() == [[1, 2]] and table.num_cut == 1
     assert table.padded(torch.tensor([2, 0])).tolist() == [[1, 9, 2, 0, 0], [1, 5, 6, 7, 2]]
     assert table.padded(torch.arange(0)).shape[0] == 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,15 @@ from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job import config as configs
 from xcloud.launch.processes import RunStopped
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import GPipe, Schedule
+from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Curve, Profile, read_profile
+from xcloud.plan.plans import NO_COMPRESSION
+from xcloud.plan.profile import read_profile
 from xcloud.plan.settings import Tour
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import TrialRun
+from xcloud.rank.autopilot import StageMeter
 
 BLOCKS, BLOCK_S, FRONT_S, HEAD_S = 5, 0.006, 0.004, 0.01
 
@@ -111,7 +108,9 @@ def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) 
     trial = trial_of(toy(tmp_path, "schedule=gpipe", "cluster/wan=line_8m"))
 
     own = [shape for shape, name in trial.legs if name == NO_COMPRESSION]
-    assert own == [*(GPipe(m) for m in (4, 1, 2, 3, 6, 8)), ZeroBubble(1), ZeroBubble(8)]
+    assert own == [
+        *(GPipe(m) for m in (4, 1, 2, 3, 6, 8)), *(ZeroBubble(m) for m in (1, 4, 8)),
+    ]  # fmt: skip
     others = [leg for leg in trial.legs if leg[1] != NO_COMPRESSION]
     names = {"fp16_int8", "int8", "int4_int8", "int4"}
     assert set(others) == {(GPipe(m), name) for m in (1, 8) for name in names}
@@ -181,158 +180,6 @@ def test_a_second_run_cuts_the_model_so_that_blocks_ends_and_calls_tell_apart(
 
 
 # What comes of it.
-
-
-def recorded(profile: Profile, layout: ClusterLayout, ends: tuple[int, ...]) -> list[Leg]:
-    """The steps of a trial as the simulator foresees them."""
-    pricer = Pricer(profile, {"pipeline": Arranged(Strategy(), layout)}, 16)
-
-    def leg(schedule: Schedule, name: str) -> Leg:
-        step = pricer.predict(Plan("pipeline", ends, schedule, name)).timeline
-        splits = isinstance(schedule, ZeroBubble)
-        return Leg(16 / schedule.num_micro_batches, name, splits, [measured_costs(step)] * 2)
-
-    shapes: list[Schedule] = [GPipe(m) for m in (1, 2, 4, 8)]
-    legs = [leg(shape, NO_COMPRESSION) for shape in (*shapes, ZeroBubble(2), ZeroBubble(8))]
-    return [*legs, *(leg(GPipe(m), "int4") for m in (1, 8))]
-
-
-def trial_over(profile: Profile, *parts: list[int]) -> Trial:
-    """A trial of a model of equal blocks, simulated; parts: of each cloud the blocks of its
-    stages."""
-    counts, clouds = [n for part in parts for n in part], dict[str, Cloud]()
-    for part in parts:
-        first = sum(len(c.stages or ()) for c in clouds.values())
-        clouds[f"c{len(clouds)}"] = Cloud(1, tuple(range(first, first + len(part))))
-    ends = tuple(accumulate(counts))
-    facts = [
-        StageFacts(
-            4000 * n, sum(p.trained_bytes for p in profile.pieces[end - n : end]), 1e6 * n,
-            6e5 * n, n,
-        )
-        for n, end in zip(counts, ends, strict=True)
-    ]  # fmt: skip
-    return Trial(
-        recorded(profile, ClusterLayout(clouds, "free"), ends), NO_COMPRESSION, facts,
-        [(c.stages or (), 1) for c in clouds.values()], 16.0, [len(part) for part in parts],
-    )  # fmt: skip
-
-
-def test_the_costs_of_every_block_come_back_from_simulated_steps() -> None:
-    front = replace(EIGHT.pieces[0], forward_s=Curve([(1, 0.03), (2, 0.06)]), trained_bytes=9000)
-    head = replace(EIGHT.pieces[7], backward_s=Curve([(1, 0.07), (2, 0.14)]))
-    pieces = [front, *EIGHT.pieces[1:7], head]
-    profile = replace(EIGHT, pieces=pieces, fetch_s=Curve([(1, 0.002)]), control_bytes=99)
-    trial = trial_over(profile, [4], [4])
-
-    found, *calls = trial.pieces([0] * 7, trial_over(profile, [1, 2], [5]))
-
-    assert [p.boundary for p in found] == [p.boundary for p in pieces]
-    assert [call.at(4.0) for call in calls] == pytest.approx([0, 0], abs=1e-4)
-    for b in (2.0, 3.0, 8.0):
-        for mine, given in zip(found, pieces, strict=True):
-            assert mine.forward_s.at(b) == pytest.approx(given.forward_s.at(b), abs=2e-4)
-            assert mine.backward_s.at(b) == pytest.approx(given.backward_s.at(b), abs=2e-4)
-            assert mine.weights_s.at(b) == pytest.approx(given.weights_s.at(b), abs=2e-4)
-            assert mine.activation_bytes.at(b) == pytest.approx(given.activation_bytes.at(b))
-            assert mine.splitting_s.at(b) == pytest.approx(0.0, abs=2e-4)
-    assert sum(p.optimizer_s for p in found) == pytest.approx(0.008, abs=1e-4)
-    assert found[0].trained_bytes == 9000 and trial.control_bytes == 99
-    assert trial.fetch_s().at(4) == pytest.approx(0.008, abs=1e-4)
-
-    for name in ("none", "int4"):
-        mine, given = trial.directions(name, 0), EIGHT.compressors[name].boundaries[0]
-        assert mine.backward is not None and given.backward is not None
-        for b in (2.0, 5.0, 16.0):
-            assert mine.forward.at(b).num_bytes == given.forward.at(b).num_bytes
-            assert mine.backward.at(b).decompress_s == pytest.approx(
-                given.backward.at(b).decompress_s, abs=1e-4
-            )
-    again = replace(profile, pieces=found, fetch_s=Curve([(1, 0.002)]))
-    two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
-    for plan in (
-        Plan("pipeline", (2, 8), GPipe(4), NO_COMPRESSION),
-        Plan("pipeline", (5, 8), ZeroBubble(8, 3), "int4"),
-    ):
-        seen, meant = (Pricer(p, two, 16).step_s(plan) for p in (again, profile))
-        assert seen == pytest.approx(meant, rel=2e-3), "a cut that was not in the trial"
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_what_a_call_of_a_stage_takes_is_told_from_its_blocks(seed: int) -> None:
-    """Of a trial's two runs, and foreseen for cuts that were in neither."""
-    draw = random.Random(seed)
-    each = Curve([(1, draw.uniform(1e-3, 4e-3)), (16, draw.uniform(0.02, 0.05))])
-    half = Curve([(b, s / 2) for b, s in each.points])
-    block = replace(EIGHT.pieces[0], forward_s=half, backward_s=each, weights_s=Curve())
-    head_s, front_s = draw.uniform(1.0, 3.0), draw.uniform(1.0, 2.0)
-    head = replace(
-        block, forward_s=Curve([(b, head_s * s) for b, s in each.points]), boundary=None
-    )
-    front = replace(block, forward_s=Curve([(b, front_s * s) for b, s in half.points]))
-    given = replace(
-        EIGHT, pieces=[front, *[block] * 4, head],
-        stage_forward_s=Curve([(1, 1e-3), (16, 2e-3)]),
-        stage_backward_s=Curve([(1, draw.uniform(0, 2e-3)), (16, 2e-3)]),
-    )  # fmt: skip
-    first, second = draw.choice([
-        ([[3], [3]], [[1, 1], [4]]), ([[2], [4]], [[3], [2, 1]]), ([[4], [2]], [[1, 2], [3]]),
-        ([[2], [2], [2]], [[1, 1], [2], [2]]),
-    ])  # fmt: skip
-
-    found, forward_s, backward_s = trial_over(given, *first).pieces(
-        [0] * 5, trial_over(given, *second)
-    )
-
-    seen = replace(given, pieces=found, stage_forward_s=forward_s, stage_backward_s=backward_s)
-    for b in (2.0, 4.0, 16.0):
-        assert forward_s.at(b) == pytest.approx(given.stage_forward_s.at(b), abs=5e-5)
-        assert backward_s.at(b) == pytest.approx(given.stage_backward_s.at(b), abs=5e-5)
-    two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
-    for cut, m in ((2, 8), (4, 4), (5, 1)):
-        plan = Plan("pipeline", (cut, 6), GPipe(m), "none")
-        took_s, meant_s = (Pricer(profile, two, 16).step_s(plan) for profile in (seen, given))
-        assert took_s == pytest.approx(meant_s, rel=2e-3)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_cut_that_was_tried_is_foreseen_even_if_stages_warm_each_other_up(seed: int) -> None:
-    """In a rank's second stage a call may take less, as the first has warmed it up. What is then
-    told apart wrongly must not show where the trial has seen the stages themselves."""
-    draw = random.Random(seed)
-    given = replace(EIGHT, stage_backward_s=Curve([(1, 0.01), (16, 0.01)]))
-    trial, other = trial_over(given, [4], [4]), trial_over(given, [1, 2], [5])
-    saved_s = draw.uniform(0.002, 0.009)
-    legs = [
-        replace(leg, steps=[
-            replace(c, backward_s=[c.backward_s[0] - saved_s, *c.backward_s[1:]])
-            for c in leg.steps
-        ])
-        for leg in other.legs
-    ]  # fmt: skip
-
-    found, forward_s, backward_s = trial.pieces([0] * 7, replace(other, legs=legs))
-
-    seen = replace(given, pieces=found, stage_forward_s=forward_s, stage_backward_s=backward_s)
-    two = {"pipeline": Arranged(Strategy(), ClusterLayout({"a": Cloud(), "b": Cloud()}, "free"))}
-    for cut, m in ((4, 8), (4, 2), (3, 4), (5, 4)):
-        plan = Plan("pipeline", (cut, 8), GPipe(m), "none")
-        took_s, meant_s = (Pricer(profile, two, 16).step_s(plan) for profile in (seen, given))
-        assert took_s == pytest.approx(meant_s, rel=2e-3)
-
-
-def test_a_model_that_is_cut_in_one_way_has_the_costs_of_its_stages() -> None:
-    pieces = [replace(EIGHT.pieces[0], blocks=0), replace(EIGHT.pieces[7], blocks=0)]
-    layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free")
-    facts = [StageFacts(4000, 4000, 1e6, 6e5), StageFacts(4000, 0, 1e6, 6e5)]
-    legs = recorded(replace(EIGHT, pieces=pieces), layout, (1, 2))
-
-    (first, last), *_ = Trial(legs, "none", facts, [((0,), 1), ((1,), 1)], 16.0).pieces([0])
-
-    assert (first.name, last.name, last.boundary, last.blocks) == ("stage 0", "stage 1", None, 0)
-    assert first.weights_s.at(4) == 0, "the first stage puts nothing off"
-    assert last.weights_s.at(4) == pytest.approx(0.04, abs=1e-4)
-    assert first.optimizer_s == pytest.approx(0.002, abs=1e-5) and last.optimizer_s == 0
 
 
 def test_a_trial_in_threads_finds_what_blocks_take(tmp_path: Path, in_threads: list[Any]) -> None:
@@ -438,29 +285,17 @@ def test_a_real_trial_of_processes_gives_a_profile_and_leaves_nothing(
 
 
 def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
-    from xcloud.rank.tour import StageFacts as Facts
-
     stage = ToyStage(ToyModel(dropout=0.0), 1, 2)
-    facts = Facts(stage)
+    meter = StageMeter(stage)
     received = {"counts": torch.ones(4), "hidden": torch.randn(24, 12, requires_grad=True)}
     batch = {"ids": torch.arange(4), "target": torch.zeros(4, 6, dtype=torch.long)}
     stage(received, batch)
 
-    assert facts.table["put_off_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
-    assert facts.table["activation_bytes"] > 0
-    before = dict(facts.table)
+    assert meter.facts["put_off_bytes"] == 4 * 24 * (12 + 16) / 4, "input and output of a layer"
+    assert meter.facts["activation_bytes"] > 0
+    before = dict(meter.facts)
     stage(received, {"ids": torch.arange(2), "target": torch.zeros(4, 6, dtype=torch.long)})
-    assert facts.table == before, "the first forward alone is counted"
-
-
-def test_a_block_of_a_stage_that_stands_alone_takes_its_share() -> None:
-    for count in (1, 3):
-        profile = replace(EIGHT, pieces=[*EIGHT.pieces[: count - 1], EIGHT.pieces[7]])
-        found = trial_over(profile, [count]).pieces([0] * (count - 1))[0]
-        assert len(found) == count and {piece.blocks for piece in found} == {1}
-        for one in found:
-            assert one.forward_s.at(4) == pytest.approx(0.04, abs=1e-4)
-            assert one.parameter_bytes == pytest.approx(4000, abs=1)
+    assert meter.facts == before, "the first forward alone is counted"
 
 
 @pytest.mark.parametrize("privacy", ["cloud", "sample"])

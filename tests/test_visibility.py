@@ -146,7 +146,7 @@ def test_defences_and_meter_are_chosen_by_name() -> None:
     )  # fmt: skip
 
     assert found.security.defences_label == "gaussian(0.1)+marvell(2)"
-    assert found.defences_in_force == found.security.defences_label
+    assert found.labels.defences == found.security.defences_label
     assert "defences: gaussian(0.1)+marvell(2)" in found.headline
     assert found.security.meter is not None and found.security.meter.last_steps == 50
 
@@ -181,7 +181,7 @@ def test_the_meter_of_averages_is_a_leak_meter_of_its_own() -> None:
 def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:
     found = built("local", "security/defences/backward=max_norm", "security/meter=attack")
 
-    assert found.defences_in_force == "off"
+    assert found.labels.defences == "off"
     assert "defences: none+max_norm (off" in found.headline
     assert "leak meter: off (one cloud)" in found.headline
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from xcloud.cluster.frame import Kind
-from xcloud.cluster.link import LinkStats
+from xcloud.cluster.link import LinkRecord
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import StepReport
@@ -15,20 +15,17 @@ from xcloud.record.reporter import Reporter
 
 def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> None:
     """The middle of three clouds sends activations on, and gradients back."""
-    before, behind, control = LinkStats(), LinkStats(), LinkStats()
+    before, behind, control = (LinkRecord(to=cloud) for cloud in "aca")
     wiring: Any = SimpleNamespace(
-        ends=SimpleNamespace(
-            records=[SimpleNamespace(to=cloud) for cloud in "aca"], is_emulated=True
-        ),
-        wan_stats=[before, behind, control],
+        ends=SimpleNamespace(records=[before, behind, control], is_emulated=True),
         boundaries=SimpleNamespace(wan_sends=[]), replicas=None, tied=None,
     )  # fmt: skip
     meter = WanMeter(wiring, Reporter(1, "b", lambda lines: None), False)
     for step in (1, 2):
-        before.count_line(Kind.GRADIENT, 0.25 * step)
-        behind.count_line(Kind.ACTIVATION, 0.5)
-        behind.count_line(Kind.ACTIVATION, 0.125)
-        control.count_line(Kind.NORM, 0.75)
+        before.line_s[Kind.GRADIENT] += 0.25 * step
+        behind.line_s[Kind.ACTIVATION] += 0.5
+        behind.line_s[Kind.ACTIVATION] += 0.125
+        control.line_s[Kind.NORM] += 0.75
     event = meter.describe(StepReport(2, 1.0, StepClock(), 0.1, None, None, 0, 0.0))
 
     assert event["line_busy_s"] == {"forward": {"c": 1.25}, "backward": {"a": 0.75}}

@@ -207,7 +207,7 @@ def test_an_emulated_link_delivers_a_window_in_each_round_trip(
         for i in range(9):
             incoming.recv(MessageKey(Kind.ACTIVATION, 1, i), 10)
         took_s.append(time.monotonic() - started)
-        assert out.stats.line_s[Kind.ACTIVATION] > 0
+        assert out.record.line_s[Kind.ACTIVATION] > 0
         out.close(10)
 
     # One way, and two round trips more. Never early; how late is a matter of the machine's load.

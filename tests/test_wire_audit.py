@@ -14,7 +14,7 @@ from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
 from xcloud.base.errors import DataError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
-from xcloud.cluster.link import LinkRecord
+from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
@@ -125,7 +125,7 @@ def test_the_tap_finds_text_that_does_cross(tmp_path: Path) -> None:
 
 
 def test_sizes_of_messages_of_one_make_up_are_a_span() -> None:
-    record = LinkRecord("b", 1, 0)
+    record = LinkRecord(LinkName(0, 0, 1), "b")
     for rows in (5, 3, 9):
         record.note(
             Kind.ACTIVATION, (torch.zeros(rows, 8, dtype=torch.int8),), ("hidden float32 [R, 8]",),
@@ -177,7 +177,7 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
 
 
 def test_no_value_of_a_message_is_kept() -> None:
-    record = LinkRecord("b", 1, None)
+    record = LinkRecord(LinkName(CONTROL, 0, 1), "b")
     record.note(Kind.NORM, (torch.tensor([123456.0]),), ("norm",), 50)
 
     assert "123456" not in json.dumps(record.described())
@@ -188,7 +188,7 @@ def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
     """Its parts have no names, with which no record could be written."""
     layout = OneWayLayout({"a": OneWayCloud(1, 1.0), "d": OneWayCloud()})
     layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(share=1.0)}, "free")
-    record, part = LinkRecord("d", 0, None), torch.zeros(3)
+    record, part = LinkRecord(LinkName(CONTROL, 1, 0), "d"), torch.zeros(3)
     inbox = Inbox(layout, 100, {1: PeerLife()})
     for kind, parts in ((Kind.REPORT, (part, part)), (Kind.BATCH, (part,)), (Kind.READY, (part,))):
         with pytest.raises(FrameError):

@@ -81,8 +81,8 @@ class ToyData:
     def signature(self) -> dict[str, str]:
         return {"bleu": "share of exact answers"}
 
-    def sample_outputs(self, split: str, predictions: dict[int, list[int]], count: int) -> str:
-        return "\n".join(f"{i}: {predictions[i]}" for i in sorted(predictions)[:count])
+    def sample_outputs(self, split: str, scores: Scores, count: int) -> str:
+        return "\n".join(f"{i}: {sample}" for i, sample in list(scores.samples.items())[:count])
 
     def save_tokenizers(self, folder: Path) -> None:
         pass

@@ -99,12 +99,8 @@ class ToyTextData:
     def signature(self) -> dict[str, str]:
         return {"accuracy": "share of right answers"}
 
-    def sample_outputs(self, split: str, predictions: dict[int, list[int]], count: int) -> str:
-        assert self.classes is not None
-        return "\n".join(
-            f"SECRET sample {i}: class {int(self.classes[i])}, told {predictions[i]}"
-            for i in sorted(predictions)[:count]
-        )
+    def sample_outputs(self, split: str, scores: Scores, count: int) -> str:
+        return "\n".join(f"SECRET {i}: {s}" for i, s in list(scores.samples.items())[:count])
 
     def save_tokenizers(self, folder: Path) -> None:
         pass

@@ -14,7 +14,6 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
-from xcloud.comm.compressor import Chain
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
@@ -95,7 +94,7 @@ def ranks(
     wire."""
     layout = strategy.arrange(layout)
     boundaries = boundaries or dict.fromkeys(range(layout.num_stages - 1), BORDER)
-    compression = compression or Compression(Chain(), Chain())
+    compression = compression or Compression()
 
     def made(wiring: Wiring, held: Pipeline) -> Rank:
         told: list[bytes] = []

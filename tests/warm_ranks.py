@@ -158,6 +158,10 @@ def become_process(
         match command[1:]:
             case ["-m", "xcloud", *words]:
                 be_rank(words)
+            case ["-m", "xcloud.sweep.runner", *words]:
+                sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # no file, as before
+                point = importlib.import_module("xcloud.sweep.runner")
+                be_launcher(["point", *words], lambda: sys.exit(point.main()))
             case ["-m", name, *words]:
                 be_launcher([name, *words], lambda: runpy.run_module(name, run_name="__main__"))
             case ["-c", code, *words]:
@@ -177,6 +181,7 @@ def be_rank(words: list[str]) -> None:
 def be_launcher(words: list[str], body: Callable[[], object]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server, as the server with the tests
     importlib.import_module("xcloud.launch.processes").start_process = fork_rank
+    importlib.import_module("xcloud.sweep.runner").start_point = fork_point
     sys.argv = words
     body()
 
@@ -186,6 +191,21 @@ def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Chi
     if pid := os.fork():
         return Child(pid)
     become_process(command, environment, os.getcwd(), str(log))
+
+
+def fork_point(run_dir: Path, threads: int) -> Child:
+    """In place of sweep.runner.start_point, likewise."""
+    read, write = os.pipe()
+    parent = str(os.getpid())
+    if pid := os.fork():
+        os.close(write)
+        child = Child(pid)
+        child.stdout = open(read, encoding="utf-8")  # type: ignore[attr-defined]
+        return child
+    os.close(read)
+    command = [sys.executable, "-m", "xcloud.sweep.runner", str(run_dir), "--parent", parent]
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    become_process(command, environment, os.getcwd(), f"/proc/self/fd/{write}")
 
 
 if __name__ == "__main__":

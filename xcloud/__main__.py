@@ -16,95 +16,39 @@ from xcloud.base.errors import XcloudError
 
 
 class Command(NamedTuple):
-    """function: of (arguments) in the module, which returns an exit code or None."""
+    """function: full name, of (arguments), which returns an exit code or None."""
 
-    module: str
-    summary: str
+    function: str
     example: str
-    function: str = "main"
+    summary: str
 
 
-COMMANDS = {
-    "ui": Command(
-        "xcloud.report.ui",
-        "show the recorded runs in the browser (MLflow)",
-        "ui",
-    ),
-    "report": Command(
-        "xcloud.sweep.report",
-        "make tables and pictures of sweeps again, or compare sweeps",
-        "report table2 other_sweep",
-    ),
-    "claims": Command(
-        "xcloud.claims.pages",
-        "list what is claimed, published and own, with its state; write docs/paper.md",
-        "claims",
-    ),
-    "reproduce": Command(
-        "xcloud.claims.reproduce",
-        "run one claim, judge it by its rule, write a record",
-        "reproduce demo --quick",
-    ),
-    "site": Command(
-        "xcloud.claims.pages",
-        "write the records as a static site",
-        "site --out site",
-        "site",
-    ),
-    "translate": Command(
-        "xcloud.use",
-        "translate lines with a trained run",
-        'translate outputs/DATE/TIME "El gato duerme."',
-        "translate",
-    ),
-    "torchrun": Command(
-        "xcloud.launch.torchrun",
-        "start this cloud's ranks of a run over several machines",
-        "torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml",
-    ),
-    "worker": Command(
-        "xcloud.launch.worker",
-        "one rank of a run over several machines; torchrun starts it in each cloud",
-        "worker experiment.yaml --cloud cloud_a --run-dir runs/first",
-    ),
-    "monitor": Command(
-        "xcloud.watch.following",
-        "follow a run over several machines, or write the record that a killed monitor did not",
-        "monitor runs/first --experiment experiment.yaml --again",
-    ),
-    "status": Command(
-        "xcloud.watch.status",
-        "say what every rank of a run does, and who waits for whom",
-        "status outputs/DATE/TIME",
-    ),
-    "generate": Command(
-        "xcloud.use",
-        "let a trained causal language model write on",
-        'generate outputs/DATE/TIME "The doctor"',
-        "generate",
-    ),
-    "export": Command(
-        "xcloud.use",
-        "join the clouds' parts of a trained causal language model",
-        "export outputs/DATE/TIME",
-        "export",
-    ),
-    "train-tokenizer": Command(
-        "xcloud.tasks.train_tokenizer",
-        "make the tokenizer that the clouds of a one-way job share",
-        "train-tokenizer FOLDER --languages es en --out tokenizer.json",
-    ),
-    "wire-audit": Command(
-        "xcloud.security.wire_audit",
-        "join the clouds' records of what left them",
-        "wire-audit outputs/DATE/TIME",
-    ),
-    "leak-meter": Command(
-        "xcloud.security.leak_meter",
-        "measure what other clouds could recover, from the notes of a run",
-        "leak-meter outputs/DATE/TIME",
-    ),
-}
+TABLE = """
+report.ui.main | ui | show the recorded runs in the browser (MLflow)
+sweep.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
+claims.pages.main | claims | list what is claimed with its state; write docs/paper.md
+claims.reproduce.main | reproduce demo --quick | run one claim, judge it, write a record
+claims.pages.site | site --out site | write the records as a static site
+use.translate | translate outputs/DATE/TIME "El gato duerme." | translate lines with a trained run
+use.generate | generate outputs/DATE/TIME "The doctor" \
+    | let a trained causal language model write on
+use.export | export outputs/DATE/TIME | join the clouds' parts of a trained causal language model
+launch.torchrun.main | torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml \
+    | start this cloud's ranks of a run over several machines
+launch.worker.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
+    | one rank of a run over several machines; torchrun starts it in each cloud
+watch.following.main | monitor runs/first --experiment experiment.yaml --again \
+    | follow a run over several machines, or write the record that a killed monitor did not
+watch.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom
+tasks.train_tokenizer.main | train-tokenizer FOLDER --languages es en --out tokenizer.json \
+    | make the tokenizer that the clouds of a one-way job share
+security.wire_audit.main | wire-audit outputs/DATE/TIME \
+    | join the clouds' records of what left them
+security.leak_meter.main | leak-meter outputs/DATE/TIME \
+    | measure what other clouds could recover, from the notes of a run
+"""
+ROWS = (Command(*map(str.strip, row.split("|"))) for row in TABLE.strip().splitlines())
+COMMANDS = {row.example.split()[0]: row for row in ROWS}
 HELP = ("-h", "--help", "help")
 
 
@@ -121,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
         return 2
-    command = COMMANDS[name]
-    run = getattr(importlib.import_module(command.module), command.function)
+    module, _, function = COMMANDS[name].function.rpartition(".")
+    run = getattr(importlib.import_module(f"xcloud.{module}"), function)
     try:
         return int(run(rest) or 0)
     except XcloudError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from xcloud.base.errors import DataError
+from xcloud.contracts.model import BuildContext
 
 TIMEOUT_S = 5.0
 
@@ -66,6 +68,29 @@ def make_once(path: Path, make: Callable[[Path], None]) -> bool:
         make(part)
         part.replace(path)
         return True
+
+
+def made_once(
+    name: str, context: BuildContext, build: Callable[[Path, Path], None]
+) -> tuple[Path, bool]:
+    """The file or folder `name` of the cache, and whether this rank made it. Every rank of a stage
+    calls it; the first builds it if it is not there, the others wait. Raises DataError in a rank
+    that does not see what the first one wrote.
+
+    build: called with the path to write, and with a folder that outlives an interrupted call.
+    """
+    path = context.cache_dir / name
+    unfinished = path.with_suffix(".unfinished")
+    made = context.group_rank == 0 and make_once(path, lambda part: build(part, unfinished))
+    if made:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    context.barrier()  # Every rank must reach this line, cached or not, or the others hang.
+    if not path.exists():
+        raise DataError(
+            f"rank {context.group_rank} of the stage does not find {path}, which its rank 0 "
+            "wrote: the ranks of a stage must share one cache folder"
+        )
+    return path, made
 
 
 def key_of(described: Mapping[str, object], *data: Iterable[bytes]) -> str:

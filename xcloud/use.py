@@ -28,11 +28,12 @@ from xcloud.contracts.model import BuildContext, Stage, TokenIds
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_stage import CausalStage, Past
+from xcloud.models.causal_network import Past
+from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
 from xcloud.record.segments import check_is_run
-from xcloud.tasks.causal_text import CausalTokenizer
+from xcloud.tasks.language_modelling import CausalTokenizer
 from xcloud.tasks.translation import TranslationText
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet

@@ -30,7 +30,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
-from xcloud.models.causal_stage import run as run_network
+from xcloud.models.causal_network import run as run_network
 from xcloud.rank.loading import load
 from xcloud.security.privacy import clip_factor
 

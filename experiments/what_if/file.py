@@ -20,9 +20,8 @@ from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Compression, Compressor
 from xcloud.comm.compression_plans import Phased
-from xcloud.comm.compressor import Compressor
 from xcloud.plan.profile import (
     AveragingCodec,
     BoundaryCodec,

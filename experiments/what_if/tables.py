@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.what_if.planning import Planned, WhatIfPlan
 from xcloud.base.units import human_bytes, human_seconds
-from xcloud.report.plan_table import NAMES, WIDTH
+from xcloud.report.plan_report import NAMES, WIDTH
 from xcloud.report.tables import Column, console_of, print_table, say
 
 ORDERS: Mapping[str, Callable[[WhatIfPlan], float]] = {

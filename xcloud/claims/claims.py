@@ -4,6 +4,7 @@ counts as reproduced. Reads and checks; runs nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import tomllib
@@ -13,8 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.wording import worded
 
 FILE = "claims.toml"
 PATTERNS = ("rules", "cells", "quotes")  # may stand for several: _each
@@ -241,19 +245,8 @@ def _filled(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
+    entry = {key: _each(v) if key in PATTERNS else v for key, v in entry.items()}
     try:
-        entry = {key: _each(v) if key in PATTERNS else v for key, v in entry.items()}
-        rules = [Rule(**{**rule, "figure": Figure(**rule["figure"])}) for rule in entry["rules"]]
-        cells = [
-            Cell(**{k: Figure(**v) if isinstance(v, dict) else v for k, v in cell.items()})  # type: ignore[arg-type]
-            for cell in entry.get("cells", ())
-        ]
-        quotes = [
-            Quote(**{**quote, "figure": Figure(**quote["figure"])})
-            for quote in entry.get("quotes", ())
-        ]
-        made = {"rules": rules, "cells": cells, "quotes": quotes}
-        picture = Drawn(**entry["picture"]) if "picture" in entry else None
-        return Claim(name=name, **{**entry, **made, "picture": picture})
-    except (ConfigError, KeyError, TypeError) as error:
-        raise ConfigError(f"{FILE}: claim {name!r}: {error}") from None
+        return TypeAdapter(Claim).validate_json(json.dumps({"name": name, **entry}))
+    except ValidationError as error:
+        raise ConfigError(f"{FILE}: claim {name!r}: {worded(error, Claim, 'claim')}") from None

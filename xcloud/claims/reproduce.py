@@ -30,9 +30,10 @@ from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import commit, project_root
 from xcloud.claims.claims import FILE, Claim, ResultRow, judge, read_claims
 from xcloud.record.summary import read_summary
-from xcloud.report.site import cell_text
+from xcloud.report.site import cell_text, rendered
 
 FOLDER, RECORD_FILE = "records", "record.json"
+README = Path(__file__).with_name("record.md")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
 LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
 MOST_SAID = 2000  # characters, of a run that has failed
@@ -234,33 +235,10 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
 
 
 def page(claim: Claim, record: Record) -> str:
-    """README.md of a record."""
-    lines = [
-        f"# {claim.title}", "",
-        f"**Claim.** {claim.means} Source: {claim.source}.", "",
-        f"**Command.** `{claim.command}{' --quick' if record.is_quick else ''}` "
-        f"({claim.human_minutes} minutes of yours, about {claim.machine_minutes} of the machine).",
-        "", "| rule | came to | met |", "|---|---|---|",
-    ]  # fmt: skip
-    for one in judge(claim, record.rows):
-        lines.append(f"| {one.rule.says} | {one.found or '–'} | {'yes' if one.is_met else 'no'} |")
-    lines += ["", f"**Verdict.** {record.verdict[0].upper()}{record.verdict[1:]}.", ""]
-    if record.note:
-        lines += [f"**Note.** {record.note}", ""]
-    lines += table(record.rows)
-    if record.is_quick and claim.leaves_out:
-        lines += ["", f"**Left out by --quick.** {claim.leaves_out}"]
-    if claim.missing:
-        lines += ["", f"**Missing.** {claim.missing}"]
-    lines += ["", f"Commit {record.commit}, {record.made_at}. {record.where}."]
-    return "\n".join(lines) + "\n"
-
-
-def table(rows: Sequence[ResultRow]) -> list[str]:
-    """The rows as Markdown, a column for each figure that any of them has."""
-    cells = pd.DataFrame(rows, dtype=object).map(cell_text)
-    lines = [f"| {' | '.join(cells)} |", "|" + "---|" * len(cells.columns)]
-    return lines + [f"| {' | '.join(row)} |" for row in cells.itertuples(index=False)]
+    """README.md of a record; of its rows a column for each figure that any of them has."""
+    cells = pd.DataFrame(record.rows, dtype=object).map(cell_text)
+    judged = judge(claim, record.rows)
+    return rendered(README, claim=claim, record=record, judged=judged, cells=cells)
 
 
 def environment() -> dict[str, Any]:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from xcloud.cluster.link_end import (
     OutSettings,
     ReceivingEnd,
     SendingEnd,
-    wait_for_peer,
+    await_peer,
 )
 from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, Transport
 
@@ -43,16 +42,8 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 _OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
-class PairOfRanks(Protocol):
-    """What joins two ranks in one direction."""
-
-    def isend(self, frame: Tensor, tag: int) -> dist.Work: ...
-
-    def irecv(self, buffer: Tensor, tag: int) -> dist.Work: ...
-
-
-class PeerInGroup:
-    """A PairOfRanks: this rank and `peer` in a process group of more."""
+class Peer:
+    """Another rank, in a process group that this one is in too."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group, self._peer = group, peer
@@ -71,7 +62,7 @@ class PeerInGroup:
 class GlooOutLink(SendingEnd):
     """Sends frames to one peer from a background thread."""
 
-    def __init__(self, pair: PairOfRanks, settings: OutSettings) -> None:
+    def __init__(self, pair: Peer, settings: OutSettings) -> None:
         super().__init__(settings)
         self._pair = pair
         self._failure: LinkError | None = None
@@ -86,11 +77,7 @@ class GlooOutLink(SendingEnd):
         with self._sending:
             self._say_goodbye()
             self._put(None)
-        if not wait_for_peer(self._has_ended, self._settings.life, timeout_s):
-            raise LinkTimeout(
-                f"{self.peer_name} did not take the last messages and sent no heartbeat for "
-                f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
-            )
+        await_peer(self._has_ended, self._settings, timeout_s, "did not take the last messages")
         if self._failure is not None:
             raise self._failure
 
@@ -128,9 +115,7 @@ class GlooOutLink(SendingEnd):
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
                 seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
-                if settings.log is not None:
-                    now_s = time.monotonic()
-                    settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
+                self.record.sending(key, sequence, frame.numel(), queued_at_s, slot)
                 self._pair.isend(frame, sequence % _TAGS).wait()
                 # It has taken it, or only its machine has: no word of a peer that gives its own.
                 if not settings.life.beats:
@@ -151,16 +136,13 @@ class GlooOutLink(SendingEnd):
             time.sleep(wait_s)
         slot = clock.reserve(item.frame.numel(), ready_at_s)
         self._posted.used(slot.deliver_at_s)
-        if item.key.kind is not Kind.GOODBYE:
-            self.stats.count_line(item.key.kind, slot.sent_s - slot.start_s)
-            self.stats.latency_s = slot.deliver_at_s - slot.sent_s
         return slot
 
 
 class GlooInLink(ReceivingEnd):
     """Receives frames from one peer in a background thread, each at its time of delivery."""
 
-    def __init__(self, pair: PairOfRanks, settings: InSettings) -> None:
+    def __init__(self, pair: Peer, settings: InSettings) -> None:
         super().__init__(settings)
         self._pair = pair
         self._thread = threading.Thread(
@@ -235,10 +217,10 @@ class GlooTransport(Transport):
         self._lines[name] = dist.new_group(list(ranks), timeout=FOREVER)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return GlooOutLink(PeerInGroup(self._lines[line], peer), settings)
+        return GlooOutLink(Peer(self._lines[line], peer), settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return GlooInLink(PeerInGroup(self._lines[line], peer), settings)
+        return GlooInLink(Peer(self._lines[line], peer), settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
         if len(ranks) == 1:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.collectives import GroupCollectives
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Peer
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.transport import CPU, FOREVER, Collectives, Meeting, Transport
 
@@ -29,7 +29,7 @@ class GlooPairs:
         return PairTransport(meeting)
 
 
-class Pair:
+class Pair(Peer):
     """The process group of one direction between two ranks. It is joined at its first use, in the
     thread of the link's end, and waits there for the other side, which may come at any time. Who
     wants something of that end waits no longer than its deadline."""

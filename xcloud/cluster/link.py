@@ -1,5 +1,5 @@
-"""One direction between two ranks: what a link counts and records, and the times of its messages:
-an emulated line's clock, a real line's meter, a log of sending and receiving.
+"""One direction between two ranks: what an end notes of its messages, and when an emulated line
+delivers them.
 
 Links move frames and count bytes; they never look into a tensor.
 """
@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import random
-import statistics
 import struct
 import threading
 import time
@@ -22,50 +21,83 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_profile import LinkProfile
 
 Parts = tuple[Tensor, ...]
 
+CONTROL = -1
+"""In place of a boundary: control messages from and to rank 0."""
 
-@dataclass
-class LinkStats:
-    """What has been sent so far, by kind of message; bytes are whole frames, headers included.
 
-    line_s: seconds that messages kept the emulated line busy, counted when each takes it; the
-    others count when a message is handed to the link. latency_s: of the last of them. Of a real
-    line the receiving end counts line_s, see LineMeter.
+class LinkName(NamedTuple):
+    """The same at both ends. boundary: number of the stage before it, or CONTROL."""
+
+    boundary: int
+    sender: int
+    receiver: int
+
+
+_UNNAMED = LinkName(CONTROL, 0, 0)
+
+
+class Reservation(NamedTuple):
+    """start_s, sent_s: when the line starts and finishes carrying the message. deliver_at_s: when
+    its last byte arrives. Seconds of this machine's monotonic clock."""
+
+    start_s: float
+    sent_s: float
+    deliver_at_s: float
+
+
+class SentMessage(NamedTuple):
+    """line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
+    when it was passed to the network, and line_until_s is None: only the receiver knows it."""
+
+    link: LinkName
+    key: MessageKey
+    sequence: int
+    num_bytes: int
+    queued_at_s: float
+    line_from_s: float
+    line_until_s: float | None
+
+
+class ReceivedMessage(NamedTuple):
+    link: LinkName
+    key: MessageKey
+    sequence: int
+    received_at_s: float
+
+
+class MessageLog:
+    """What one rank sent to and received from other clouds; its links append from their threads.
+
+    Messages of step from_step or later are recorded whenever they arrive: without a backward pass
+    a cloud may be many steps ahead of the next. Reports belong to no step; they are recorded
+    while is_open.
     """
 
-    num_bytes: Counter[Kind] = field(default_factory=Counter)
-    num_messages: Counter[Kind] = field(default_factory=Counter)
-    line_s: Counter[Kind] = field(default_factory=Counter)
-    latency_s: float = 0.0
+    def __init__(self, from_step: int) -> None:
+        self.from_step = from_step
+        self.is_open = False
+        self.sent: list[SentMessage] = []
+        self.received: list[ReceivedMessage] = []
 
-    def count(self, kind: Kind, num_bytes: int) -> None:
-        self.num_bytes[kind] += num_bytes
-        self.num_messages[kind] += 1
-
-    def count_line(self, kind: Kind, line_s: float) -> None:
-        self.line_s[kind] += line_s  # type: ignore[assignment]
+    def wants(self, key: MessageKey) -> bool:
+        if key.kind is Kind.REPORT:
+            return self.is_open
+        return key.step >= self.from_step and key.kind not in _OF_NO_STEP
 
 
-def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
-    """The frame, if it is the message that was expected; FrameError otherwise."""
-    if frame.key != key:
-        raise FrameError(
-            f"expected {key} from {sender}, got {frame.key}; the two ranks follow different "
-            "schedules: do they run the same experiment file?"
-        )
-    return frame
+_OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
 
 
 @dataclass
 class _Entry:
     """All messages of one kind and composition on one link."""
 
-    carries: tuple[str, ...]
+    carries: Sequence[str]
     dtypes: tuple[str, ...]
     smallest: list[list[int]]  # size of each axis of each part
     largest: list[list[int]]
@@ -91,35 +123,63 @@ class _Entry:
 
 @dataclass
 class LinkRecord:
-    """What went over one link. to: cloud of the receiver. boundary: number of the stage before it;
-    None for control messages from and to rank 0 and in one-way jobs. bytes_of: whole frames, by
-    kind; other threads may read it."""
+    """What one end notes of a link. to: cloud of the receiver; None inside a cloud, where messages
+    are only counted. log: of its rank; None notes no times.
 
-    to: str
-    receiver: int
-    boundary: int | None
-    bytes_of: Counter[Kind] = field(default_factory=Counter)
+    By kind of message: num_bytes (of whole frames, headers included) and num_messages, counted
+    when one is handed to the link; line_s, seconds that they kept the emulated line busy, when
+    each takes it. latency_s: of the last of them. Other threads may read all of it.
+    """
+
+    link: LinkName = _UNNAMED
+    to: str | None = None
+    log: MessageLog | None = None
+    num_bytes: Counter[Kind] = field(default_factory=Counter)
+    num_messages: Counter[Kind] = field(default_factory=Counter)
+    line_s: Counter[Kind] = field(default_factory=Counter)
+    latency_s: float = 0.0
     _entries: dict[tuple[Any, ...], _Entry] = field(default_factory=dict)
 
     def note(
         self, kind: Kind, parts: Sequence[Tensor], carries: Sequence[str], num_bytes: int
     ) -> None:
         """carries: a description of each part. num_bytes: of the whole frame."""
+        self.num_bytes[kind] += num_bytes
+        self.num_messages[kind] += 1
+        if self.to is None:
+            return
         dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in parts)
-        axes = tuple(part.dim() for part in parts)
-        key = (kind, tuple(carries), dtypes, axes)
+        key = (kind, tuple(carries), dtypes, tuple(part.dim() for part in parts))
         if key not in self._entries:
-            sizes = [list(part.shape) for part in parts]
-            self._entries[key] = _Entry(tuple(carries), dtypes, sizes, [list(s) for s in sizes])
+            low, high = ([list(part.shape) for part in parts] for _ in range(2))
+            self._entries[key] = _Entry(carries, dtypes, low, high)
         self._entries[key].add(parts, num_bytes)
-        self.bytes_of[kind] += num_bytes
+
+    def sending(
+        self, key: MessageKey, sequence: int, num_bytes: int, queued_at_s: float,
+        slot: Reservation | None = None,
+    ) -> None:  # fmt: skip
+        """It is passed to the network now. slot: its reservation on an emulated line."""
+        if slot is not None:
+            self.line_s[key.kind] += slot.sent_s - slot.start_s  # type: ignore[assignment]
+            self.latency_s = slot.deliver_at_s - slot.sent_s
+        if self.log is not None and self.log.wants(key):
+            line = (time.monotonic(), None) if slot is None else (slot.start_s, slot.sent_s)
+            found = SentMessage(self.link, key, sequence, num_bytes, queued_at_s, *line)
+            self.log.sent.append(found)
+
+    def received(self, frame: Frame) -> None:
+        if self.log is not None and self.log.wants(frame.key):
+            found = ReceivedMessage(self.link, frame.key, frame.sequence, time.monotonic())
+            self.log.received.append(found)
 
     def described(self) -> list[dict[str, Any]]:
+        boundary = None if self.link.boundary == CONTROL else self.link.boundary
         return [
             {
                 "to": self.to,
-                "receiver": self.receiver,
-                "boundary": self.boundary,
+                "receiver": self.link.receiver,
+                "boundary": boundary,
                 "kind": kind.name.lower(),
                 "parts": entry.described_parts(),
                 "num_messages": entry.num_messages,
@@ -130,15 +190,6 @@ class LinkRecord:
 
 
 _STATE = struct.Struct("<dddQ")  # started at, line free at, last arrival (all seconds), messages
-
-
-class Reservation(NamedTuple):
-    """start_s, sent_s: when the line starts and finishes carrying the message. deliver_at_s: when
-    its last byte arrives. Seconds of this machine's monotonic clock."""
-
-    start_s: float
-    sent_s: float
-    deliver_at_s: float
 
 
 class PostedReceives:
@@ -212,120 +263,3 @@ class LinkClock:
     def started_at_s(self) -> float:
         """Time zero of the profile's trace and outages, by the monotonic clock."""
         return float(_STATE.unpack(self._state[:])[0])
-
-    def close(self) -> None:
-        self._state.close()
-        os.close(self._file)
-
-
-_NUM_PROBES = 9
-
-
-class LineMeter:
-    """Of all links from one rank to this one, whose threads call it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._delays_s: deque[float] = deque(maxlen=_NUM_PROBES)
-        self._arrived_at_s = 0.0
-
-    @property
-    def delay_s(self) -> float:
-        """Clock difference + latency; 0 before the first probe."""
-        with self._lock:
-            return statistics.median(self._delays_s) if self._delays_s else 0.0
-
-    def probe(self, sent_at_s: float, arrived_at_s: float) -> None:
-        with self._lock:
-            self._delays_s.append(arrived_at_s - sent_at_s)
-
-    def busy_s(self, sent_at_s: float, arrived_at_s: float) -> float:
-        """Of a message that has just arrived; 0 before the first probe."""
-        with self._lock:
-            before_s, self._arrived_at_s = self._arrived_at_s, arrived_at_s
-            if not self._delays_s:
-                return 0.0
-            start_s = max(sent_at_s + statistics.median(self._delays_s), before_s)
-            return max(0.0, arrived_at_s - start_s)
-
-
-CONTROL = -1
-"""In place of a boundary: control messages from and to rank 0."""
-
-
-class LinkName(NamedTuple):
-    """The same at both ends. boundary: number of the stage before it, or CONTROL."""
-
-    boundary: int
-    sender: int
-    receiver: int
-
-
-class SentMessage(NamedTuple):
-    """line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
-    when it was passed to the network, and line_until_s is None: only the receiver knows it."""
-
-    link: LinkName
-    key: MessageKey
-    sequence: int
-    num_bytes: int
-    queued_at_s: float
-    line_from_s: float
-    line_until_s: float | None
-
-
-class ReceivedMessage(NamedTuple):
-    link: LinkName
-    key: MessageKey
-    sequence: int
-    received_at_s: float
-
-
-class MessageLog:
-    """What one rank sent to and received from other clouds; its links append from their threads.
-
-    Messages of step from_step or later are recorded whenever they arrive: without a backward pass
-    a cloud may be many steps ahead of the next. Reports belong to no step; they are recorded
-    while is_open.
-    """
-
-    def __init__(self, from_step: int) -> None:
-        self.from_step = from_step
-        self.is_open = False
-        self.sent: list[SentMessage] = []
-        self.received: list[ReceivedMessage] = []
-
-    def wants(self, key: MessageKey) -> bool:
-        if key.kind is Kind.REPORT:
-            return self.is_open
-        return key.step >= self.from_step and key.kind not in _OF_NO_STEP
-
-
-_OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
-
-
-@dataclass(frozen=True)
-class LinkLog:
-    """One link's access to its rank's log."""
-
-    name: LinkName
-    log: MessageLog
-
-    def sending(
-        self,
-        key: MessageKey,
-        sequence: int,
-        num_bytes: int,
-        queued_at_s: float,
-        now_s: float,
-        slot: Reservation | None,
-    ) -> None:
-        """now_s: when it is passed to the network. slot: its reservation on an emulated line."""
-        if not self.log.wants(key):
-            return
-        line = (now_s, None) if slot is None else (slot.start_s, slot.sent_s)
-        self.log.sent.append(SentMessage(self.name, key, sequence, num_bytes, queued_at_s, *line))
-
-    def received(self, frame: Frame, now_s: float) -> None:
-        if self.log.wants(frame.key):
-            self.log.received.append(ReceivedMessage(self.name, frame.key, frame.sequence, now_s))

@@ -1,5 +1,5 @@
-"""What both ends of a link do whatever carries the frames: check, number, count, record, log, hand
-to whoever waits. What carries them is a subclass's: gloo (gloo_link.py) or memory.
+"""What both ends of a link do whatever carries the frames: check, number, count, record, hand to
+whoever waits. What carries them is a subclass's: gloo (gloo_link.py) or memory.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, Full
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame
-from xcloud.cluster.link import LineMeter, LinkClock, LinkLog, LinkRecord, LinkStats, Parts, expect
+from xcloud.cluster.link import LinkClock, LinkRecord, Parts
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
 
@@ -38,7 +37,7 @@ class ByteQueue(Generic[T]):
         """Raises queue.Full if there is no room within timeout_s seconds (None: wait for ever)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_room(num_bytes), timeout_s):
-                raise Full
+                raise queue.Full
             self._items.append((item, num_bytes))
             self._num_bytes += num_bytes
             self._changed.notify_all()
@@ -47,7 +46,7 @@ class ByteQueue(Generic[T]):
         """Raises queue.Empty if nothing arrives within timeout_s seconds (None: wait for ever)."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._items) > 0, timeout_s):
-                raise Empty
+                raise queue.Empty
             item, num_bytes = self._items.popleft()
             self._num_bytes -= num_bytes
             self._changed.notify_all()
@@ -58,9 +57,12 @@ class ByteQueue(Generic[T]):
         return not self._items
 
     def _has_room(self, num_bytes: int) -> bool:
-        return not (num_bytes and self._num_bytes) or (
-            self._num_bytes + num_bytes <= self.max_bytes
-        )
+        room = self.max_bytes - self._num_bytes
+        return num_bytes <= room or not (num_bytes and self._num_bytes)
+
+
+def ignore(*told: object) -> None:
+    """Of what nobody wants to hear."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,6 @@ class OutSettings:
     capacity_bytes: the peer's buffer size; a longer frame is refused.
     clock: the emulated link; None leaves the network alone.
     window: receives that the peer posts, and bytes that may wait here before `send` blocks.
-    log: where to note when each message was sent; None notes nothing.
-    record: where to note what was sent; None where the peer is in the same cloud.
     life: the peer's heartbeats, shared with the other links to and from it.
     overdue_s: how long a full queue may stand still if the peer says nothing at all.
     """
@@ -80,8 +80,7 @@ class OutSettings:
     capacity_bytes: int
     clock: LinkClock | None = None
     window: LinkWindow = field(default_factory=LinkWindow)
-    log: LinkLog | None = None
-    record: LinkRecord | None = None
+    record: LinkRecord = field(default_factory=LinkRecord)
     life: PeerLife = field(default_factory=PeerLife)
     overdue_s: float = 300.0
 
@@ -93,24 +92,23 @@ class InSettings:
     handlers: kinds that are handed to a function (in another thread than the reader's) instead of
         `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
     window: receives to post, and bytes that may wait for `recv` before no more are taken.
-    log: where to note when each message was delivered; None notes nothing.
-    on_end: called once, in such a thread, when nothing more can come, with the reason.
     life: the peer's heartbeats, shared with the other links to and from it.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
-    meter: of a real line, shared by the links from the same peer; None measures nothing.
     is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
+    on_end: called once, in such a thread, when nothing more can come, with the reason.
+    on_arrival: is given every frame as it comes from the network, with the time.
     """
 
     peer_name: str
     capacity_bytes: int
     handlers: Mapping[Kind, Callable[[Frame], None]] = field(default_factory=dict)
     window: LinkWindow = field(default_factory=LinkWindow)
-    log: LinkLog | None = None
-    on_end: Callable[[LinkError], None] | None = None
+    record: LinkRecord = field(default_factory=LinkRecord)
     life: PeerLife = field(default_factory=PeerLife)
     advice: str = ""
-    meter: LineMeter | None = None
     is_emulated: bool = False
+    on_end: Callable[[LinkError], None] = ignore
+    on_arrival: Callable[[Frame, float], None] = ignore
 
 
 class Outgoing(NamedTuple):
@@ -127,7 +125,7 @@ class SendingEnd:
     """
 
     def __init__(self, settings: OutSettings) -> None:
-        self.peer_name, self.stats = settings.peer_name, LinkStats()
+        self.peer_name, self.record = settings.peer_name, settings.record
         self._settings = settings
         self._sending = threading.Lock()  # heartbeats come from a thread of their own
         self._is_closing = False
@@ -172,10 +170,7 @@ class SendingEnd:
                 f"promised at most {settings.capacity_bytes:,}"
             )
         queued_at_s = time.monotonic()
-        if key.kind is not Kind.GOODBYE:
-            self.stats.count(key.kind, frame.numel())
-        if settings.record is not None:
-            settings.record.note(key.kind, parts, carries, frame.numel())
+        self.record.note(key.kind, parts, carries, frame.numel())
         self._put(Outgoing(key, self._sequence, frame, queued_at_s))
         self._sequence += 1
 
@@ -192,10 +187,9 @@ class ReceivingEnd:
 
     def __init__(self, settings: InSettings) -> None:
         self.peer_name = settings.peer_name
-        self.stats = LinkStats()  # line_s, where the line has a meter
         self.said_goodbye = False  # the peer; else the end of the link is a failure
         self._settings = settings
-        self._handlers = {Kind.ALIVE: lambda frame: None, **settings.handlers}
+        self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
         self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(settings.window.max_queued_bytes)
         self._over = threading.Event()
         self._expected = 0
@@ -235,20 +229,16 @@ class ReceivingEnd:
 
     def close(self, timeout_s: float) -> None:
         """Wait for the peer's goodbye, as long as it sends heartbeats."""
-        if not wait_for_peer(self._over.wait, self._settings.life, timeout_s):
-            raise LinkTimeout(
-                f"{self.peer_name} did not say goodbye and sent no heartbeat for "
-                f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
-            )
+        await_peer(self._over.wait, self._settings, timeout_s, "did not say goodbye")
 
     def _open(self, buffer: Tensor) -> Frame:
         """The next frame, checked. Raises FrameError."""
-        now_s = time.monotonic()
+        settings, now_s = self._settings, time.monotonic()
         frame = decode_frame(buffer, self.peer_name)
-        if not self._settings.is_emulated:  # or the peer says how long this rank waits
+        if not settings.is_emulated:  # or the peer says how long this rank waits
             frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
-        self._measure(frame, now_s)
-        self._settings.life.note(max(time.monotonic(), frame.deliver_at_s))
+        settings.on_arrival(frame, now_s)
+        settings.life.note(max(time.monotonic(), frame.deliver_at_s))
         if frame.sequence != self._expected:
             raise FrameError(
                 f"message {frame.sequence} from {self.peer_name} came as number {self._expected}"
@@ -256,21 +246,10 @@ class ReceivingEnd:
         self._expected += 1
         return frame
 
-    def _measure(self, frame: Frame, now_s: float) -> None:
-        meter, sent_at_s = self._settings.meter, frame.sent_at_s
-        if meter is None or sent_at_s is None:
-            return
-        if frame.key.kind is Kind.ALIVE:
-            meter.probe(sent_at_s, now_s)
-        else:
-            self.stats.count_line(frame.key.kind, meter.busy_s(sent_at_s, now_s))
-
     def _deliver(self, frame: Frame) -> None:
-        if self._settings.log is not None:
-            self._settings.log.received(frame, time.monotonic())
-        handler = self._handlers.get(frame.key.kind, self._keep)
+        self._settings.record.received(frame)
         try:
-            handler(frame)
+            self._handlers.get(frame.key.kind, self._keep)(frame)
         except LinkError:
             raise
         except Exception as error:
@@ -287,15 +266,31 @@ class ReceivingEnd:
 
     def _end(self, reason: LinkError) -> None:
         self._inbox.put(reason, 0)
-        if self._settings.on_end is not None:
-            self._settings.on_end(reason)
+        self._settings.on_end(reason)
         self._over.set()
 
 
-def wait_for_peer(wait: Callable[[float], bool], life: PeerLife, timeout_s: float) -> bool:
-    """Until wait(seconds) returns True, or the peer was silent for timeout_s: then False."""
+def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
+    """The frame, if it is the message that was expected; FrameError otherwise."""
+    if frame.key != key:
+        raise FrameError(
+            f"expected {key} from {sender}, got {frame.key}; the two ranks follow different "
+            "schedules: do they run the same experiment file?"
+        )
+    return frame
+
+
+def await_peer(
+    wait: Callable[[float], bool], end: OutSettings | InSettings, timeout_s: float, failing: str
+) -> None:
+    """Until wait(seconds) returns True. Raises LinkTimeout for a peer that was silent for
+    timeout_s, saying what it failed to do."""
     started_s = time.monotonic()
-    while (left_s := life.deadline_s(started_s, timeout_s) - time.monotonic()) > 0:
+    while (left_s := end.life.deadline_s(started_s, timeout_s) - time.monotonic()) > 0:
         if wait(left_s):
-            return True
-    return wait(0.0)
+            return
+    if not wait(0.0):
+        raise LinkTimeout(
+            f"{end.peer_name} {failing} and sent no heartbeat for {timeout_s:.0f} s. Is that rank "
+            "stopped, or its link down?"
+        )

@@ -108,9 +108,7 @@ class MemoryOutLink(SendingEnd):
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item
         seal_frame(frame, -time.monotonic())
-        if self._settings.log is not None:
-            now_s = time.monotonic()
-            self._settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, None)
+        self.record.sending(key, sequence, frame.numel(), queued_at_s)
         self._line.carry(frame)
 
 
@@ -133,44 +131,34 @@ class MemoryInLink(ReceivingEnd):
 
 
 class _Meeting:
-    """Ranks that show each other one tensor at a time."""
+    """Ranks that show each other one tensor after the other."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._barrier = threading.Barrier(num_ranks)
-        self._shown: list[Tensor | None] = [None] * num_ranks
-        self._sums: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # to each, in order
+        self._num_shown = [0] * num_ranks
+        self._rounds: dict[int, dict[int, Tensor]] = {}  # by number, by place
         self._changed = threading.Condition()
 
-    def start_sum(self, place: int, values: Tensor) -> Callable[[], None]:
-        """As show, without waiting for the others before the returned call."""
+    def show(self, place: int, values: Tensor) -> Callable[[], list[Tensor]]:
+        """The returned call waits for the others and returns copies of everybody's. It raises
+        LinkTimeout if somebody does not come."""
         with self._changed:
-            number = len(self._sums[place])
-            self._sums[place].append(values.clone())
+            number, self._num_shown[place] = self._num_shown[place], self._num_shown[place] + 1
+            shown = self._rounds.setdefault(number, {})
+            shown[place] = values.clone()
             self._changed.notify_all()
 
-        def wait() -> None:
+        def wait() -> list[Tensor]:
+            num_ranks = len(self._num_shown)
             with self._changed:
-                if not self._changed.wait_for(
-                    lambda: all(len(own) > number for own in self._sums), PATIENCE_S
-                ):
-                    raise LinkTimeout(f"a rank did not come to sum {number} in {PATIENCE_S:.0f} s")
-            values.copy_(torch.stack([own[number] for own in self._sums]).sum(0))
+                if not self._changed.wait_for(lambda: len(shown) == num_ranks, PATIENCE_S):
+                    raise LinkTimeout(
+                        f"a rank of a group of {num_ranks} did not come to a collective call in "
+                        f"{PATIENCE_S:.0f} s"
+                    )
+                self._rounds.pop(number, None)
+            return [shown[place].clone() for place in range(num_ranks)]
 
         return wait
-
-    def show(self, place: int, values: Tensor) -> list[Tensor]:
-        """Copies of everybody's. Raises LinkTimeout if somebody does not come."""
-        self._shown[place] = values
-        try:
-            self._barrier.wait(PATIENCE_S)
-            found = [tensor.clone() for tensor in self._shown if tensor is not None]
-            self._barrier.wait(PATIENCE_S)  # nobody changes its own before all have seen it
-        except threading.BrokenBarrierError:
-            raise LinkTimeout(
-                f"a rank of a group of {len(self._shown)} did not come to a collective call in "
-                f"{PATIENCE_S:.0f} s"
-            ) from None
-        return found
 
 
 class MemoryCollectives:
@@ -178,19 +166,20 @@ class MemoryCollectives:
         self._meeting, self._ranks, self._place = meeting, ranks, ranks.index(rank)
 
     def barrier(self) -> None:
-        self._meeting.show(self._place, torch.zeros(0))
+        self.gather(torch.zeros(0))
 
     def sum(self, values: Tensor) -> None:
-        values.copy_(torch.stack(self.gather(values)).sum(0))
+        self.start_sum(values)()
 
     def start_sum(self, values: Tensor) -> Callable[[], object]:
-        return self._meeting.start_sum(self._place, values)
+        shown = self._meeting.show(self._place, values)
+        return lambda: values.copy_(torch.stack(shown()).sum(0))
 
     def broadcast(self, values: Tensor, source: int) -> None:
         values.copy_(self.gather(values)[self._ranks.index(source)])
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        return self._meeting.show(self._place, values)
+        return self._meeting.show(self._place, values)()
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         raise NotImplementedError("torch shards tensors over processes only")

@@ -17,7 +17,7 @@ from torch import Tensor
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, ReceiveChannel
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compression import Compressor
 
 MEGABYTE = 1_000_000
 

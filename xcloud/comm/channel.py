@@ -11,7 +11,7 @@ trace: it passes by the memories, and what a compressor learns or counts from it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +22,9 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import BoundaryField, Message, Samples
-from xcloud.comm.compressor import Chain, ChannelId, Compressor, Parts, Randomized, seed_from
+from xcloud.comm.compression import Chain, ChannelId, Compressor, Parts, seed_from
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.state import Stateful, StatefulParts, stateful
+from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 
 NOTHING_KNOWN: Message = {}
@@ -41,24 +41,15 @@ class Codec(StatefulParts):
         self.compressor = copy.deepcopy(self.compressor)
         self.memory = copy.deepcopy(self.memory)
 
-    def use_stream(self, stream: int) -> None:
-        if isinstance(self.compressor, Randomized):
-            self.compressor.use_stream(stream)
-
     def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
         """What the compressor would make of it now, with random numbers from `stream`; the
         compressor stays as it is."""
         compressor = copy.deepcopy(self.compressor)
-        if isinstance(compressor, Randomized):
-            compressor.use_stream(stream)
+        compressor.use_stream(stream)
         return compressor.compress(tensor)
 
-    def parts(self) -> Mapping[str, Stateful]:
-        return stateful({"compressor": self.compressor, "memory": self.memory})
-
-    @property
-    def state_owner(self) -> str:
-        return f"a codec of {self.compressor.label}"
+    def parts(self) -> StateTree:
+        return {"compressor": self.compressor, "memory": self.memory}
 
 
 PLAIN = Codec(Chain(), NoMemory())
@@ -89,13 +80,9 @@ class Codecs(StatefulParts):
     def use_stream(self, stream: int) -> None:
         """Every phase draws from a stream of its own."""
         for number, (_, codec) in enumerate(self._phases):
-            codec.use_stream(seed_from(stream, number))
+            codec.compressor.use_stream(seed_from(stream, number))
 
-    @property
-    def state_owner(self) -> str:
-        return "the phases of a boundary"
-
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StateTree:
         """All phases, by their number. Which one is in force follows from the step."""
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
@@ -114,13 +101,9 @@ class _FieldCodecs(StatefulParts):
         for name, codecs in self.codecs.items():
             codecs.use_stream(identity.stream(name))
 
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StateTree:
         """Compressors and memories, by field and phase. Bytes counted are no state."""
         return self.codecs
-
-    @property
-    def state_owner(self) -> str:
-        return str(self.identity)
 
 
 class Sender(Protocol):

@@ -11,8 +11,7 @@ from dataclasses import field
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.channel import Codec, Codecs
-from xcloud.comm.compression import Compression, CompressionPlan
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compression import Compression, CompressionPlan, Compressor, TensorChoice
 from xcloud.comm.state import StatefulParts
 
 _EMBEDDING = re.compile(
@@ -23,7 +22,7 @@ _ROWS = re.compile(r"\[\d+:\d+\]$")
 
 
 @settings("compression.averaging")
-class PerTensor:
+class PerTensor(TensorChoice):
     """`default`, except for some.
 
     vectors: norms and biases, and whatever has one axis or none; they are few values of much
@@ -68,7 +67,7 @@ class PerTensor:
 
     @property
     def is_identity(self) -> bool:
-        return all(c.family == "none" for c in (self.default, *self._special.values()))
+        return all(c.is_identity for c in (self.default, *self._special.values()))
 
     @property
     def _special(self) -> dict[str, Compressor]:
@@ -121,9 +120,7 @@ class Phased(CompressionPlan):
     @property
     def averaged(self) -> Compression:
         (_, first), *others = self.by_step
-        means = [
-            one.backward if one.averaging is None else one.averaging for _, one in self.by_step
-        ]
+        means = [one.averaging_choice for _, one in self.by_step]
         if others and any(repr(mean) != repr(means[0]) for mean in means):
             raise ConfigError(
                 "what replicas average cannot change its compressor during a run, but the phases "

@@ -7,7 +7,7 @@ l >= r columns of the search space.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar, Literal
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from xcloud.base.settings import Positive, Rate, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
+from xcloud.comm.compression import Compressor, Family, Feedback, Parts, refuse_integers, wide
 from xcloud.comm.state import State
 
 
-class WarmFactors(ABC):
+class WarmFactors(Compressor):
     """What compressors share whose wire is left [R, r] and right [r, D] in the tensor's dtype, and
     whose next call begins at the basis [D, l] that this one ended with.
 
@@ -30,10 +30,6 @@ class WarmFactors(ABC):
     feedback: ClassVar[Feedback] = "needed"
     _basis_Dl: Tensor | None = None
     _noise_Dl: Tensor | None = None
-
-    @property
-    @abstractmethod
-    def label(self) -> str: ...
 
     @abstractmethod
     def _rank(self, num_rows: int, num_features: int) -> int: ...

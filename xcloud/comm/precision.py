@@ -22,13 +22,21 @@ from torch.nn.functional import pad
 
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers, wide
+from xcloud.comm.compression import (
+    Compressor,
+    Draws,
+    Family,
+    Feedback,
+    Parts,
+    refuse_integers,
+    wide,
+)
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 @settings("Cast")
-class Cast:
+class Cast(Compressor):
     """float16 or bfloat16 on the wire.
 
     float16 values are scaled by a power of two that brings max|x| into [2**14, 2**15): gradients

@@ -5,7 +5,7 @@ Shapes: N values of the tensor in any shape, k of them sent; R rows of D values 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from functools import lru_cache
 from typing import Annotated, ClassVar
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import Rate, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers
+from xcloud.comm.compression import Compressor, Draws, Family, Feedback, Parts, refuse_integers
 from xcloud.comm.precision import pack, packed_bytes, unpack
 
 _SAMPLE = 1 << 16
 """Values that show roughly where the largest begin."""
 
 
-class _Sparse(ABC):
+class _Sparse(Compressor):
     """Base class. A tensor is a list of items: values, or rows. Of these some are drawn (`Draws`)
     or all are looked at, and of these the largest are sent, or all.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Chain, Compressor, Parts, Randomized, seed_from
-from xcloud.comm.state import MEMORY, Marked, State, Stateful, StatefulParts, copy_of, stateful
+from xcloud.comm.compression import Chain, Compressor, Parts, seed_from
+from xcloud.comm.state import MEMORY, State, StatefulParts, StateTree, copy_of
 
 Choose = Callable[[str, torch.Size], Compressor]
 """The compressor of a tensor, by its name and shape."""
@@ -50,12 +50,8 @@ class _Coded(StatefulParts):
             self.residual = meant.sub_(seen)
         return parts, seen.view(self.shape)
 
-    def parts(self) -> Mapping[str, Stateful]:
-        return stateful({"compressor": self.compressor})
-
-    @property
-    def state_owner(self) -> str:
-        return f"the tensor {self.name!r}"
+    def parts(self) -> StateTree:
+        return {"compressor": self.compressor}
 
     def own(self) -> State:
         return {} if self.residual is None else {"residual": copy_of(self.residual)}
@@ -118,9 +114,8 @@ class TensorCodec(StatefulParts):
         for coded in self._coded:
             made = coded.compressor
             for name, member in made.members.items() if isinstance(made, Chain) else [("", made)]:
-                if isinstance(member, Randomized):
-                    whose = "all" if member.family == "sparse" else replica
-                    member.use_stream(seed_from(self._identity, coded.name, name, whose))
+                whose = "all" if member.family == "sparse" else replica
+                member.use_stream(seed_from(self._identity, coded.name, name, whose))
 
     @property
     def names(self) -> list[str]:
@@ -206,10 +201,9 @@ class TensorCodec(StatefulParts):
             if coded.residual is not None and old is not None:
                 coded.residual = old if new is None else coded.residual + (old - new)
 
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StateTree:
         """Residuals and what compressors carry on, by the number of the tensor."""
-        numbered = {str(number): coded for number, coded in enumerate(self._coded)}
-        return {MEMORY: Marked(numbered, "tensors to average")}
+        return {MEMORY: {str(number): coded for number, coded in enumerate(self._coded)}}
 
 
 def _is_bounded(tensor: Tensor) -> bool:

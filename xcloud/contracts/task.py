@@ -75,7 +75,7 @@ class TaskData(Protocol):
     def signature(self) -> dict[str, str]:
         """How each score was computed, by its name."""
 
-    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
+    def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
         """A few predictions with their references, for display."""
 
 

@@ -1,16 +1,148 @@
-"""Experiment: the one frozen object that describes the training of a model cut into stages."""
+"""Experiment: the one frozen object that describes the training of a model cut into stages.
+
+FEATURES is the one list of what it may use and what each needs of it, by which settings that do
+not fit together are refused. A new feature is one entry there, and no other feature knows of it;
+what only one of them needs is a need of its own (needs.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
-from xcloud.job.features import CHECKED_LAST, FEATURES
-from xcloud.job.job import PipelineJob
-from xcloud.job.needs import check_choices
+from xcloud.job import needs
+from xcloud.job.job import Labels, PipelineJob, Roster
+from xcloud.job.needs import Need, check_choices
 from xcloud.security.leak_meter import LeakMeter
+
+
+@dataclass(frozen=True)
+class Feature:
+    """name: as its setting is written, {} in place of what `used` returns: something true where a
+    job uses the feature. why: by need, what the feature does that needs it. without: how to run
+    without the feature."""
+
+    name: str
+    used: Callable[[PipelineJob], object]
+    why: Mapping[Need, str]
+    without: str
+
+    def check(self, job: PipelineJob) -> None:
+        """Raise ConfigError for the first need that the job lacks."""
+        if not (used := self.used(job)):
+            return
+        for need, why in self.why.items():
+            if (lack := need(job)) is not None:
+                remedies = ", or ".join(filter(None, (lack.remedy, self.without)))
+                name = self.name.format(used)
+                raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
+
+
+def _shards(job: PipelineJob) -> list[str]:
+    return [name for name, cloud in job.cluster.clouds.items() if cloud.shard]
+
+
+def _averages_without_feedback(job: PipelineJob) -> bool:
+    averaging = job.strategy.averaging
+    return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
+
+
+def _private_by(job: PipelineJob, unit: str) -> bool:
+    return job.security.privacy is not None and job.security.privacy.unit == unit
+
+
+FEATURES: Sequence[Feature] = (
+    Feature(
+        "autopilot",
+        lambda job: job.autopilot,
+        {
+            needs.no_plan: "changes the compression",
+            needs.one_pipeline: "decides in one rank for a single pipeline",
+            needs.one_rank_at_metered_ends: "measures a real network from one rank at each end",
+        },
+        "set autopilot=off",
+    ),
+    Feature(
+        "strategy.averaging.feedback=false",
+        _averages_without_feedback,
+        {
+            needs.self_correcting_compressor: "adds nothing of what a message left out to the "
+            "next one"
+        },
+        "set feedback to true",
+    ),
+    Feature(
+        "model.embeddings=tie",
+        lambda job: job.ties_ends,
+        {
+            needs.no_privacy: "hands the other end gradients as they are",
+            needs.every_update_together: "needs both ends in every update",
+            needs.words_may_be_at_both_ends: "sends gradients to the other end",
+        },
+        "take model.embeddings=untie or freeze",
+    ),
+    Feature(
+        "cluster.clouds.{0[0]}.shard",
+        _shards,
+        {
+            needs.untied_ends: "shards gradients over ranks",
+            needs.every_update_together: "shards parameters and gradients over ranks",
+            needs.equal_shards_in_step: "averages what each rank holds with ranks "
+            "that hold the same",
+            needs.no_privacy: "shards gradients over ranks",
+        },
+        "leave shard out",
+    ),
+    Feature(
+        "security.defences.backward={.label}",
+        lambda job: job.security.defences.get("backward"),
+        {needs.labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
+        "choose security/defences/backward=max_norm or gaussian_noise",
+    ),
+    Feature(
+        "security.defences.forward={.label}",
+        lambda job: job.security.defences.get("forward"),
+        {needs.noise_without_labels: "acts at evaluation too"},
+        "choose security/defences/forward=max_norm or gaussian_noise",
+    ),
+    Feature(
+        "security/privacy=cloud",
+        lambda job: _private_by(job, "cloud"),
+        {
+            needs.several_replicas: "noises what replicas in several clouds give to an averaging",
+            needs.all_clouds_stay: "gives no bound if what one merge leaves out is sent "
+            "with the next",
+        },
+        "choose security/privacy=sample",
+    ),
+    Feature(
+        "security/privacy=sample",
+        lambda job: _private_by(job, "sample"),
+        {
+            needs.whole_stages: "clips each sample's gradient in one rank",
+            needs.whole_replicas: "noises parameter gradients",
+            needs.whole_backward: "clips each sample's gradient before the next one's is computed",
+            needs.one_sample_each: "needs one sample in every micro-batch",
+        },
+        "set security/privacy=none",
+    ),
+)
+CHECKED_LAST: Sequence[Feature] = (
+    Feature(
+        "training.activation_cache_mb={}",
+        lambda job: job.training.activation_cache_mb,
+        {
+            needs.rows_may_be_kept: "keeps rows of another cloud",
+            needs.all_clouds_stay: "relies on what every cloud has kept",
+            needs.constant_boundary: "keeps rows that are the same in every epoch",
+            needs.rows_arrive_alike: "keeps rows as they arrived in the first epoch",
+        },
+        "set it to 0",
+    ),
+)
 
 
 @settings(kw_only=True)
@@ -38,7 +170,7 @@ class Experiment(PipelineJob):
             )
         layout = self.cluster
         if layout.num_replicas > 1:
-            _ = self.compression.averaged.averaging_label  # raises for one that cannot be
+            _ = self.compression.averaged.averaging_choice.label  # raises for one that cannot be
         for boundary in self.compression.boundaries:
             if boundary >= layout.num_stages - 1:
                 raise ConfigError(
@@ -70,30 +202,46 @@ class Experiment(PipelineJob):
             ) from error
 
     @property
-    def compression_in_force(self) -> str:
-        """The compression's label: of boundaries that leave a cloud, of what replicas average;
-        "off" where there is neither."""
+    def labels(self) -> Labels:
+        security, strategy = self.security, ""
+        if self.strategy.averaging is not None:
+            strategy = self.strategy.label
+        in_force = self._compression_in_force
+        boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
+        acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
+        compression, defences = in_force, security.defences_label
+        if in_force == "off" and not self.compression.is_identity:
+            compression += (
+                f" (no boundary between clouds, so {self.compression.label} does not act)"
+            )
+        described = [self.task.describe(), self.model.describe(), self.cluster.describe()]
+        described.append(f"compression: {compression}")
+        if self.training.activation_cache_mb:
+            described.append(f"keeps up to {self.training.activation_cache_mb} MB of frozen rows")
+        if strategy:
+            described.append(f"strategy: {self.strategy.describe(self.cluster)}")
+        if defences:
+            off = "" if acts else " (off: nothing they protect leaves its cloud)"
+            described.append(f"defences: {defences}{off}")
+        if security.privacy is not None:
+            described.append(security.privacy.label)
+        if security.meter is not None and not self.cluster.crosses_clouds:
+            described.append("leak meter: off (one cloud)")
+        return Labels(
+            " ".join(filter(None, (strategy, in_force))), in_force, self.schedule.label,
+            described, strategy, (defences if acts else "off") if defences else "none",
+        )  # fmt: skip
+
+    @property
+    def _compression_in_force(self) -> str:
+        """Of boundaries that leave a cloud, else of what replicas average."""
         layout, compression = self.cluster, self.compression
         if not layout.crosses_clouds:
             return "off"
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
             return "none" if compression.is_identity else compression.label
-        averaging = compression.averaged.averaging_label
+        averaging = compression.averaged.averaging_choice.label
         return "none" if averaging == "none" else f"averaging {averaging}"
-
-    @property
-    def strategy_in_force(self) -> str:
-        """Its label; "" for a pipeline, which is what the cluster says."""
-        return "" if self.strategy.averaging is None else self.strategy.label
-
-    @property
-    def defences_in_force(self) -> str:
-        """The defences' label; "off" where no boundary is one that they act on, "none" if none."""
-        if not self.security.chosen_defences:
-            return "none"
-        boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
-        acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
-        return self.security.defences_label if acts else "off"
 
     @property
     def leak_meter(self) -> LeakMeter | None:
@@ -101,68 +249,25 @@ class Experiment(PipelineJob):
         return self.security.meter if self.cluster.crosses_clouds else None
 
     @property
-    def variant(self) -> str:
-        return " ".join(filter(None, (self.strategy_in_force, self.compression_in_force)))
-
-    @property
-    def _described(self) -> Sequence[str]:
-        compression = self.compression_in_force
-        if compression == "off" and not self.compression.is_identity:
-            compression = (
-                f"off (no boundary between clouds, so {self.compression.label} does not act)"
-            )
-        parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
-        parts.append(f"compression: {compression}")
-        if self.training.activation_cache_mb:
-            parts.append(f"keeps up to {self.training.activation_cache_mb} MB of frozen rows")
-        if self.strategy_in_force:
-            parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
-        if defences := self.security.defences_label:
-            off = " (off: nothing they protect leaves its cloud)"
-            parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
-        if self.security.privacy is not None:
-            parts.append(self.security.privacy.label)
-        if self.security.meter is not None and not self.cluster.crosses_clouds:
-            parts.append("leak meter: off (one cloud)")
-        return parts
-
-    @property
-    def is_elastic(self) -> bool:
-        return self.strategy.traits.is_elastic and self.cluster.num_replicas > 1
+    def roster(self) -> Roster:
+        """Where clouds may leave and come back the first one, which merges for all, saves. Only
+        who holds the end of a pipeline knows how good it is."""
+        everyone, layout, traits = super().roster.essential, self.cluster, self.strategy.traits
+        leads = [ranks[0] for ranks in layout.replicas_of(layout.num_stages - 1)]
+        may_report = {"loss": frozenset(leads), "quality": frozenset(leads[:1])}
+        is_elastic = traits.is_elastic and layout.num_replicas > 1
+        first = frozenset(layout.ranks_in(layout.stage_cloud(0)))
+        saving = first if is_elastic else everyone
+        averaging = self.strategy.averaging
+        return Roster(
+            saving if traits.may_leave else everyone, saving, may_report, is_elastic,
+            None if averaging is None else averaging.restart_s,
+        )  # fmt: skip
 
     @property
     def scores_first(self) -> bool:
         """Whether the test set is scored before the first step too, for comparison."""
-        return getattr(self.model, "is_pretrained", False) and not self.is_elastic
-
-    @property
-    def essential_ranks(self) -> frozenset[int]:
-        if self.is_elastic and self.strategy.traits.may_leave:
-            return self.saving_ranks
-        return super().essential_ranks
-
-    @property
-    def may_report(self) -> Mapping[str, frozenset[int]]:
-        """Only who holds the end of a pipeline knows how good it is."""
-        ends = self.cluster.replicas_of(self.cluster.num_stages - 1)
-        leads = [ranks[0] for ranks in ends]
-        return {"loss": frozenset(leads), "quality": frozenset(leads[:1])}
-
-    @property
-    def saving_ranks(self) -> frozenset[int]:
-        """Where clouds may leave and come back those of the first, which merges for all."""
-        if not self.is_elastic:
-            return super().saving_ranks
-        return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
-
-    @property
-    def restart_s(self) -> float | None:
-        averaging = self.strategy.averaging
-        return None if averaging is None else averaging.restart_s
-
-    @property
-    def schedule_label(self) -> str:
-        return self.schedule.label
+        return getattr(self.model, "is_pretrained", False) and not self.roster.is_elastic
 
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self, cast
 
 from pydantic import SkipValidation
 
@@ -22,7 +22,6 @@ from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
-from xcloud.job.places import Places
 from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
@@ -47,14 +46,105 @@ class Launch:
     max_restarts: NotNegative = 3
 
 
-class AnyTraining(Protocol):
-    """max_steps: updates in all. checkpoint: when to save what the run can resume from."""
+class Place(NamedTuple):
+    """Of one rank. cloud: its number. is_sharded: it holds a part of its stages."""
+
+    cloud: int
+    replica: int
+    stages: Sequence[int]
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Who holds what, as a checkpoint keeps it, by which a run with other ranks goes on.
+
+    column: of the table in survive/resume.py. merges_every: steps after which all replicas are
+    equal, 0 = only at last_step. labels: of groups of settings.
+    """
+
+    column: str = "one-way"
+    ranks: Sequence[Place] = ()
+    merges_every: int = 0
+    last_step: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def held(
+        cls, layout: ClusterLayout, strategy: Strategy, last_step: int,
+        labels: Mapping[str, str] = {},
+    ) -> Places:  # fmt: skip
+        column, every = "pipeline", 1
+        if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
+            column, every = averaging.traits.column, averaging.traits.equal_every
+        clouds, placed = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
+        ranks = [
+            Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)
+            for p in placed
+        ]
+        return cls(column, ranks, every, last_step, labels)
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Places:
+        """From JSON."""
+        ranks = [Place(cloud, replica, tuple(stages), dealt)
+                 for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
+        return cls(**{**saved, "ranks": ranks})
+
+    def holders(self, stage: int, replica: int) -> list[int]:
+        """Ranks, in the order of their group ranks."""
+        places = enumerate(self.ranks)
+        return [r for r, p in places if stage in p.stages and p.replica == replica]
+
+    def is_merged(self, step: int) -> bool:
+        return step == self.last_step or (self.merges_every > 0 and step % self.merges_every == 0)
 
     @property
-    def max_steps(self) -> int: ...
+    def num_stages(self) -> int:
+        return len({stage for place in self.ranks for stage in place.stages})
 
     @property
-    def checkpoint(self) -> Checkpoints: ...
+    def sharded_parts(self) -> set[tuple[int, int]]:
+        """(stage, number of parts) of sharded stages."""
+        return {
+            (stage, len(self.holders(stage, place.replica)))
+            for place in self.ranks if place.is_sharded for stage in place.stages
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a job is called by, in tables and pictures.
+
+    variant: distinguishes it from others of the same name and cluster. compression: in force;
+    "off" where nothing crosses between clouds. schedule: in what order the work is done.
+    strategy: how several clouds are used; "" where there is one way only. described: parts of the
+    headline.
+    """
+
+    variant: str
+    compression: str
+    schedule: str
+    described: Sequence[str]
+    strategy: str = ""
+    defences: str = "none"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """What is expected of each rank.
+
+    essential: the run fails with any of these; the others may be lost. saving: save what the run
+    can resume from; the others begin with what these send. may_report: ranks besides 0 that may
+    report a kind of event, or the "loss"; any may report the others. is_elastic: ranks may begin
+    at any time, also again. restart_s: after which lost ones do; None: never.
+    """
+
+    essential: frozenset[int]
+    saving: frozenset[int]
+    may_report: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    is_elastic: bool = False
+    restart_s: float | None = None
 
 
 @settings(kw_only=True)
@@ -83,7 +173,7 @@ class Job(Names, ABC):
     """
 
     cluster: SkipValidation[Layout[Any]]
-    training: SkipValidation[AnyTraining]
+    training: SkipValidation[Any]  # with max_steps and checkpoint
     tracker: SkipValidation[Tracker]
     cache_dir: str = ".cache"
     launch: Launch = field(default_factory=Launch)
@@ -103,36 +193,23 @@ class Job(Names, ABC):
     def run_name(self) -> str:
         """Begins with what tells runs apart: "int8+int8 two_clouds abnet_iwslt s1", in a sweep
         "int8+int8 s1"."""
-        return f"{self.label or f'{self.variant} {self.cluster.name} {self.name}'} s{self.seed}"
-
-    @property
-    @abstractmethod
-    def variant(self) -> str:
-        """What distinguishes this run from others of the same name and cluster, in a word."""
+        own = self.label or f"{self.labels.variant} {self.cluster.name} {self.name}"
+        return f"{own} s{self.seed}"
 
     @property
     def headline(self) -> str:
         """What this run is, in one line."""
-        return f"{self.name} [{self.profile}]: {'; '.join(self._described)}"
+        return f"{self.name} [{self.profile}]: {'; '.join(self.labels.described)}"
 
     @property
     @abstractmethod
-    def _described(self) -> Sequence[str]:
-        """The parts of the headline that depend on the kind."""
+    def labels(self) -> Labels: ...
 
     @property
-    @abstractmethod
-    def compression_in_force(self) -> str:
-        """Its label; "off" where nothing crosses between clouds."""
-
-    @property
-    def strategy_in_force(self) -> str:
-        """How several clouds are used; "" where there is one way only."""
-        return ""
-
-    @property
-    def defences_in_force(self) -> str:
-        return "none"
+    def roster(self) -> Roster:
+        """By default the run needs every rank."""
+        everyone = frozenset(range(self.cluster.num_ranks))
+        return Roster(everyone, everyone)
 
     @property
     def leak_meter(self) -> LeakMeter | None:
@@ -142,50 +219,20 @@ class Job(Names, ABC):
     @property
     def checkpoint(self) -> Checkpoints:
         """When to save what the run can resume from."""
-        return self.training.checkpoint
+        return cast(Checkpoints, self.training.checkpoint)
 
     @property
     def max_steps(self) -> int:
         """Updates in all."""
-        return self.training.max_steps
-
-    @property
-    @abstractmethod
-    def schedule_label(self) -> str:
-        """In what order the work is done."""
+        return int(self.training.max_steps)
 
     def statistics(self) -> RunStatistics:
         """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
 
     @property
-    def essential_ranks(self) -> frozenset[int]:
-        """The run fails with any of these; the others may be lost. By default none can."""
-        return frozenset(range(self.cluster.num_ranks))
-
-    @property
-    def saving_ranks(self) -> frozenset[int]:
-        """Those that save what the run can resume from; the others begin with what these send."""
-        return frozenset(range(self.cluster.num_ranks))
-
-    @property
-    def may_report(self) -> Mapping[str, frozenset[int]]:
-        """Ranks besides 0 that may report a kind of event, or the "loss"; by default any rank."""
-        return {}
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether ranks may begin at any time, also again."""
-        return False
-
-    @property
-    def restart_s(self) -> float | None:
-        """Seconds after which lost ranks that the run can do without begin again; None: never."""
-        return None
-
-    @property
     def places(self) -> Places:
-        """Who holds what. By default it cannot change from one attempt to the next."""
+        """By default they cannot change from one attempt to the next."""
         return Places()
 
     @property
@@ -237,9 +284,9 @@ class PipelineJob(Job):
 
     @property
     def places(self) -> Places:
-        labels = {"compression": self.compression.label, "schedule": self.schedule_label,
+        labels = {"compression": self.compression.label, "schedule": self.schedule.label,
                   "cluster": self.cluster.describe()}  # fmt: skip
-        return replace(Places.held(self.cluster, self.strategy, self.max_steps), labels=labels)
+        return Places.held(self.cluster, self.strategy, self.max_steps, labels)
 
     @property
     def ties_ends(self) -> bool:

@@ -1,7 +1,7 @@
-"""What features may need of a job (features.py says which needs what): each need is a function of
+"""What features may need of a job; experiment.py says which needs what. Each need is a function of
 the job that names the setting that stands against it, or finds none. None is asked for a feature
-that is off. What an object needs that it is given when it is built (a strategy of its cluster) it
-checks there.
+that is off. What an object needs of what it is built with (a strategy of its cluster) it checks
+there.
 """
 
 from __future__ import annotations

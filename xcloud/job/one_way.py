@@ -15,7 +15,7 @@ How the figures of its summary are made, beside those of any run (record/summary
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
-from xcloud.job.job import Job
+from xcloud.job.job import Job, Labels, Roster
 from xcloud.parallel.one_way import Feed
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
 from xcloud.record.summary import RunStatistics, Summary, ratio
@@ -81,36 +81,26 @@ class OneWayExperiment(Job):
         return OneWayStatistics(self.cluster)
 
     @property
-    def compression_in_force(self) -> str:
+    def labels(self) -> Labels:
         """Nothing is compressed: only packed integers cross."""
-        return "ids" if self.cluster.crosses_clouds else "off"
-
-    @property
-    def variant(self) -> str:
-        return self.feed.order
-
-    @property
-    def schedule_label(self) -> str:
-        return f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
-
-    @property
-    def _described(self) -> Sequence[str]:
-        return self.model.describe(), self.cluster.describe(), self.schedule_label
+        schedule = f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
+        return Labels(
+            self.feed.order, "ids" if self.cluster.crosses_clouds else "off", schedule,
+            (self.model.describe(), self.cluster.describe(), schedule),
+        )  # fmt: skip
 
     # Ids cross as they are: a defence would have to change the text itself, and what they reveal
     # is no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
 
     @property
-    def essential_ranks(self) -> frozenset[int]:
-        if self.feed.on_dead == "stop":
-            return frozenset(range(self.cluster.num_ranks))
-        return frozenset(self.cluster.ranks_in(self.cluster.consumer))
-
-    @property
-    def may_report(self) -> Mapping[str, frozenset[int]]:
-        consumers, nobody = frozenset(range(self.cluster.num_consumers)), frozenset[int]()
-        feeding = frozenset(range(self.cluster.num_ranks)) - consumers
-        return {"loss": nobody, "quality": nobody, "step": consumers, "fed": feeding}
+    def roster(self) -> Roster:
+        layout, everyone = self.cluster, super().roster.saving
+        consumers, nobody = frozenset(range(layout.num_consumers)), frozenset[int]()
+        essential = frozenset(layout.ranks_in(layout.consumer))
+        return Roster(
+            everyone if self.feed.on_dead == "stop" else essential, everyone,
+            {"loss": nobody, "quality": nobody, "step": consumers, "fed": everyone - consumers},
+        )  # fmt: skip
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Whole producers, where feed.min_producers says that the others suffice."""

@@ -73,7 +73,7 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
     on, but in one that is `refused`, which must still join the wiring before it may leave.
     """
     rank, everyone = meeting.rank, range(meeting.num_ranks)
-    compared = job.saving_ranks if meeting.is_open else everyone
+    compared = job.roster.saving if meeting.is_open else everyone
     mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
         meeting.write(f"table.{rank}", encode_table(mine))

@@ -32,7 +32,7 @@ def join(
 
 def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
     """On one machine, in a file of the run folder."""
-    if job.is_elastic:
+    if job.roster.is_elastic:
         return restarts.meet_any_time(job, rank, run_dir)
     num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
     store = meeting_store(rank, run_dir, None, 0) if num_ranks > 1 else HashStore()

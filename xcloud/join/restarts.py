@@ -41,7 +41,7 @@ _CONNECT_EVERY_S = 0.2
 def meet_under_torchrun(
     job: Job, rank: int, run_dir: Path, failure_detector: FailureDetector
 ) -> Meeting:
-    if job.is_elastic:
+    if job.roster.is_elastic:
         return meet_any_time(job, rank, run_dir, failure_detector)
     num_ranks, within_s = int(os.environ["WORLD_SIZE"]), job.cluster.liveness.join_within_s
 

@@ -100,7 +100,7 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
     processes = range(layout.num_processes)
     clouds = [layout.placement(rank).cloud for rank in processes]
     return LocalRanks(
-        run_dir, clouds, job.essential_ranks & set(processes), job.restart_s,
+        run_dir, clouds, job.roster.essential & set(processes), job.roster.restart_s,
         layout.liveness.lost_after_s, file,
     )  # fmt: skip
 

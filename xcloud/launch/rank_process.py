@@ -75,9 +75,9 @@ def live(
     """One rank's life, whatever its role, once the ranks have compared what they run. settings: as
     they have compared them. transport: joins it to the others. Returns whether the run has ended
     early, as asked."""
-    rank, layout, is_resumed = transport.rank, job.cluster, has_events(run_dir)
+    rank, layout, roster, is_resumed = transport.rank, job.cluster, job.roster, has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
-    intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
+    intake = Intake(events, layout.cloud_of, job.max_steps, roster.may_report) if events else None
     # The role is there before anything is reported.
     reporter = Reporter(
         rank, layout.cloud_of(rank),
@@ -92,7 +92,7 @@ def live(
 
     def write_audit() -> None:
         sent, kinds = role.records, reporter.contents
-        write_rank_audit(run_dir, rank, layout, sent, kinds, role.received, job.is_elastic)
+        write_rank_audit(run_dir, rank, layout, sent, kinds, role.received, roster.is_elastic)
 
     def last_words() -> None:  # if rank 0 still listens
         with contextlib.suppress(LinkError):
@@ -210,7 +210,7 @@ class RankProcess(Process):
         _set_threads()
         config = configs.read_config(self.file)
         job, table = self.read(config), table_of(configs.plain_settings(config))
-        self.state.may_leave = self.rank not in job.essential_ranks
+        self.state.may_leave = self.rank not in job.roster.essential
         meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
         self.begin(job, config)
         if job.cluster.num_processes < job.cluster.num_ranks:

@@ -52,7 +52,7 @@ class TorchrunProcess(RankProcess):
     def meet(self, job: Job) -> Meeting:
         self._detector = FailureDetector(
             self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
-            self._end_alone, partial(is_needed, job, self.rank) if job.is_elastic else bool,
+            self._end_alone, partial(is_needed, job, self.rank) if job.roster.is_elastic else bool,
         )  # fmt: skip
         return meet_under_torchrun(job, self.rank, self.run_dir, self._detector)
 

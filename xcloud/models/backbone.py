@@ -17,11 +17,10 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
-from xcloud.hub import bytes_of, key_of, resolve
+from xcloud.hub import bytes_of, key_of, made_once, resolve
 from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
-from xcloud.models.made_once import PublicTexts, made_once
-from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pretrain
+from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, PublicTexts, pretrain
 from xcloud.models.stages import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.

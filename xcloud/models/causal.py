@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.model import Architecture, Boundary, BoundaryField, BuildContext, Stage
-from xcloud.models.calibration import basis_of
-from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
@@ -38,16 +38,23 @@ from xcloud.models.causal_network import (
     load_weights,
     network_of,
     read_config,
-    ties_embeddings,
     write_checkpoint,
 )
-from xcloud.models.causal_stage import CausalStage, same_attention
-from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Basis, Split, make_cut
+from xcloud.models.causal_stage import CausalStage, OwnCausal
+from xcloud.models.pretraining import PublicTexts
+from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_LENGTH = 2**15 - 1  # places cross as int16
+
+
+def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """For what is computed again in the backward: by the kernel of the forward, which the trainer
+    chooses for its precision."""
+    # The switch is that of CPUs too.
+    is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
 
 
 @settings("model")
@@ -73,6 +80,7 @@ class CausalLM(TextModel):
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
+        split = self.split
         if bool(self.checkpoint) == (self.own is not None):
             raise ConfigError(
                 "a CausalLM needs model.checkpoint (a folder or hub id) or model.own, not both; "
@@ -83,32 +91,26 @@ class CausalLM(TextModel):
                 "model.embeddings is for training without LoRA; beside model.lora they are "
                 "frozen: leave it out"
             )
-        self._check_split()
-        if self.split.needs_public_text and self._public_text is None:
+        if split.needs_public_text and self._public_text is None:
             raise ConfigError(
                 "model.split.calibration=public needs model.public_text, in the tokens of "
                 "model.checkpoint; or take the owner's text (calibration=own)"
             )
-
-    def _check_split(self) -> None:
-        """Raise ConfigError for what a decoder cannot have, or would be ignored."""
-        split = self.split
-        if split.layer is None:
-            return
         if split.is_inside:
             raise ConfigError(
                 "model.split.method=svd replaces a sub-layer together with its skip connection, "
                 "so in a decoder nothing of the text would cross: choose pca, identity or "
                 "orthogonal"
             )
-        for name, usual in (("head_rank", None), ("calibration_pairs", False)):
-            if getattr(split, name) != usual:
-                raise ConfigError(f"model.split.{name} is for encoders; a CausalLM takes {usual}")
-        if self.blocks_per_stage is not None:
-            raise ConfigError(
-                f"model.split.layer={split.layer} says where the first stage ends; leave out "
-                "model.blocks_per_stage"
-            )
+        if split.layer is not None:
+            for name in ("head_rank", "calibration_pairs"):
+                if getattr(split, name):
+                    raise ConfigError(f"model.split.{name} is for encoders: leave it out")
+            if self.blocks_per_stage is not None:
+                raise ConfigError(
+                    f"model.split.layer={split.layer} says where the first stage ends; leave out "
+                    "model.blocks_per_stage"
+                )
 
     def describe(self) -> str:
         name = self.checkpoint or self._own.describe()
@@ -133,16 +135,16 @@ class CausalLM(TextModel):
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
         part = self._part(config, stage, num_stages)
-        cut, whole = self.split, int(config.hidden_size)
+        whole = int(config.hidden_size)
         trains = self._trains_up_to(config, part.blocks.stop, stage)
         draws = not self._freezes(stage) and any(getattr(config, name, 0) for name in DROPOUTS)
         return rows_boundary(
-            (cut.rank if cut.is_low_rank and stage == 0 else None) or whole,
+            self.split.width(whole) if stage == 0 else whole,
             max_length,
             BoundaryField("places", (), torch.int16, "counted", most=max_length - 1),
             whole=whole,
             gradient_returns=trains,
-            start=cut.start_specs(whole, max_length) if stage == 0 else (),
+            start=self.split.start_specs(whole, max_length) if stage == 0 else (),
             is_constant=not (trains or draws),
         )
 
@@ -153,7 +155,7 @@ class CausalLM(TextModel):
             if self.lora is None:
                 config = config_of(about["config"])
                 part = self._part(config, stage, num_stages)
-                return self._stage(network_of(config, part), part, stage, context, None)
+                return self._stage(network_of(config, part), part, stage, "", context)
         # Checked before anything is made.
         self._part(self._config(context.max_length), stage, num_stages)
         name = self.checkpoint or str(self._own.folder(context))
@@ -166,12 +168,9 @@ class CausalLM(TextModel):
                 f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
                 f"{ids.size}: use the checkpoint's own tokenizer"
             )
-        part, basis = self._part(config, stage, num_stages), None
-        if about is None:
-            sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
-            basis = basis_of(self.split, stage, sizes, lower, self._public_text, context)
+        part = self._part(config, stage, num_stages)
         network = laid_out(config, part)
-        built = self._stage(network, part, stage, context, basis)
+        built = self._stage(network, part, stage, name, context)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
@@ -188,9 +187,9 @@ class CausalLM(TextModel):
         context: BuildContext,
         out: Path,
     ) -> list[Path]:
-        """Write all stages' exported tensors into `out`: adapters as peft loads them, with the
-        base in out/base if it is our own; or all weights as transformers loads them. Returns the
-        folders that want the tokenizer, too. architecture: of any stage."""
+        """Write all stages' exported tensors into `out`: adapters as peft loads them, with our own
+        base in out/base; or all weights as transformers loads them. Returns the folders that want
+        the tokenizer, too. architecture: of any stage."""
         if self.split.is_low_rank:
             raise ConfigError(
                 "model.split has put projections into this model that transformers and peft do "
@@ -226,9 +225,12 @@ class CausalLM(TextModel):
         return CausalStage(network, part, self.vocabulary_chunk, about)
 
     def _stage(
-        self, network: Any, part: Part, stage: int, context: BuildContext, basis: Basis | None
+        self, network: Any, part: Part, stage: int, name: str, context: BuildContext
     ) -> CausalStage:
-        config, max_length = network.config, context.max_length
+        """name: of the checkpoint, or "" if all will come from a file."""
+        config = network.config
+        sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
+        cut, handed = projection_at(self.split, stage, sizes, lower, self._public_text, context)
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
             head = getattr(network, HEAD)
@@ -244,17 +246,14 @@ class CausalLM(TextModel):
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
-        about = {"lora": self.lora is not None, "config": json.loads(config.to_json_string())}
-        return CausalStage(
-            network,
-            part,
-            self.vocabulary_chunk,
-            about | {"max_length": max_length},
-            make_cut(self.split, stage, config.hidden_size, max_length, basis),
-            self.split.handed_over(stage, basis),
-            frozen=self._freezes(stage),
-            is_tied=self.embeddings == "tie" and part.is_first != part.is_last,
-        )
+        about = {
+            "lora": self.lora is not None,
+            "config": json.loads(config.to_json_string()),
+            "max_length": context.max_length,
+        }
+        is_tied = self.embeddings == "tie" and part.is_first != part.is_last
+        frozen, chunk = self._freezes(stage), self.vocabulary_chunk
+        return CausalStage(network, part, chunk, about, cut, handed, frozen, is_tied)
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
@@ -267,7 +266,7 @@ class CausalLM(TextModel):
             )
         if self.lora is not None:
             self.lora.check(config)
-        if self.embeddings in ("tie", "untie") and not ties_embeddings(config):
+        if self.embeddings in ("tie", "untie") and not config.tie_word_embeddings:
             raise ConfigError(
                 f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} "
                 "are two matrices already; leave it out"
@@ -277,11 +276,10 @@ class CausalLM(TextModel):
     def _part(self, config: Any, stage: int, num_stages: int) -> Part:
         assert 0 <= stage < num_stages
         trained_twice = self.lora is None and self.embeddings is None and num_stages > 1
-        if trained_twice and ties_embeddings(config):
+        if trained_twice and config.tie_word_embeddings:
             raise ConfigError(
-                f"{self.describe()}: its embeddings and its head are one matrix (tied), and the "
-                "two lie in different stages, so each would need the other's gradient in every "
-                "step. Let them cross (model.embeddings=tie), train it as two "
+                f"{self.describe()}: its embeddings and its head are one matrix (tied) in two "
+                "stages. Let their gradients cross (model.embeddings=tie), train it as two "
                 "(model.embeddings=untie), keep it as it is (model.embeddings=freeze), or train "
                 "adapters (model.lora={r: 16})"
             )
@@ -290,10 +288,7 @@ class CausalLM(TextModel):
                 last = config.num_hidden_layers - 1
                 raise ConfigError(f"model.split.layer must be 0..{last} or null, got {layer}")
             if num_stages == 1:
-                raise ConfigError(
-                    "model.split cuts the model into two stages or more, and this cluster has "
-                    "one; cluster=local runs all stages in one process"
-                )
+                raise ConfigError("model.split cuts the model, and this cluster has one stage")
             self.split.check_rank(int(config.hidden_size))
         ends = self._ends(config.num_hidden_layers, num_stages)
         start = ends[stage - 1] if stage else 0
@@ -303,10 +298,10 @@ class CausalLM(TextModel):
         """The block after each stage's last."""
         counts = self.blocks_per_stage
         if counts is None:
-            first = 0 if self.split.layer is None else self.split.layer + 1
-            rest, spread = num_blocks - first, num_stages - bool(first)
-            ends = [first + rest * (n + 1) // spread for n in range(spread)]
-            return [first, *ends] if first else ends
+            first = [] if self.split.layer is None else [self.split.layer + 1]
+            start, spread = sum(first), num_stages - len(first)
+            rest = num_blocks - start
+            return first + [start + rest * (n + 1) // spread for n in range(spread)]
         if len(counts) != num_stages - 1 or sum(counts) > num_blocks:
             raise ConfigError(
                 f"model.blocks_per_stage must be {num_stages - 1} counts (one for each stage but "

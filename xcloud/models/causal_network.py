@@ -1,10 +1,12 @@
-"""Parts of a `transformers` causal language model (its embeddings, some of its blocks, its head),
-and their weights: drawn from a seed, read from a checkpoint, written as one. Beside them LoRA's
+"""Parts of a `transformers` causal language model (its embeddings, some of its blocks, its head):
+how they run, their weights (drawn, read from a checkpoint, written as one), and beside them LoRA's
 adapters, by `peft`. What a stage computes is causal_stage.py's.
 
 The network is laid out on torch's "meta" device, which costs no memory; what other stages hold is
 taken out, and only what is left is given memory and weights, one block after another. Names stay
 those of the whole model.
+
+Shapes: B samples, S positions, H features.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from xcloud.base.settings import Positive, between, check, settings
 from xcloud.models.checkpoint import WeightFiles, raw_config
 from xcloud.models.stages import seeded
 
+Masks = Tensor | None | dict[str, Tensor | None]
+
 HEAD = "lm_head"
 ADAPTER = "default"  # what peft calls the only adapter of a network
 PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
@@ -31,54 +35,42 @@ PEFT_PREFIX = "base_model.model."  # of every tensor in a file of peft
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parts of a model type are called. embeddings, blocks, norm: module names.
-
-    first: other modules that only the first stage runs (learned positions, their dropout).
-    by_type: its forward takes a mask for each type of layer. old_head: the head's name in files.
-    """
+    """Module names of a model type. first: others that only the first stage runs. old_head: the
+    head's name in files."""
 
     embeddings: str = "embed_tokens"
     blocks: str = "layers"
     norm: str = "norm"
     first: Sequence[str] = ()
-    by_type: bool = False
     old_head: str = HEAD
 
 
-LLAMA = Kind()
-QWEN = Kind(by_type=True)
+LLAMAS = ("llama", "mistral", "gemma", "qwen2", "qwen3", "gemma2", "gemma3_text")
 KINDS: Mapping[str, Kind] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "gemma": LLAMA,
-    "qwen2": QWEN,
-    "qwen3": QWEN,
-    "gemma2": QWEN,
-    "gemma3_text": QWEN,
+    **dict.fromkeys(LLAMAS, Kind()),
     "gpt2": Kind("wte", "h", "ln_f", ("wpe", "drop")),
-    "gpt_neox": Kind(
-        "embed_in", norm="final_layer_norm", first=("emb_dropout",), old_head="embed_out"
-    ),
+    "gpt_neox": Kind("embed_in", "layers", "final_layer_norm", ("emb_dropout",), "embed_out"),
 }
 
 
 class Elsewhere(nn.Module):
-    """Stands where another stage holds the module; hands on the rows."""
+    """Stands where another stage holds the module: hands on rows, and adds no learned position."""
 
-    def forward(self, rows: Tensor, *others: object, **options: object) -> Tensor:
-        return rows
+    def forward(self, given: Tensor, *others: object, **options: object) -> Tensor:
+        return given if given.is_floating_point() else torch.zeros((), device=given.device)
 
 
-class NoPositions(nn.Module):
-    """Stands where another stage has added the learned positions."""
+@dataclass(frozen=True)
+class Part:
+    """What a stage holds: some blocks, the embeddings (is_first), norm and head (is_last)."""
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)
+    blocks: range
+    is_first: bool
+    is_last: bool
 
 
 def read_config(name_or_path: str) -> Any:
-    """The transformers config of a checkpoint. DataError if it is nowhere, ConfigError if it is
-    of no type in KINDS."""
+    """DataError if it is nowhere, ConfigError if it is of no type in KINDS."""
     raw = raw_config(name_or_path)
     if raw.get("model_type") not in KINDS:
         raise ConfigError(
@@ -89,24 +81,10 @@ def read_config(name_or_path: str) -> Any:
 
 
 def config_of(described: Mapping[str, Any]) -> Any:
-    """The transformers config that a config.json describes."""
+    """transformers' own, of what a config.json says."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**described)
-
-
-def ties_embeddings(config: Any) -> bool:
-    """Whether the head's matrix is that of the embeddings."""
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a stage holds: some blocks, the embeddings (is_first), norm and head (is_last)."""
-
-    blocks: range
-    is_first: bool
-    is_last: bool
 
 
 def network_of(config: Any, part: Part) -> Any:
@@ -134,7 +112,7 @@ def laid_out(config: Any, part: Part) -> Any:
             blocks[number] = Elsewhere()
     if not part.is_first:
         for name in (kind.embeddings, *kind.first):
-            setattr(base, name, NoPositions() if name == "wpe" else Elsewhere())
+            setattr(base, name, Elsewhere())
     if not part.is_last:
         setattr(base, kind.norm, Elsewhere())
         setattr(network, HEAD, Elsewhere())
@@ -142,8 +120,68 @@ def laid_out(config: Any, part: Part) -> Any:
     return network
 
 
+def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
+    """What the model's forward takes as attention_mask, float32 [B, 1, S, S]: 0 where a token may
+    look (itself, what stands before it in its document), else very low. None where samples are
+    one document each: attention then needs no memory in the square of S. All layers share it.
+
+    places_BS: position of each token in its document. num_new: rows of so many last tokens only.
+    """
+    begins_BS, length = places_BS == 0, places_BS.shape[1]
+    documents_BS = begins_BS.cumsum(1, dtype=torch.int32)
+    before = 0 if num_new is None else length - num_new
+    window = getattr(config, "sliding_window", None) or length
+    is_plain = not before and config._attn_implementation == "sdpa" and not begins_BS[:, 1:].any()
+
+    def mask_of(window: int) -> Tensor | None:
+        if is_plain and window >= length:
+            return None
+        # In place: each [S, S] more would be felt.
+        sees = documents_BS[:, None, before:, None] == documents_BS[:, None, None]
+        hidden = sees.tril_(before).triu_(before - window + 1).logical_not_()
+        mask = torch.zeros(hidden.shape, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+
+    full = mask_of(length)
+    near = full if window >= length else mask_of(window)
+    by_type = getattr(config, "layer_types", None)
+    return {"full_attention": full, "sliding_attention": near} if by_type else near
+
+
+class Past:
+    """Keys and values of the tokens so far. Samples are one document each, of equal length."""
+
+    def __init__(self) -> None:
+        from transformers import DynamicCache
+
+        self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
+        self.length = 0
+
+
+def run(
+    network: Any,
+    places_BS: Tensor,
+    ids_BS: Tensor | None,
+    rows_BSH: Tensor | None,
+    past: Past | None = None,
+) -> Tensor:
+    """From ids or rows to rows [B, S, H]. past: of the tokens before these, which it takes in."""
+    cache, seen_BS = None, places_BS
+    if past is not None:
+        past.length += places_BS.shape[1]
+        cache = past.keys_and_values
+        seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
+    masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
+    output = network.base_model(
+        input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
+        past_key_values=cache, use_cache=cache is not None,
+    )  # fmt: skip
+    rows: Tensor = output.last_hidden_state
+    return rows
+
+
 def give_memory(network: Any, module: nn.Module) -> None:
-    """To what has none yet in a module of the network; buffers are computed, weights not set."""
+    """To what has none yet; buffers are computed, weights not set."""
     for inner in module.modules():
         buffers = list(inner.buffers(recurse=False))
         if any(tensor.is_meta for tensor in (*inner.parameters(recurse=False), *buffers)):
@@ -153,9 +191,9 @@ def give_memory(network: Any, module: nn.Module) -> None:
 
 
 def tie(network: Any) -> None:
-    """The head to the embeddings, in a part that holds both of a model that ties them."""
+    """The head to the embeddings, in a part that holds both."""
     words, head = network.get_input_embeddings(), getattr(network, HEAD)
-    if ties_embeddings(network.config) and not {Elsewhere} & {type(words), type(head)}:
+    if network.config.tie_word_embeddings and not {Elsewhere} & {type(words), type(head)}:
         head.weight = words.weight
 
 
@@ -167,8 +205,7 @@ def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def draw_weights(network: Any, seed: int) -> None:
-    """Start weights as the model type draws them, one stream for each block, so that the layout
-    does not change them."""
+    """As the model type does, with a random stream for each block."""
     kind, prefix = KINDS[network.config.model_type], network.base_model_prefix
     ends = [f"{prefix}.{name}" for name in (kind.embeddings, *kind.first, kind.norm)]
     blocks = dict(blocks_of(network))
@@ -182,15 +219,12 @@ def draw_weights(network: Any, seed: int) -> None:
 def load_weights(
     network: Any, name_or_path: str, end_block: Callable[[str, nn.Module], None] | None = None
 ) -> None:
-    """Fill this part from a checkpoint's safetensors, block by block; what has no memory gets it
-    then. Only its own tensors are read; adapters beside them are left alone. DataError for a
-    tensor that is missing or of another shape.
-
-    end_block: called with the name of each block and the block, as soon as it is full.
-    """
+    """Fill this part, adapters aside, block by block, each given memory only then. DataError for a
+    tensor that is missing or of another shape. end_block: called with each full block's name and
+    the block."""
     files = WeightFiles(name_or_path)
     kind, prefix = KINDS[network.config.model_type], f"{network.base_model_prefix}."
-    is_tied = ties_embeddings(read_config(name_or_path))
+    is_tied = read_config(name_or_path).tie_word_embeddings
 
     def place_of(name: str) -> str:
         # The second is of a file of the headless model.
@@ -225,8 +259,7 @@ def load_weights(
 
 
 def write_checkpoint(network: Any, folder: Path) -> None:
-    """A whole model as a folder that transformers loads. Its own save_pretrained writes on rank 0
-    of a process group only, and any cloud may make a base."""
+    """As save_pretrained, which writes on rank 0 of a process group only."""
     folder.mkdir(parents=True, exist_ok=True)
     network.config.architectures = [type(network).__name__]
     (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))
@@ -241,12 +274,10 @@ def write_checkpoint(network: Any, folder: Path) -> None:
 @settings("model.lora")
 class Lora:
     """Low-rank adapters beside frozen matrices (Hu et al., arXiv:2106.09685):
-    y = W x + (alpha / r) B A x, A drawn, B zero at the start.
+    y = W x + (alpha / r) B A dropout(x), A drawn, B zero at the start.
 
-    r: rank. alpha: scale, of which alpha / r counts. dropout: in front of A.
     targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
-        takes for this type of model. layers: blocks that get adapters, from 0; None: all. Below
-        the first of them nothing is trained, and no gradient comes back over a boundary there.
+        takes for this type of model. layers: blocks that get adapters, from 0; None: all.
     """
 
     r: Positive = 16
@@ -282,8 +313,7 @@ class Lora:
         return frozenset(range(config.num_hidden_layers) if self.layers is None else self.layers)
 
     def add_to(self, network: Any) -> None:
-        """Freeze the network and put trained adapters beside its targets, in place; `draw` starts
-        them."""
+        """Freeze the network and put adapters beside its targets, which `draw` starts."""
         from peft import inject_adapter_in_model
 
         layers, targets = self.layers_in(network.config), self.targets_in(network.config)
@@ -300,8 +330,7 @@ class Lora:
                 inject_adapter_in_model(self._settings(network.config, names), network, ADAPTER)
 
     def draw(self, prefix: str, block: nn.Module, seed: int) -> None:
-        """Start the adapters of a block called `prefix`. It depends on the seed and their own name
-        alone."""
+        """Start the adapters of a block called `prefix`, from the seed and their names alone."""
         from peft.tuners.lora import LoraLayer
 
         for name, module in block.named_modules(prefix=prefix):
@@ -338,7 +367,7 @@ def _linear_names(config: Any) -> list[str]:
 
 
 def adapter_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' tensors under the names that peft gives them in a file."""
+    """Under the names that peft gives them in a file."""
     for name, tensor in network.state_dict().items():
         if ".lora_" in name:
             yield PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."), tensor

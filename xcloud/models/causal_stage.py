@@ -1,5 +1,5 @@
-"""A stage of a cut causal language model: token ids or rows in, rows or the loss out.
-Which blocks it holds and where they come from is causal.py's.
+"""A stage of a cut causal language model: token ids or rows in, rows or the loss out; and a small
+model pretrained as one such stage (`OwnCausal`). Which blocks a stage holds is causal.py's.
 
 Batch fields, int64 [B, S]: "text" token ids, NO_TOKEN after them; "types" which of the sample's
 documents a token belongs to, from 0; "label" the token to be guessed at each place, NO_LABEL where
@@ -10,38 +10,49 @@ V token ids, C of them in a piece of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, field
 from itertools import count, pairwise
-from typing import Any, cast
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
     Architecture,
     Batch,
+    BuildContext,
     Message,
     Stage,
     StageOutput,
+    TokenIds,
 )
-from xcloud.models.causal_network import HEAD, KINDS, Part, adapter_tensors, ties_embeddings
-from xcloud.models.encoder import Packing
+from xcloud.hub import bytes_of, key_of, made_once
+from xcloud.models.causal_network import (
+    HEAD,
+    Part,
+    Past,
+    adapter_tensors,
+    config_of,
+    draw_weights,
+    network_of,
+    run,
+    write_checkpoint,
+)
+from xcloud.models.encoder import Packing, check_heads
+from xcloud.models.pretraining import Descent, PublicTexts
 from xcloud.models.split_point import Projection
-from xcloud.models.stages import LABEL, TEXT, TYPES
+from xcloud.models.stages import LABEL, TEXT, TYPES, seed_of
 
-Masks = Tensor | None | dict[str, Tensor | None]
-
-
-def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """For what is computed again in the backward: by the kernel of the forward, which the trainer
-    chooses for its precision."""
-    # The switch is that of CPUs too.
-    is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
+# Part of every cache key: raise it when the same settings would give other weights than before.
+CODE_VERSION = 2
 
 
 def packed_places(types_BS: Tensor) -> Tensor:
@@ -53,82 +64,14 @@ def packed_places(types_BS: Tensor) -> Tensor:
     return order_BS - starts_BS
 
 
-def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
-    """What the model's forward takes as attention_mask, float32 [B, 1, S, S]: 0 where a token may
-    look, else very low. A token sees itself and what stands before it in its own document. None
-    where samples are one document each: attention then needs no memory in the square of S. All
-    layers share a mask, 4 bytes a pair of tokens: 1.1 GB for a sample of 16,384.
-
-    places_BS: position of each token in its document; 0 begins one. num_new: only the rows of so
-    many last tokens are wanted; None: all.
-    """
-    begins_BS, length = places_BS == 0, places_BS.shape[1]
-    documents_BS = begins_BS.cumsum(1, dtype=torch.int32)
-    before = 0 if num_new is None else length - num_new
-    window = getattr(config, "sliding_window", None) or length
-    is_plain = not before and config._attn_implementation == "sdpa" and not begins_BS[:, 1:].any()
-
-    def mask_of(window: int) -> Tensor | None:
-        if is_plain and window >= length:
-            return None
-        # In place: each [S, S] more would be felt.
-        sees = documents_BS[:, None, before:, None] == documents_BS[:, None, None]
-        hidden = sees.tril_(before).triu_(before - window + 1).logical_not_()
-        mask = torch.zeros(hidden.shape, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-
-    full = mask_of(length)
-    near = full if window >= length else mask_of(window)
-    if KINDS[config.model_type].by_type:
-        return {"full_attention": full, "sliding_attention": near}
-    return near
-
-
-class Past:
-    """What a part's blocks keep of the tokens so far: keys and values. Samples are one document
-    each, of equal length."""
-
-    def __init__(self) -> None:
-        from transformers import DynamicCache
-
-        self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
-        self.length = 0
-
-
-def run(
-    network: Any,
-    places_BS: Tensor,
-    ids_BS: Tensor | None,
-    rows_BSH: Tensor | None,
-    past: Past | None = None,
-) -> Tensor:
-    """Through this part's embeddings (ids) or from rows, its blocks and its norm: [B, S, H].
-    past: of the tokens before these, which are added to it."""
-    cache, seen_BS = None, places_BS
-    if past is not None:
-        past.length += places_BS.shape[1]
-        cache = past.keys_and_values
-        seen_BS = torch.arange(past.length, device=places_BS.device).expand(len(places_BS), -1)
-    masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
-    output = network.base_model(
-        input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
-        past_key_values=cache, use_cache=cache is not None,
-    )  # fmt: skip
-    rows: Tensor = output.last_hidden_state
-    return rows
-
-
 class CausalStage(Stage):
     """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
-
-    cut: what reduces rows on their way out, or restores them on their way in. handed_over: see
-    Stage.hand_over. frozen: nothing is trained, and there is no dropout. is_tied: the embeddings
-    or the head here are one matrix with the pipeline's other end.
-    """
+    cut: what reduces rows on their way out, or restores them on their way in. is_tied: embeddings
+    or head are one matrix with the pipeline's other end."""
 
     def __init__(
         self,
-        network: nn.Module,
+        network: Any,
         part: Part,
         chunk: int,
         architecture: Architecture,
@@ -140,6 +83,7 @@ class CausalStage(Stage):
         super().__init__(architecture, handed_over, frozen)
         self.network = network
         self._part, self._chunk = part, chunk
+        self._softcap: float | None = getattr(network.config, "final_logit_softcapping", None)
         self.cut, self._is_tied = cut, is_tied
         if frozen:
             self.requires_grad_(False)
@@ -147,9 +91,8 @@ class CausalStage(Stage):
     def tied(self) -> nn.Parameter | None:
         if not self._is_tied:
             return None
-        network = cast(Any, self.network)
-        tied = self._head if self._part.is_last else network.get_input_embeddings()
-        return cast(nn.Parameter, tied.weight)
+        words = cast(Any, self.network).get_input_embeddings()
+        return cast(nn.Parameter, (self._head if self._part.is_last else words).weight)
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         cast(Projection, self.cut).start(*tensors)
@@ -159,8 +102,9 @@ class CausalStage(Stage):
         cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
         if self.architecture["lora"]:
             return dict(adapter_tensors(self.network)) | cut
-        state = self.network.state_dict()
-        if self._part.is_first and self._part.is_last and ties_embeddings(self.network.config):
+        state: dict[str, Tensor] = self.network.state_dict()
+        is_whole, config = self._part.is_first and self._part.is_last, self.network.config
+        if is_whole and config.tie_word_embeddings:
             del state[f"{HEAD}.weight"]  # it is that of the embeddings
         return state | cut
 
@@ -176,8 +120,7 @@ class CausalStage(Stage):
     def forward(
         self, received: Message | None, batch: Batch, past: Past | None = None
     ) -> StageOutput:
-        """past: of the tokens before those of the batch, which are added to it; None: the batch
-        has all."""
+        """past: of the tokens before those of the batch, which it takes in."""
         packing, rows = self._rows(received, batch, past)
         if self._part.is_last:
             return StageOutput(loss=self._losses(rows, packing, batch)[0].sum())
@@ -243,11 +186,6 @@ class CausalStage(Stage):
     def _head(self) -> nn.Linear:
         return cast(nn.Linear, getattr(self.network, HEAD))
 
-    @property
-    def _softcap(self) -> float | None:
-        cap: float | None = getattr(self.network.config, "final_logit_softcapping", None)
-        return cap
-
 
 def chunked_cross_entropy(
     rows_RH: Tensor,
@@ -258,8 +196,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """float32 [R]: -log softmax(rows @ words')[label] of each row, in nats, words being [V, H].
 
-    Only [R, C] logits exist at any time, C = `chunk`: the forward keeps the norm of each piece,
-    the backward computes the piece again from rows and words.
+    Only [R, C] logits exist at any time, C = `chunk`: the backward computes each piece again.
     softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
     Under autocast the products are in its dtype; sums are float32.
     """
@@ -312,9 +249,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Summed over the pieces, so in float32 whatever the dtype of the products.
         to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
         to_words = torch.zeros_like(words_VH) if wants_words else None
-        for start, words_CH in zip(
-            count(0, ctx.chunk), torch.split(words_VH, ctx.chunk), strict=False
-        ):
+        for start, words_CH in _pieces(words_VH, ctx.chunk):
             logits_RC = _logits(rows_RH, words_CH, ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
             rows = (labels_R // ctx.chunk == start // ctx.chunk).nonzero()[:, 0]
@@ -328,3 +263,136 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if to_words is not None:
                 to_words[start : start + ctx.chunk] = slope_RC.T @ rows_RH
         return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None
+
+
+@settings("NextTokenPretraining")
+class NextTokenPretraining(Descent):
+    """Guess the next token, in windows of `length` tokens of the joined texts."""
+
+    steps: NotNegative = 800
+    learning_rate: PositiveFloat = 3e-3
+    warmup_steps: NotNegative = 80
+    batch_size: Positive = 16
+    length: Annotated[int, Field(ge=2)] = 64
+
+    def train(
+        self,
+        stage: CausalStage,
+        texts: Sequence[Sequence[int]],
+        ids: TokenIds,
+        report: Callable[[str], None],
+        unfinished: Path,
+    ) -> float:
+        """In place, from settings and texts alone; returns nats per token of the last batches."""
+        flat = torch.tensor([token for text in texts for token in (ids.bos, *text, ids.eos)])
+        if len(flat) <= self.length:
+            raise DataError(
+                f"the public texts have {len(flat)} tokens, fewer than a window of {self.length}: "
+                "raise OwnCausal.num_texts"
+            )
+        device = next(stage.parameters()).device
+        draw = torch.Generator().manual_seed(seed_of(self.seed, "windows"))
+        mean = math.nan
+
+        def windows() -> Iterator[dict[str, Tensor]]:
+            while True:
+                starts_B = torch.randint(
+                    len(flat) - self.length, (self.batch_size,), generator=draw
+                )
+                places_BS = starts_B[:, None] + torch.arange(self.length)
+                text_BS, label_BS = flat[places_BS].to(device), flat[places_BS + 1].to(device)
+                yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
+
+        def loss_of(batch: dict[str, Tensor]) -> Tensor:
+            loss: Tensor = stage(None, batch).loss
+            return loss / batch[LABEL].numel()
+
+        steps = self.descend(
+            stage, windows(), loss_of, report, lambda: f"loss {mean:.3f}", unfinished
+        )
+        for _, loss in steps:
+            now = float(loss)
+            mean = now if math.isnan(mean) else 0.95 * mean + 0.05 * now
+        return mean
+
+
+@settings("OwnCausal")
+class OwnCausal:
+    """A model of the Llama kind, made from `num_texts` public texts and kept as
+    cache_dir/causal/<hash>, a folder that transformers loads, so that every cloud can make the
+    same one. The hash covers texts, sizes, settings and CODE_VERSION, not the seed of the run.
+
+    num_kv_heads: heads of keys and values; None: num_heads. tied: one matrix for embeddings and
+    head. The cloud that makes it holds it whole, once.
+    """
+
+    text: PublicTexts
+    num_texts: Positive = 20_000
+    kind: Literal["llama", "mistral", "qwen2"] = "llama"  # others: model.checkpoint
+    hidden: Positive = 128
+    num_layers: Positive = 4
+    num_heads: Positive = 4
+    num_kv_heads: Positive | None = None
+    feed_forward: Positive = 384
+    tied: bool = False
+    pretraining: NextTokenPretraining = field(default_factory=NextTokenPretraining)
+
+    def __post_init__(self) -> None:
+        check_heads("OwnCausal.num_heads", self.num_heads, self.hidden)
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"OwnCausal.num_kv_heads must divide num_heads {self.num_heads}, got "
+                f"{self.num_kv_heads}"
+            )
+
+    def describe(self) -> str:
+        return f"own {self.kind} {self.num_layers} x {self.hidden}"
+
+    def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
+        """ids None: of one token, enough for the shapes of blocks."""
+        ids = ids or TokenIds(1, 0, 0, 0, 0)
+        described = {
+            "model_type": self.kind,
+            "vocab_size": ids.size,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": self.feed_forward,
+            "max_position_embeddings": max(max_length, self.pretraining.length),
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": ids.bos,
+            "eos_token_id": ids.eos,
+            "pad_token_id": None,
+        }
+        return config_of(described | ({"sliding_window": None} if self.kind == "mistral" else {}))
+
+    def folder(self, context: BuildContext) -> Path:
+        """The checkpoint, made if it is not in the cache."""
+        ids = self.text.token_ids(context.cache_dir)
+        config = self.config(context.max_length, ids)
+        texts = self.text.sentences(self.num_texts, context.cache_dir)
+
+        def build(folder: Path, unfinished: Path) -> None:
+            def report(line: str) -> None:
+                what = f"{self.describe()}: pretraining on {len(texts):,} public texts"
+                context.report(f"{what}, {line}")
+
+            shorter = "model.own.pretraining.steps=N makes it shorter"
+            report(f"{self.pretraining.steps} steps; {shorter}")
+            part = Part(range(self.num_layers), True, True)
+            network = network_of(config, part)
+            draw_weights(network, self.pretraining.seed)
+            stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
+            loss = self.pretraining.train(stage, texts, ids, report, unfinished)
+            write_checkpoint(network, folder)
+            if self.pretraining.steps:
+                context.report(f"{self.describe()}: loss {loss:.3f} at the end")
+
+        described = {
+            "code": CODE_VERSION,
+            "settings": {k: v for k, v in asdict(self).items() if k != "text"},
+            "positions": config.max_position_embeddings,
+            "ids": asdict(ids),
+        }
+        return made_once(f"causal/{key_of(described, bytes_of(texts))}", context, build)[0]

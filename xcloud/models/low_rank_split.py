@@ -1,5 +1,5 @@
-"""A BERT-type encoder fine-tuned for an understanding task, cut so that few features cross, and
-the heads that answer the task. The cut, and what stands at it: split_point.py.
+"""A BERT-type encoder fine-tuned for an understanding task, cut so that few features cross: after
+a block (split_point.py), or inside of one, which is here. Heads: stages.py.
 
 2 stages:  embeddings, lower blocks, V | S, U, upper blocks, head
 3 stages:  embeddings, lower blocks, V | S, U, upper blocks | head     ("U-shape": with the first
@@ -7,20 +7,16 @@ the heads that answer the task. The cut, and what stands at it: split_point.py.
 The network is the same either way. Source: Shi et al., arXiv:2211.16703; Pan et al., ZTE
 Technology Journal 2023(4), section 2.2.2.
 
-Batch fields: "text", "types": int64 [B, S], padded on the right; "label": see Head.
-Shapes: B samples, S positions of the longest sample, R rows (tokens that are not padding),
-H features, K features that cross.
+Shapes: R rows (tokens that are not padding), H features, K features that cross.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -28,28 +24,30 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import (
     NO_TOKEN,
-    Architecture,
-    Batch,
     Boundary,
     BoundaryField,
     BuildContext,
     Head,
-    Message,
     Stage,
-    StageOutput,
 )
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
-from xcloud.models.calibration import basis_of, orthonormal_rows
-from xcloud.models.encoder import Encoder, EncoderConfig, Packing
-from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Basis, Projection, Split, make_cut
-from xcloud.models.stages import LABEL, TEXT, RowsStage, TextModel, rows_boundary, seeded
-
-VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.model.Head
-SCORE_SCALE = 10_000
+from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing
+from xcloud.models.pretraining import PublicTexts
+from xcloud.models.split_point import Split, largest_entry_sign, orthonormal_rows, projection_at
+from xcloud.models.stages import (
+    TEXT,
+    Pooling,
+    RowsStage,
+    SampleHead,
+    SpanHead,
+    TextHead,
+    TextModel,
+    UpperStage,
+    rows_boundary,
+    seeded,
+)
 
 Dropout = Annotated[float, Field(ge=0.0, le=0.99)]
-Pooling = Literal["first", "mean"]
 
 
 @settings("LowRankSplit")
@@ -62,8 +60,7 @@ class LowRankSplit(TextModel):
     public_text: for estimating a basis, if split.calibration=public.
     pooling: a sample's row is that of its first token, or the mean over its tokens.
     dropout: in the backbone and before the classifier. attention_dropout: 0 keeps attention on
-        the fused kernel; BERT uses 0.1.
-    max_answer_tokens: maximum length of a predicted span.
+        the fused kernel; BERT uses 0.1. max_answer_tokens: of a predicted span.
     """
 
     backbone: PretrainedBackbone | PublicBackbone
@@ -108,7 +105,7 @@ class LowRankSplit(TextModel):
         self.backbone.check_length(max_length)
         if stage == 0:
             return rows_boundary(
-                (split.rank if split.is_low_rank else None) or whole,
+                split.width(whole),
                 max_length,
                 whole=whole,
                 gradient_returns=not split.freezes_bottom,
@@ -125,18 +122,19 @@ class LowRankSplit(TextModel):
             head = Head(**about["head"]) if about["head"] is not None else None
             context = replace(context, head=head, max_length=int(about["max_length"]))
         if stage == 2:  # a separate head needs only the encoder's width
-            return self._head_alone(context)
+            hidden = self.backbone.width() if about is None else int(about["hidden"])
+            self.split.check_rank(hidden)
+            way = way_to_head(hidden, self.split.kept_head_rank, context.seed)[1]
+            answer = self._answer(hidden, context)
+            return UpperStage(_about(context, hidden=hidden), {}, None, way, answer)
         if about is not None:
-            weights, basis = Weights(EncoderConfig(**about["backbone"]), None), None
+            weights = Weights(EncoderConfig(**about["backbone"]), None)
         else:
             weights = self.backbone.weights(TEXT, context)
-            config = weights.config
-            self._check_network(config.num_layers, config.hidden)
-            sizes, lower = (config.vocab_size, config.hidden), partial(self.lower, weights)
-            basis = basis_of(self.split, stage, sizes, lower, self.public_text, context)
+        self._check_network(weights.config.num_layers, weights.config.hidden)
         if stage == 0:
-            return self._bottom(weights, basis, context)
-        return self._top(weights, basis, context, is_last=num_stages == 2)
+            return self._bottom(weights, context)
+        return self._top(weights, context, is_last=num_stages == 2)
 
     def _check_network(self, num_layers: int | None, hidden: int) -> None:
         if num_layers is not None and self.split.block >= num_layers:
@@ -146,18 +144,19 @@ class LowRankSplit(TextModel):
             )
         self.split.check_rank(hidden)
 
-    def _bottom(self, weights: Weights, basis: Basis | None, context: BuildContext) -> Stage:
+    def _bottom(self, weights: Weights, context: BuildContext) -> Stage:
         split = self.split
         encoder = self._part(weights, range(split.block + 1), embeddings=True)
         layers = dict(encoder.layers)
-        if cut := self._cut(encoder, 0, basis, context):
-            if split.is_inside:
-                del layers[str(split.block)]  # the cut has what is left of it
+        cut, handed = self._cut(0, weights, encoder, context)
+        if split.is_inside:
+            del layers[str(split.block)]  # the cut has what is left of it
+        if cut is not None:
             layers["cut"] = cut
         # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
         has_types, pad = weights.config.type_vocab_size > 1, context.vocabularies[TEXT].pad
-        handed, frozen = split.handed_over(0, basis), split.freezes_bottom
         about = _about(context, backbone=asdict(weights.config))
+        frozen = split.freezes_bottom
         return RowsStage(about, encoder.embeddings, layers, TEXT, pad, has_types, handed, frozen)
 
     def lower(self, weights: Weights) -> Stage:
@@ -167,12 +166,10 @@ class LowRankSplit(TextModel):
         layers = dict(encoder.layers)
         return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
 
-    def _top(
-        self, weights: Weights, basis: Basis | None, context: BuildContext, *, is_last: bool
-    ) -> Stage:
+    def _top(self, weights: Weights, context: BuildContext, *, is_last: bool) -> Stage:
         hidden, block = weights.config.hidden, self.split.block
         encoder = self._part(weights, range(block, weights.config.num_layers), embeddings=False)
-        cut = self._cut(encoder, 1, basis, context)
+        cut, _ = self._cut(1, weights, encoder, context)
         layers: dict[str, nn.Module] = {} if cut is None else {"cut": cut}
         layers |= {name: layer for name, layer in encoder.layers.items() if name != str(block)}
         way, widen = way_to_head(hidden, self.split.kept_head_rank, context.seed)
@@ -182,14 +179,6 @@ class LowRankSplit(TextModel):
         pooling = self.pooling if self.output == "sample" else None
         about = _about(context, backbone=asdict(weights.config))
         return UpperStage(about, layers, pooling, way, answer)
-
-    def _head_alone(self, context: BuildContext) -> Stage:
-        about = context.architecture
-        hidden = self.backbone.width() if about is None else int(about["hidden"])
-        self.split.check_rank(hidden)
-        answer = self._answer(hidden, context)
-        way = way_to_head(hidden, self.split.kept_head_rank, context.seed)[1]
-        return UpperStage(_about(context, hidden=hidden), {}, None, way, answer)
 
     def _part(self, weights: Weights, blocks: range, *, embeddings: bool) -> Encoder:
         dropout = 0.0 if embeddings and self.split.freezes_bottom else self.dropout
@@ -202,10 +191,16 @@ class LowRankSplit(TextModel):
         return encoder
 
     def _cut(
-        self, encoder: Encoder, stage: int, basis: Basis | None, context: BuildContext
-    ) -> nn.Module | None:
-        block = encoder.layer(self.split.block)
-        return make_cut(self.split, stage, encoder.config.hidden, context.max_length, basis, block)
+        self, stage: int, weights: Weights, encoder: Encoder, context: BuildContext
+    ) -> tuple[nn.Module | None, tuple[Tensor, ...]]:
+        """What stands at the boundary on this side, and what the stage hands over."""
+        if self.split.is_inside:
+            return cut_inside(self.split, stage, encoder.layer(self.split.block)), ()
+        sizes, lower = (
+            (weights.config.vocab_size, weights.config.hidden),
+            partial(self.lower, weights),
+        )
+        return projection_at(self.split, stage, sizes, lower, self.public_text, context)
 
     def _answer(self, hidden: int, context: BuildContext) -> TextHead:
         head = context.head
@@ -230,66 +225,6 @@ def _about(context: BuildContext, **more: object) -> dict[str, object]:
     return {"head": head, "max_length": context.max_length, **more}
 
 
-class UpperStage(Stage):
-    """What stands after the boundary, upper blocks, pooling, the way to the head and the head. A
-    separate head has the last two only, and the stage before it all but the head.
-
-    layers: modules of (rows, packing) -> rows. pooling: None keeps all rows. way: see way_to_head.
-    """
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        layers: Mapping[str, nn.Module],
-        pooling: Pooling | None,
-        way: nn.Module,
-        answer: TextHead | None,
-    ) -> None:
-        super().__init__(architecture)
-        self.layers = nn.ModuleDict(layers)
-        self._pooling, self.way, self.answer = pooling, way, answer
-
-    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        cast(Projection, self.layers["cut"]).start(*tensors)
-
-    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        rows, packing = self._rows(received)
-        if self.answer is not None:
-            return StageOutput(loss=self.answer.loss(self.answer(rows), batch[LABEL], packing))
-        if self._pooling is not None:
-            return StageOutput({"pooled": rows.float()})
-        assert packing is not None
-        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
-
-    @torch.no_grad()
-    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
-        assert self.answer is not None
-        rows, packing = self._rows(received)
-        return self.answer.predict(self.answer(rows), batch[LABEL], packing)
-
-    def _rows(self, received: Message | None) -> tuple[Tensor, Packing | None]:
-        """[B, H], or [R, H] without pooling, with the packing if it is known here."""
-        assert received is not None
-        if "counts" not in received:
-            return self.way(received["pooled"]), None
-        packing, rows = Packing(received["counts"]), received["hidden"]
-        for layer in self.layers.values():
-            rows = layer(rows, packing)
-        if self._pooling is not None:
-            rows = pool(rows, packing, self._pooling)
-        return self.way(rows), packing
-
-
-def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
-    """One row per sample, [B, H]: the first token's, or the mean over tokens."""
-    counts = packing.counts
-    if how == "first":
-        return rows_RH.index_select(0, counts.cumsum(0) - counts)
-    samples_R = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    empty = rows_RH.new_zeros(len(counts), rows_RH.shape[1])
-    return empty.index_add(0, samples_R, rows_RH) / counts[:, None]
-
-
 def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn.Module]:
     """H -> K before the boundary to the head, K -> H after it: a low-rank identity path, linear,
     at first orthonormal rows and their transpose. Rank None: all features cross."""
@@ -304,94 +239,78 @@ def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn
     return down, up
 
 
-class SampleHead(nn.Module):
-    """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
-    classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
-    """
+def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
+    """This stage's side of a block that is cut between S and V; it consumes the block."""
+    assert split.rank is not None
+    in_attention = split.linear == "attention_output"
+    if stage:
+        return SvdTop(block, split.rank, in_attention)
+    if not in_attention:
+        return FeedForwardBottom(block, split.rank)
+    block.attention.output = _first_factor(block.attention.output, split.rank)
+    return block.attention
 
-    def __init__(
-        self,
-        hidden: int,
-        head: Head,
-        dropout: float,
-        seed: int,
-        pooler: Mapping[str, Tensor] | None,
-    ) -> None:
+
+class FeedForwardBottom(nn.Module):
+    """V activation(up(x)), with x the attention output. `block.down` is V here."""
+
+    def __init__(self, block: EncoderLayer, rank: int) -> None:
         super().__init__()
-        self.is_value = head.kind == "value"
-        self.dense = fresh_linear(hidden, hidden, seed, "pooler")
-        self.classifier = fresh_linear(hidden, head.num_outputs, seed, "classifier")
-        if pooler is not None:
-            self.dense.load_state_dict(dict(pooler))
-        self.dropout = nn.Dropout(dropout)
+        self.block = block
+        block.down = _first_factor(block.down, rank)
+        del block.norm
 
-    def forward(self, rows_BH: Tensor) -> Tensor:
-        scores: Tensor = self.classifier(self.dropout(torch.tanh(self.dense(rows_BH))))
-        return scores.float()
-
-    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
-        if self.is_value:
-            return F.mse_loss(scores[:, 0], label, reduction="sum")
-        return F.cross_entropy(scores, label, reduction="sum")
-
-    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
-        if self.is_value:
-            return [[round(VALUE_SCALE * value)] for value in scores[:, 0].tolist()]
-        return [[best] for best in scores.argmax(1).tolist()]
+    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
+        block = self.block
+        sent: Tensor = block.down(block.activation(block.up(block.attend(rows_RH, packing))))
+        return sent
 
 
-class SpanHead(nn.Module):
-    """Scores for the first and the last token of the answer, [R, 2].
+class SvdTop(nn.Module):
+    """LN(U S z + b), of the replaced layer W; then, if that is attention's, the feed-forward
+    sub-layer with its own skip connection."""
 
-    loss: mean of the two cross-entropies over the sample's tokens, summed over samples.
-    predict: the span with the highest sum of both scores, of at most `max_answer_tokens`, within
-    the half-open interval from label[:, 2] to the final eos.
-    """
-
-    def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
+    def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
         super().__init__()
-        self.max_answer_tokens = max_answer_tokens
-        self.classifier = fresh_linear(hidden, 2, seed, "classifier")
+        linear = block.attention.output if in_attention else block.down
+        self.s = nn.Linear(rank, rank, bias=False)
+        self.u = nn.Linear(rank, linear.out_features)
+        u, s, _ = factors(linear.weight, rank)
+        with torch.no_grad():
+            self.u.weight.copy_(u)
+            self.u.bias.copy_(linear.bias)
+            self.s.weight.copy_(s)
+        del block.attention
+        if not in_attention:
+            del block.attention_norm, block.up, block.down
+        self.block, self._in_attention = block, in_attention
 
-    def forward(self, rows_RH: Tensor) -> Tensor:
-        scores: Tensor = self.classifier(rows_RH)
-        return scores.float()
-
-    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
-        assert packing is not None
-        grid_BS2 = packing.unpack(scores)
-        if packing.mask is not None:
-            grid_BS2 = grid_BS2.masked_fill(~packing.mask[:, 0, 0, :, None], -torch.inf)
-        first = F.cross_entropy(grid_BS2[..., 0], label[:, 0], reduction="sum")
-        last = F.cross_entropy(grid_BS2[..., 1], label[:, 1], reduction="sum")
-        return (first + last) / 2
-
-    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
-        assert packing is not None
-        grid_BS2 = packing.unpack(scores)
-        places_S = torch.arange(packing.longest, device=scores.device)
-        allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
-        assert allowed_BS.any(1).all(), "a sample has no token that could be an answer"
-        grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
-        length_SS = places_S[None, :] - places_S[:, None] + 1
-        fits_SS = (length_SS >= 1) & (length_SS <= self.max_answer_tokens)
-        answers = []
-        for first_S, last_S in zip(*grid_BS2.unbind(2), strict=True):
-            sums_SS = first_S[:, None] + last_S  # of one sample: of all it may not fit memory
-            best, cell = sums_SS.masked_fill(~fits_SS, -torch.inf).flatten().max(0)
-            place = divmod(int(cell), packing.longest)
-            answers.append([*place, round(SCORE_SCALE * float(best))])
-        return answers
+    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
+        block = self.block
+        rows: Tensor = block.dropout(self.u(self.s(sent_RK)))
+        if self._in_attention:
+            return block.feed(block.attention_norm(rows))
+        rows = block.norm(rows)
+        return rows
 
 
-TextHead = SampleHead | SpanHead
-"""Rows -> scores; `loss` sums over samples, `predict` is as contracts.model.Head says."""
+@torch.no_grad()
+def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U [m, K], S [K, K], V [K, d] of W [m, d], from the exact SVD in float64. The largest entry
+    of each column of U is positive, so that clouds computing it separately agree on signs.
+    """
+    u, s, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
+    sign = largest_entry_sign(u[:, :rank])
+    return (
+        (u[:, :rank] * sign).float(),
+        torch.diag(s[:rank]).float(),
+        (v[:rank] * sign[:, None]).float().contiguous(),
+    )
 
 
-def fresh_linear(in_features: int, out_features: int, seed: int, name: str) -> nn.Linear:
-    """BERT's initialisation: normal with std 0.02, bias zero."""
-    with seeded(seed, name):
-        linear = nn.Linear(in_features, out_features)
-        nn.init.normal_(linear.weight, std=0.02)
-    nn.init.zeros_(linear.bias)
-    return linear
+def _first_factor(linear: nn.Linear, rank: int) -> nn.Linear:
+    """V of a layer W."""
+    v = nn.Linear(linear.in_features, rank, bias=False)
+    with torch.no_grad():
+        v.weight.copy_(factors(linear.weight, rank)[2])
+    return v

@@ -1,5 +1,6 @@
-"""Masked language modelling: pretrains our small encoders on one side's own texts.
-Not a run's training loop (training/); caching is in backbone.py.
+"""Small networks are pretrained on the spot: on what public text, by which descent, and masked
+language modelling for our encoders. Not a run's training loop (training/); next tokens are learned
+in causal_stage.py.
 
 Shapes: R rows (tokens that are not padding), M rows to predict from, H features.
 """
@@ -7,12 +8,14 @@ Shapes: R rows (tokens that are not padding), M rows to predict from, H features
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -20,29 +23,151 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.base.settings import Fraction, NotNegative, Positive, PositiveFloat, settings
+from xcloud.base.settings import (
+    Fraction,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    settings,
+)
+from xcloud.base.units import human_duration
+from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import TokenIds
 from xcloud.models.encoder import Encoder, Packing
-from xcloud.models.made_once import Descent
-from xcloud.models.stages import seed_of
+from xcloud.models.stages import seed_of, seeded_on
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.training.settings import Optimizer
+from xcloud.training.trained_module import TrainedModule
 
+FIRST_REPORT_S = 2.0  # by then the time of a step is known
+REPORT_EVERY_S = 30.0
+SAVE_EVERY_S = 20.0
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50
 PATIENCE = 3  # passes over the texts without a smaller held-out loss
 LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known word boundaries
 
+Batch = TypeVar("Batch")
+
+
+@runtime_checkable
+class PublicTexts(Protocol):
+    """Text that every cloud produces or reads identically, as token ids."""
+
+    def describe(self) -> str:
+        """A short name, without reading anything."""
+
+    def token_ids(self, cache_dir: Path) -> TokenIds:
+        """Size and special ids of the tokenizer."""
+
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        """Token ids of `num` texts without special ids, equal in every cloud. Raises DataError if
+        there are fewer."""
+
+
+@settings("pretraining")
+class Descent:
+    """AdamW with linear warm-up, then linear decay to zero, and gradients of norm 1 at most.
+
+    seed: the network's own, not the run's: runs of several seeds share it, as they would share a
+    published checkpoint. steps=0 leaves random weights.
+    """
+
+    steps: NotNegative
+    learning_rate: PositiveFloat
+    warmup_steps: NotNegative
+    weight_decay: NotNegativeFloat = 0.01
+    seed: NotNegative = 0
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of a step, counted from 0."""
+        warm = (step + 1) / (self.warmup_steps + 1)
+        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
+        return self.learning_rate * min(1.0, warm, left)
+
+    def descend(
+        self,
+        network: nn.Module,
+        batches: Iterator[Batch],
+        loss_of: Callable[[Batch], Tensor],
+        report: Callable[[str], None],
+        score: Callable[[], object],
+        unfinished: Path,
+        more: nn.Module | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Train `network` in place; yields each step, counted from 0, and its loss.
+
+        batches: the same from the first on in every process. score: part of progress reports.
+        unfinished: a folder for the state of network, optimizer, random generators and `more`,
+        written every SAVE_EVERY_S; an earlier process's descent is resumed from it, bit for bit.
+        """
+        network.train()
+        decayed = Optimizer(betas=(0.9, 0.98), weight_decay=self.weight_decay)
+        optimizer = decayed.build(network.parameters())
+        parts: dict[str, Stateful] = {"network": TrainedModule(network, optimizer)}
+        parts["generators"] = _Generators(next(network.parameters()).device)
+        if more is not None:
+            parts["more"] = TrainedModule(more, None)
+        folder = CheckpointFolder(unfinished)
+        first = next((step for step in folder.steps() if folder.ranks(step)), 0)
+        if first:
+            load_states(parts, folder.read(first, 0), "an unfinished backbone")
+            report(f"resumed after step {first} of {self.steps}, where it was interrupted")
+        for _ in range(first):
+            next(batches)
+        began_at_s = saved_at_s = time.monotonic()
+        report_at_s = began_at_s + FIRST_REPORT_S
+        for step in range(first, self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate_at(step)
+            with torch.enable_grad():
+                loss = loss_of(next(batches))
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            yield step, loss.detach()
+            now_s = time.monotonic()
+            if step == first:  # takes longer than others
+                began_at_s = now_s
+            elif now_s >= report_at_s:
+                left_s = (now_s - began_at_s) / (step - first) * (self.steps - step - 1)
+                about = f"about {human_duration(left_s)} left"
+                report(f"step {step + 1}/{self.steps}, {about}, {score()}")
+                report_at_s = time.monotonic() + REPORT_EVERY_S
+            if now_s - saved_at_s >= SAVE_EVERY_S:
+                folder.write(step + 1, 0, states_of(parts), {})
+                for earlier in folder.steps()[1:]:
+                    folder.delete(earlier, 0)
+                saved_at_s = now_s
+
+
+class _Generators:
+    """Torch's own random generators, from which dropout draws on this device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all = [torch.default_generator]
+        if device.type == "cuda":
+            self._all.append(torch.cuda.default_generators[device.index or 0])
+
+    def state_dict(self) -> State:
+        return {str(number): one.get_state() for number, one in enumerate(self._all)}
+
+    def load_state_dict(self, state: State) -> None:
+        for number, one in enumerate(self._all):
+            one.set_state(torch.as_tensor(state[str(number)]))
+
 
 @settings("MaskedLanguageModelling")
 class MaskedLanguageModelling(Descent):
-    """Guess masked words.
+    """Guess masked words: `mask_share` of the tokens are predicted; of these 80 % are replaced by
+    the mask id, 10 % by a random id, 10 % are kept (Devlin et al., arXiv:1810.04805), anew each
+    time (Liu et al., arXiv:1907.11692).
 
-    `mask_share` of the tokens are predicted; of these 80 % are replaced by the mask id, 10 % by a
-    random id, 10 % are kept (Devlin et al., arXiv:1810.04805). Masking is dynamic (Liu et al.,
-    arXiv:1907.11692).
-    causal_share: of the batches, read from left to right under a causal mask instead: every token
-    is predicted from those before it. A network that shall also serve as a decoder has then seen
-    what a decoder sees (both objectives share all weights: Dong et al., UniLM, arXiv:1905.03197;
-    without their segments and sequence-to-sequence masks).
+    causal_share: of the batches, in which every token is predicted from those before it, under a
+    causal mask: what a decoder sees (as in UniLM, Dong et al., arXiv:1905.03197, without its
+    segments and sequence-to-sequence masks).
     max_epochs: `steps` is reduced to so many passes over the texts (and warmup_steps to a tenth of
     that at most); it ends earlier when the held-out loss has not fallen for PATIENCE of them, and
     keeps the weights with which it was least. None: `steps`, and the last weights.
@@ -61,8 +186,8 @@ class MaskedLanguageModelling(Descent):
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """On held-out sentences: mean cross-entropy (nats) and accuracy, of masked tokens; of next
-    tokens only where the network has seen no others (causal_share=1)."""
+    """Mean cross-entropy (nats) and accuracy, of masked tokens; of next tokens if causal_share is
+    1."""
 
     loss: float
     accuracy: float
@@ -97,8 +222,8 @@ def pretrain(
     unfinished: Path,
     setting: str = "pretraining",
 ) -> HeldOutScore:
-    """Train the encoder in place, on its device. Deterministic given settings, sentences and
-    initial weights; independent of timing, reports and interruptions (see Descent.descend).
+    """Train the encoder in place, on its device; the same settings, sentences and initial weights
+    give the same bits, interrupted or not.
 
     sentences: token ids without special ids; DataError if fewer than two are non-empty. setting:
     the dotted name of `settings`, for the user who wants it shorter.
@@ -108,10 +233,7 @@ def pretrain(
     longest = encoder.config.max_positions - 2
     texts = [torch.tensor([ids.bos, *text[:longest], ids.eos]) for text in sentences if len(text)]
     if len(texts) < 2:
-        raise DataError(
-            f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
-            "Is the corpus empty?"
-        )
+        raise DataError(f"pretraining a backbone needs 2 sentences or more, got {len(texts)}")
     order = torch.randperm(len(texts), generator=draw).tolist()
     num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
     train = [texts[i] for i in order[num_held_out:]]
@@ -123,23 +245,18 @@ def pretrain(
     passes = f"{settings.steps} steps, {settings.steps / a_pass:.1f} passes over them"
     report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
 
-    def loss_of(batch: _Guesses) -> Tensor:
-        return _loss(encoder, batch)[0]
-
-    def score() -> HeldOutScore:
-        return evaluate(encoder, held_out, ids, settings)
-
+    score = partial(evaluate, encoder, held_out, ids, settings)
     modes = _evenly(settings.causal_share)
     batches = (
         _guesses(batch, ids, settings.mask_share, draw, next(modes))
         for batch in _batches(train, settings.batch_tokens, draw)
     )
     best = None if settings.max_epochs is None else _Best(encoder)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        torch.manual_seed(seed_of(settings.seed, "dropout"))
-        encoder.train()
-        descent = settings.descend(encoder, batches, loss_of, report, score, unfinished, best)
-        for step, _ in descent:
+    with seeded_on(device, seed_of(settings.seed, "dropout")):
+        steps = settings.descend(
+            encoder, batches, lambda b: _loss(encoder, b)[0], report, score, unfinished, best
+        )
+        for step, _ in steps:
             if best is not None and (step + 1) % a_pass == 0:
                 best.take(encoder, score().loss)
                 if best.num_worse == PATIENCE:
@@ -180,30 +297,23 @@ def _batches(
 ) -> Iterator[list[Tensor]]:
     """Endless batches of about `batch_tokens` tokens, with texts of similar length."""
     pending: list[Tensor] = []
+    mean_length = sum(map(len, texts)) / len(texts)
+    pool = max(1, round(BATCHES_SORTED_TOGETHER * batch_tokens / mean_length))
     while True:
         order = torch.randperm(len(texts), generator=draw).tolist()
         pending += [texts[i] for i in order]
         ready: list[list[Tensor]] = []
-        mean_length = sum(map(len, texts)) / len(texts)
-        pool = max(1, round(BATCHES_SORTED_TOGETHER * batch_tokens / mean_length))
         while len(pending) >= min(pool, len(texts)):
-            group = sorted(pending[:pool], key=len)
+            room = 0
+            for text in sorted(pending[:pool], key=len):
+                if room < len(text):
+                    ready.append([])
+                    room = max(batch_tokens, len(text))
+                ready[-1].append(text)
+                room -= len(text)
             del pending[:pool]
-            ready += _cut(group, batch_tokens)
         for i in torch.randperm(len(ready), generator=draw).tolist():
             yield ready[i]
-
-
-def _cut(texts: Sequence[Tensor], batch_tokens: int) -> list[list[Tensor]]:
-    batches: list[list[Tensor]] = []
-    room = 0
-    for text in texts:
-        if room < len(text) or not batches:
-            batches.append([])
-            room = max(batch_tokens, len(text))
-        batches[-1].append(text)
-        room -= len(text)
-    return batches
 
 
 class _Guesses(NamedTuple):

@@ -1,6 +1,7 @@
 """Where and how an encoder or a decoder is cut so that few features of a row cross: the settings,
-and what stands at the boundary on either side. Stages are in low_rank_split.py and
-causal_stage.py, the basis is estimated in calibration.py.
+the projections at the boundary, and the basis that they start from. On public text every cloud
+with the checkpoint estimates it alone; on the owner's text the owner does and sends the other
+cloud its half (Stage.hand_over). The cut inside a block is low_rank_split.py's.
 
 Shapes: R rows (tokens that are not padding), H features, K = rank features that cross, P anchor
 positions.
@@ -8,19 +9,38 @@ positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
+from torch.nn.utils.rnn import pad_sequence
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.models.encoder import EncoderLayer, Packing
+from xcloud.contracts.model import NO_TOKEN, Batch, BuildContext, Stage, TokenIds
+from xcloud.hub import key_of, make_once
+from xcloud.models.encoder import Packing
+from xcloud.models.pretraining import PublicTexts
+from xcloud.models.stages import TEXT, TYPES, seeded
+
+CODE_VERSION = 4  # part of the cache key: increase it when equal settings would give another basis
+BATCH_TEXTS = 32
+RARE_ROWS = 10.0  # shrinkage: a position seen this often weighs its own mean by one half
 
 Anchor = Literal["none", "mean", "position"]
+PROJECTIONS = ("identity", "pca", "orthogonal")
+OF_METHODS: dict[str, tuple[str, ...]] = {
+    "linear": ("svd",),
+    "whiten": ("pca",),
+    "anchor": PROJECTIONS,
+    "calibration": PROJECTIONS,
+}
 
 
 @settings("split")
@@ -43,8 +63,7 @@ class Split:
     LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the other
         cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it is the
         svd cut with random initial weights.
-    The anchor that is added after D is trained. With calibration=own the other cloud receives D
-    and the anchor in one message before the first step, 4 K H bytes and 4 H or 4 P H.
+    The anchor that is added after D is trained.
     """
 
     layer: NotNegative | None
@@ -60,28 +79,14 @@ class Split:
     head_rank: Positive | None = None
 
     def __post_init__(self) -> None:
-        unwhitened = {"whiten": (False,), "calibration": ("own",)}
-        if self.method == "svd":
-            why = "applies only to the methods identity, pca, orthogonal: remove it, or choose one"
-            self._refuse(f"{why} of them", anchor=(None, "none"), **unwhitened)
-        elif self.linear != "feed_forward_output":
-            raise ConfigError(
-                "split.linear says which linear layer split.method=svd replaces; "
-                f"{self.method} cuts after the whole block: remove it"
-            )
-        if self.whiten and self.method in ("identity", "orthogonal"):
-            raise ConfigError(
-                "split.whiten scales the principal components of split.method=pca, not "
-                f"{self.method}"
-            )
-        if self.rank is None:
-            why = "has no effect if all features cross (split.rank=null): remove it"
-            self._refuse(why, linear=("feed_forward_output",), anchor=(None,), **unwhitened)
-
-    def _refuse(self, why: str, **usual: tuple[object, ...]) -> None:
-        for name, allowed in usual.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"split.{name} {why}")
+        usual = {setting.name: setting.default for setting in fields(self)}
+        for name, methods in OF_METHODS.items():
+            applies = self.rank is not None and self.method in methods
+            if not applies and getattr(self, name) not in (usual[name], "none"):
+                raise ConfigError(
+                    f"split.{name} applies only to split.method={', '.join(methods)} with a rank: "
+                    "remove it"
+                )
 
     @property
     def is_low_rank(self) -> bool:
@@ -100,13 +105,8 @@ class Split:
 
     @property
     def anchor_kind(self) -> Anchor:
-        usual: dict[str, Anchor] = {
-            "svd": "none",
-            "identity": "none",
-            "pca": "mean",
-            "orthogonal": "position",
-        }
-        return self.anchor or usual[self.method]
+        usual: dict[str, Anchor] = {"pca": "mean", "orthogonal": "position"}
+        return self.anchor or usual.get(self.method, "none")
 
     def num_places(self, max_length: int) -> int:
         """Anchors: none, one, or one for each position."""
@@ -123,11 +123,6 @@ class Split:
         return self.is_measured and self.calibration == "public"
 
     @property
-    def hands_over(self) -> bool:
-        """Whether the owner estimates the basis and sends the other cloud its half."""
-        return self.is_measured and self.calibration == "own"
-
-    @property
     def freezes_bottom(self) -> bool:
         return self.layer is not None and self.freeze_bottom
 
@@ -142,18 +137,17 @@ class Split:
             return f"cut after block {self.layer}, full width"
         return f"cut in block {self.layer}, rank {self.rank} by {self.method}"
 
-    def start_specs(self, hidden: int, max_length: int) -> tuple[TensorSpec, ...]:
-        """What the owner sends before the first step: D [H, K] and the anchor [P, H]."""
-        if not self.hands_over:
-            return ()
-        shapes = ((hidden, self.rank or 0), (self.num_places(max_length), hidden))
-        return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
+    def width(self, hidden: int) -> int:
+        """Features that cross."""
+        return self.rank if self.layer is not None and self.rank is not None else hidden
 
-    def handed_over(self, stage: int, basis: Basis | None) -> tuple[Tensor, ...]:
-        """What a stage sends to the next one before the first step, as start_specs says."""
-        if stage or basis is None or not self.hands_over:
+    def start_specs(self, hidden: int, max_length: int) -> tuple[TensorSpec, ...]:
+        """What an owner who estimates the basis sends before the first step: D [H, K] and the
+        anchor [P, H]."""
+        if not self.is_measured or self.calibration != "own":
             return ()
-        return basis.decode, basis.anchor
+        shapes = ((hidden, self.width(hidden)), (self.num_places(max_length), hidden))
+        return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
     def check_rank(self, hidden: int) -> None:
         """Raise ConfigError if a rank exceeds the number of features."""
@@ -164,91 +158,6 @@ class Split:
                     f"split.{name} is {rank}, but the model has {hidden} features; give at most "
                     f"{hidden}, or null to let all cross"
                 )
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Initial values of the projections, from calibration.py: E [K, H], D [H, K], anchor [P, H].
-    P is 0 without an anchor."""
-
-    encode: Tensor
-    decode: Tensor
-    anchor: Tensor
-
-
-def make_cut(
-    split: Split,
-    stage: int,
-    hidden: int,
-    max_length: int,
-    basis: Basis | None,
-    block: EncoderLayer | None = None,
-) -> nn.Module | None:
-    """What stands at the boundary after stage 0 on this stage's side, a module of (rows, packing);
-    None where all features cross. basis None: to be filled from a file. block: the cut one, of
-    which a cut inside of it consumes its side.
-    """
-    if stage > 1 or not split.is_low_rank:
-        return None
-    assert split.rank is not None
-    if not split.is_inside:
-        cut = Projection(split, bool(stage), hidden, max_length)
-        if basis is not None and stage:
-            cut.start(basis.decode, basis.anchor)
-        elif basis is not None:
-            cut.start(basis.encode, -basis.anchor @ basis.encode.T)
-        return cut
-    assert block is not None
-    in_attention = split.linear == "attention_output"
-    if stage:
-        return SvdTop(block, split.rank, in_attention)
-    if not in_attention:
-        return FeedForwardBottom(block, split.rank)
-    block.attention.output = _first_factor(block.attention.output, split.rank)
-    return block.attention
-
-
-class FeedForwardBottom(nn.Module):
-    """V activation(up(x)), with x the attention output. `block.down` is V here."""
-
-    def __init__(self, block: EncoderLayer, rank: int) -> None:
-        super().__init__()
-        self.block = block
-        block.down = _first_factor(block.down, rank)
-        del block.norm
-
-    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        block = self.block
-        sent: Tensor = block.down(block.activation(block.up(block.attend(rows_RH, packing))))
-        return sent
-
-
-class SvdTop(nn.Module):
-    """LN(U S z + b), of the replaced layer W; then, if that is attention's, the feed-forward
-    sub-layer with its own skip connection."""
-
-    def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
-        super().__init__()
-        linear = block.attention.output if in_attention else block.down
-        self.s = nn.Linear(rank, rank, bias=False)
-        self.u = nn.Linear(rank, linear.out_features)
-        u, s, _ = factors(linear.weight, rank)
-        with torch.no_grad():
-            self.u.weight.copy_(u)
-            self.u.bias.copy_(linear.bias)
-            self.s.weight.copy_(s)
-        del block.attention
-        if not in_attention:
-            del block.attention_norm, block.up, block.down
-        self.block, self._in_attention = block, in_attention
-
-    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
-        block = self.block
-        rows: Tensor = block.dropout(self.u(self.s(sent_RK)))
-        if self._in_attention:
-            return block.feed(block.attention_norm(rows))
-        rows = block.norm(rows)
-        return rows
 
 
 class Orthonormal(nn.Module):
@@ -275,8 +184,7 @@ class Projection(nn.Module):
 
     def __init__(self, split: Split, is_up: bool, hidden: int, max_length: int) -> None:
         super().__init__()
-        assert split.rank is not None
-        ends = (split.rank, hidden) if is_up else (hidden, split.rank)
+        ends = (split.width(hidden), hidden) if is_up else (hidden, split.width(hidden))
         self.linear = nn.Linear(*ends, bias=False)
         if split.method == "orthogonal":
             register_parametrization(self.linear, "weight", Orthonormal())
@@ -299,28 +207,187 @@ class Projection(nn.Module):
         return rows + self.shift[packing.positions]
 
 
-@torch.no_grad()
-def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """U [m, K], S [K, K], V [K, d] of W [m, d], from the exact SVD in float64. The largest entry
-    of each column of U is positive, so that clouds computing it separately agree on signs.
+@dataclass(frozen=True)
+class Basis:
+    """What projections start from: E [K, H], D [H, K], anchor [P, H]. P is 0 without an anchor."""
+
+    encode: Tensor
+    decode: Tensor
+    anchor: Tensor
+
+    def start(self, cut: Projection, is_up: bool) -> None:
+        if is_up:
+            cut.start(self.decode, self.anchor)
+        else:
+            cut.start(self.encode, -self.anchor @ self.encode.T)
+
+
+def projection_at(
+    split: Split,
+    stage: int,
+    sizes: tuple[int, int],
+    lower: Callable[[], Stage],
+    public: PublicTexts | None,
+    context: BuildContext,
+) -> tuple[Projection | None, tuple[Tensor, ...]]:
+    """What stands at the boundary after stage 0 on this stage's side, None if nothing does, and
+    what the stage hands over. Both clouds' start from one basis; of an exported stage it is to be
+    filled from its file, and on the other side of the owner's text by what the owner hands over.
+
+    sizes: the network's words and features. lower, public: see measured_basis.
+    Raises ConfigError or DataError if the text does not fit the network.
     """
-    u, s, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
-    sign = largest_entry_sign(u[:, :rank])
-    return (
-        (u[:, :rank] * sign).float(),
-        torch.diag(s[:rank]).float(),
-        (v[:rank] * sign[:, None]).float().contiguous(),
+    if stage > 1 or not split.is_low_rank or split.is_inside:
+        return None, ()
+    hidden, max_length = sizes[1], context.max_length
+    cut = Projection(split, bool(stage), hidden, max_length)
+    specs = split.start_specs(hidden, max_length)
+    if context.architecture is not None:
+        return cut, ()
+    if stage and specs:
+        cut.start(*(torch.zeros(spec.shape) for spec in specs))
+        return cut, ()
+    if split.is_measured:
+        text = public if split.needs_public_text else None
+        basis = measured_basis(split, lower(), sizes, text, context)
+    else:
+        encode = orthonormal_rows(split.width(hidden), hidden, context.seed, "cut", split.block)
+        basis = Basis(encode, encode.T.contiguous(), torch.zeros(0, hidden))
+    basis.start(cut, is_up=bool(stage))
+    return cut, (basis.decode, basis.anchor) if specs else ()
+
+
+def measured_basis(
+    split: Split,
+    lower: Stage,
+    sizes: tuple[int, int],
+    public: PublicTexts | None,
+    context: BuildContext,
+) -> Basis:
+    """Estimated on public text or (public None) on this cloud's training text.
+
+    lower: all up to the cut block and with it, as a first stage for texts that end with NO_TOKEN.
+    Cached as cache_dir/cuts/<hash>.safetensors; the hash covers settings, weights and text, and
+    the run's seed if the basis starts at random.
+    """
+    cache_dir, (num_words, hidden) = context.cache_dir, sizes
+    ids = public.token_ids(cache_dir) if public is not None else context.vocabularies[TEXT]
+    if ids.size > num_words:
+        raise ConfigError(
+            f"the public text's tokenizer has {ids.size} token ids, but the model has "
+            f"{num_words}: give model.public_text the model's own tokenizer"
+        )
+    if public is not None:
+        whose, batch = public.describe(), _public_batch(split, public, ids, context)
+    else:
+        whose, batch = "the owner's", dict(context.samples(split.calibration_texts))
+        batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
+    measured = replace(split, freeze_bottom=False, head_rank=None, anchor=split.anchor_kind)
+    described = {
+        "code": CODE_VERSION,
+        "settings": asdict(measured),
+        "places": split.num_places(context.max_length),
+        "config": lower.architecture,
+        "seed": context.seed if split.method == "identity" else None,
+    }
+    tensors = lower.state_dict() | {name: batch[name] for name in (TEXT, TYPES)}
+    data = (
+        f"{name} {list(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes()
+        for name, tensor in sorted(tensors.items())
     )
+    path = cache_dir / "cuts" / f"{key_of(described, data)}.safetensors"
+
+    def make(part: Path) -> None:
+        cut = f"cut in block {split.block}"
+        context.report(f"{cut}: measuring a basis on {len(batch[TEXT])} texts ({whose})")
+        moments = _Moments(lower.to(context.device).eval(), hidden, batch, context)
+        anchor, rank = moments.anchor(split.num_places(context.max_length)), split.width(hidden)
+        if split.method == "identity":
+            encode = orthonormal_rows(rank, hidden, context.seed, "cut", split.block)
+            decode = encode.T.contiguous()
+        else:
+            encode, decode, share = moments.components(anchor, rank, split.whiten)
+            context.report(f"{cut}: {rank} features keep {100 * share:.1f} % of the variance")
+        save_file({"encode": encode, "decode": decode, "anchor": anchor}, part)
+
+    make_once(path, make)
+    return Basis(**load_file(path))
+
+
+def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:
+    """[K, H], random but reproducible from seed and names."""
+    with seeded(seed, *names):
+        drawn = torch.randn(hidden, rank, dtype=torch.float64)
+    columns: Tensor = torch.linalg.qr(drawn)[0]
+    return columns.T.float().contiguous()
 
 
 def largest_entry_sign(columns: Tensor) -> Tensor:
-    """Sign of the entry of largest magnitude in each column."""
+    """Sign of the entry of largest magnitude in each column, on which clouds that compute the
+    columns apart agree."""
     return columns.gather(0, columns.abs().argmax(0, keepdim=True))[0].sign()
 
 
-def _first_factor(linear: nn.Linear, rank: int) -> nn.Linear:
-    """V of a layer W."""
-    v = nn.Linear(linear.in_features, rank, bias=False)
-    with torch.no_grad():
-        v.weight.copy_(factors(linear.weight, rank)[2])
-    return v
+def _public_batch(
+    split: Split, public: PublicTexts, ids: TokenIds, context: BuildContext
+) -> Batch:
+    """`bos a eos`, or `bos a eos b eos` for pairs, at most max_length tokens."""
+    num_parts = 1 + split.calibration_pairs
+    room = (context.max_length - 1 - num_parts) // num_parts
+    sentences = public.sentences(split.calibration_texts * num_parts, context.cache_dir)
+    parts = [torch.tensor([*sentence[:room], ids.eos]) for sentence in sentences]
+    bos, texts, types = torch.tensor([ids.bos]), [], []
+    for several in zip(*(parts[n::num_parts] for n in range(num_parts)), strict=False):
+        texts.append(torch.cat([bos, *several]))
+        numbers = [torch.full_like(part, number) for number, part in enumerate(several)]
+        types.append(torch.cat([torch.zeros_like(bos), *numbers]))
+    return {
+        TEXT: pad_sequence(texts, batch_first=True, padding_value=NO_TOKEN),
+        TYPES: pad_sequence(types, batch_first=True),
+    }
+
+
+class _Moments:
+    """First and second moments of the block's output rows, in float64."""
+
+    @torch.no_grad()
+    def __init__(self, lower: Stage, hidden: int, batch: Batch, context: BuildContext) -> None:
+        self.count_P = torch.zeros(context.max_length, dtype=torch.float64)
+        self.sum_PH = torch.zeros(context.max_length, hidden, dtype=torch.float64)
+        self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
+        for first in range(0, len(batch[TEXT]), BATCH_TEXTS):
+            some = slice(first, first + BATCH_TEXTS)
+            texts = {name: batch[name][some].to(context.device) for name in (TEXT, TYPES)}
+            sent = lower(None, texts).send
+            rows = sent["hidden"].double().cpu()
+            places = sent["places"] if "places" in sent else Packing(sent["counts"]).positions
+            places = places.long().cpu()
+            self.count_P += torch.bincount(places, minlength=context.max_length)
+            self.sum_PH.index_add_(0, places, rows)
+            self.product_HH += rows.T @ rows
+
+    def anchor(self, places: int) -> Tensor:
+        """[P, H]: the mean row, or one per position, shrunk towards the overall mean if rare."""
+        mean_H = self.sum_PH.sum(0) / self.count_P.sum()
+        if places <= 1:
+            return mean_H.float().expand(places, -1).contiguous()
+        weighted = self.sum_PH + RARE_ROWS * mean_H
+        return (weighted / (self.count_P + RARE_ROWS)[:, None]).float()
+
+    def components(self, anchor: Tensor, rank: int, whiten: bool) -> tuple[Tensor, Tensor, float]:
+        """E [K, H], D [H, K] and the share of the variance around the anchor they explain."""
+        product = self.product_HH
+        if len(anchor):
+            around = anchor.double().expand(len(self.count_P), -1)
+            mixed = self.sum_PH.T @ around
+            squares = around.T @ (self.count_P[:, None] * around)
+            product = product - mixed - mixed.T + squares
+        covariance = product / self.count_P.sum()
+        values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+        kept = values.flip(0)[:rank].clamp_min(0)
+        basis_HK = vectors.flip(1)[:, :rank]
+        basis_HK = basis_HK * largest_entry_sign(basis_HK)
+        share = float(kept.sum() / values.clamp_min(0).sum())
+        scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt())) if whiten else kept * 0 + 1
+        encode = (basis_HK / scale).T.float().contiguous()
+        return encode, (basis_HK * scale).float().contiguous(), share

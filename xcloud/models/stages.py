@@ -1,8 +1,13 @@
-"""What all cut networks have in common: fields and parts of a stage, what crosses after it, and a
-random stream for each part. Not for seeding a run's data.
+"""What all cut networks have in common: a random stream for each part, what crosses after a stage,
+the stage that ends in rows, and the one that answers an understanding task from them. Not for
+seeding a run's data.
 
 A part's initial weights depend on the seed and the part's name, never on what was built before
 it, so they do not depend on how parts are spread over clouds.
+
+Batch fields of an understanding task: "text", "types": int64 [B, S], padded on the right; "label":
+see Head. Shapes: B samples, S positions of the longest sample, R rows (tokens that are not
+padding), H features.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
@@ -20,6 +27,7 @@ from xcloud.contracts.model import (
     Batch,
     Boundary,
     BoundaryField,
+    Head,
     Message,
     Stage,
     StageOutput,
@@ -27,6 +35,10 @@ from xcloud.contracts.model import (
 from xcloud.models.encoder import Packing
 
 TEXT, TYPES, LABEL = "text", "types", "label"
+VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.model.Head
+SCORE_SCALE = 10_000
+
+Pooling = Literal["first", "mean"]
 
 
 class RowsStage(Stage):
@@ -65,6 +77,159 @@ class RowsStage(Stage):
         for layer in self.layers.values():
             rows = layer(rows, packing)
         return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+
+
+class UpperStage(Stage):
+    """What stands after the boundary, upper blocks, pooling, the way to the head and the head. A
+    separate head has the last two only, and the stage before it all but the head.
+
+    layers: modules of (rows, packing) -> rows. pooling: None keeps all rows. way: see way_to_head.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Mapping[str, nn.Module],
+        pooling: Pooling | None,
+        way: nn.Module,
+        answer: TextHead | None,
+    ) -> None:
+        super().__init__(architecture)
+        self.layers = nn.ModuleDict(layers)
+        self._pooling, self.way, self.answer = pooling, way, answer
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        cast(Any, self.layers["cut"]).start(*tensors)
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        rows, packing = self._rows(received)
+        if self.answer is not None:
+            return StageOutput(loss=self.answer.loss(self.answer(rows), batch[LABEL], packing))
+        if self._pooling is not None:
+            return StageOutput({"pooled": rows.float()})
+        assert packing is not None
+        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+
+    @torch.no_grad()
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        assert self.answer is not None
+        rows, packing = self._rows(received)
+        return self.answer.predict(self.answer(rows), batch[LABEL], packing)
+
+    def _rows(self, received: Message | None) -> tuple[Tensor, Packing | None]:
+        """[B, H], or [R, H] without pooling, with the packing if it is known here."""
+        assert received is not None
+        if "counts" not in received:
+            return self.way(received["pooled"]), None
+        packing, rows = Packing(received["counts"]), received["hidden"]
+        for layer in self.layers.values():
+            rows = layer(rows, packing)
+        if self._pooling is not None:
+            rows = pool(rows, packing, self._pooling)
+        return self.way(rows), packing
+
+
+def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
+    """One row per sample, [B, H]: the first token's, or the mean over tokens."""
+    counts = packing.counts
+    if how == "first":
+        return rows_RH.index_select(0, counts.cumsum(0) - counts)
+    samples_R = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    empty = rows_RH.new_zeros(len(counts), rows_RH.shape[1])
+    return empty.index_add(0, samples_R, rows_RH) / counts[:, None]
+
+
+def fresh_linear(in_features: int, out_features: int, seed: int, name: str) -> nn.Linear:
+    """BERT's initialisation: normal with std 0.02, bias zero."""
+    with seeded(seed, name):
+        linear = nn.Linear(in_features, out_features)
+        nn.init.normal_(linear.weight, std=0.02)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class SampleHead(nn.Module):
+    """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
+    classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        head: Head,
+        dropout: float,
+        seed: int,
+        pooler: Mapping[str, Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.is_value = head.kind == "value"
+        self.dense = fresh_linear(hidden, hidden, seed, "pooler")
+        self.classifier = fresh_linear(hidden, head.num_outputs, seed, "classifier")
+        if pooler is not None:
+            self.dense.load_state_dict(dict(pooler))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, rows_BH: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(self.dropout(torch.tanh(self.dense(rows_BH))))
+        return scores.float()
+
+    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
+        if self.is_value:
+            return F.mse_loss(scores[:, 0], label, reduction="sum")
+        return F.cross_entropy(scores, label, reduction="sum")
+
+    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
+        if self.is_value:
+            return [[round(VALUE_SCALE * value)] for value in scores[:, 0].tolist()]
+        return [[best] for best in scores.argmax(1).tolist()]
+
+
+class SpanHead(nn.Module):
+    """Scores for the first and the last token of the answer, [R, 2].
+
+    loss: mean of the two cross-entropies over the sample's tokens, summed over samples.
+    predict: the span with the highest sum of both scores, of at most `max_answer_tokens`, within
+    the half-open interval from label[:, 2] to the final eos.
+    """
+
+    def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
+        super().__init__()
+        self.max_answer_tokens = max_answer_tokens
+        self.classifier = fresh_linear(hidden, 2, seed, "classifier")
+
+    def forward(self, rows_RH: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(rows_RH)
+        return scores.float()
+
+    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
+        assert packing is not None
+        grid_BS2 = packing.unpack(scores)
+        if packing.mask is not None:
+            grid_BS2 = grid_BS2.masked_fill(~packing.mask[:, 0, 0, :, None], -torch.inf)
+        first = F.cross_entropy(grid_BS2[..., 0], label[:, 0], reduction="sum")
+        last = F.cross_entropy(grid_BS2[..., 1], label[:, 1], reduction="sum")
+        return (first + last) / 2
+
+    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
+        assert packing is not None
+        grid_BS2 = packing.unpack(scores)
+        places_S = torch.arange(packing.longest, device=scores.device)
+        allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
+        assert allowed_BS.any(1).all(), "a sample has no token that could be an answer"
+        grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
+        length_SS = places_S[None, :] - places_S[:, None] + 1
+        fits_SS = (length_SS >= 1) & (length_SS <= self.max_answer_tokens)
+        answers = []
+        for first_S, last_S in zip(*grid_BS2.unbind(2), strict=True):
+            sums_SS = first_S[:, None] + last_S  # of one sample: of all it may not fit memory
+            best, cell = sums_SS.masked_fill(~fits_SS, -torch.inf).flatten().max(0)
+            place = divmod(int(cell), packing.longest)
+            answers.append([*place, round(SCORE_SCALE * float(best))])
+        return answers
+
+
+TextHead = SampleHead | SpanHead
+"""Rows -> scores; `loss` sums over samples, `predict` is as contracts.model.Head says."""
 
 
 class TextModel:

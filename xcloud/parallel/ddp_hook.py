@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
+from xcloud.comm.compression import Compressor, seed_from
 from xcloud.comm.compression_plans import PerTensor
-from xcloud.comm.compressor import Compressor, seed_from
 from xcloud.comm.state import State, join_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.merging import Contribution, Merge, check_merge, mean_of, weighted_mean

@@ -22,12 +22,13 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import StatefulParts, rows_of, whole_number, whole_numbers
+from xcloud.comm.state import StatefulParts, whole_number
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
@@ -366,3 +367,25 @@ class ConsumptionPlan(StatefulParts):
         self._used_before = whole_numbers(own, "used_before", len(self.state)).tolist()
         promised = whole_numbers(own, "promised", -1, 3).tolist()
         self.promised = {(p, number): num_planned for p, number, num_planned in promised}
+
+
+def whole_numbers(state: Saved, name: str, *shape: int) -> Tensor:
+    """An int64 tensor of this shape, -1 for any length. Raises ValueError if there is none."""
+    value = state.get(name)
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != torch.int64
+        or value.dim() != len(shape)
+        or any(n not in (-1, m) for n, m in zip(shape, value.shape, strict=True))
+    ):
+        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+        raise ValueError(
+            f"a state needs whole numbers {name!r} of shape {list(shape)}, got {found}; it was "
+            "saved with other settings"
+        )
+    return value
+
+
+def rows_of(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """int64 [len(rows), width], of no rows too, for `whole_numbers`."""
+    return torch.tensor(rows, dtype=torch.int64).view(-1, width)

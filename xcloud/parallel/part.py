@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-from xcloud.comm.state import Stateful, StatefulParts
+from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch
 from xcloud.parallel.control import Director, Signal
@@ -115,7 +115,7 @@ class Parts(Part):
     def __init__(self, parts: Sequence[Part] = ()) -> None:
         self._parts = tuple(parts)
 
-    def parts(self) -> dict[str, Stateful]:
+    def parts(self) -> StateTree:
         return {part.name: part for part in self._parts if part.name}
 
     before_update = _in_turn(Part.before_update)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.comm.compressor import Nothing, seed_from
+from xcloud.comm.compression import Chain, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part
 from xcloud.parallel.exchange import RankGroup, Work, digest, local_part
@@ -67,7 +67,7 @@ class Replicas:
         name, *number = stream
         identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
-            shapes, lambda name, shape: Nothing() if name in plain else self.choose(name, shape),
+            shapes, lambda name, shape: Chain() if name in plain else self.choose(name, shape),
             identity, feedback, first.dtype, first.device,
         )  # fmt: skip
 

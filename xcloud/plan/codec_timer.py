@@ -4,12 +4,11 @@ itself, so a run takes somewhat longer; memories are left out.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,9 @@ from xcloud.cluster.frame import (
     frame_bytes,
     seal_frame,
 )
-from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import Codec
-from xcloud.comm.compression import Compression
+from xcloud.comm.compression import Compression, Compressor
 from xcloud.comm.compression_plans import Phased
-from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
@@ -42,29 +39,26 @@ MOST_TIMES = 5
 OTHER_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
-class Stopwatch:
-    device: torch.device
+def median_s(once: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of 2 to MOST_TIMES times, up to BUDGET_S; the first is left out. Before each,
+    other memory is used, as by what a rank computes in between: little is left in a processor's
+    caches."""
 
-    def median_s(self, once: Callable[[], object]) -> float:
-        """Median seconds of 2 to MOST_TIMES times, up to BUDGET_S; the first is left out. Before
-        each, other memory is used, as by what a rank computes in between: little is left in a
-        processor's caches."""
-        once()
-        found: list[float] = []
-        while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MOST_TIMES):
-            if self.device.type == "cpu":
-                _other().add_(1.0)
-            started_s = self._now_s()
-            once()
-            found.append(self._now_s() - started_s)
-        return statistics.median(found)
-
-    def _now_s(self) -> float:
+    def now_s() -> float:
         """Once the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
+
+    once()
+    found: list[float] = []
+    while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MOST_TIMES):
+        if device.type == "cpu":
+            _other().add_(1.0)
+        started_s = now_s()
+        once()
+        found.append(now_s() - started_s)
+    return statistics.median(found)
 
 
 @cache
@@ -73,26 +67,21 @@ def _other() -> Tensor:
 
 
 def time_codec(
-    compressor: Compressor, fields: Sequence[BoundaryField], num_rows: int, device: torch.device
+    compressor: Compressor, specs: Sequence[TensorSpec], device: torch.device
 ) -> Direction:
-    """A message of these fields with so many rows, of random numbers: bytes of the whole frame,
-    seconds of compressing with framing, and of decompressing."""
-    watch, codec = Stopwatch(device), Codec(compressor, NoMemory())
-    codec.use_stream(0)
+    """A message of such tensors, of random numbers: bytes of the whole frame, seconds of
+    compressing with framing, and of decompressing."""
     generator = torch.Generator().manual_seed(0)
-    entries: list[tuple[Compressor | None, TensorSpec, Tensor]] = []
-    for entry in fields:
-        spec = entry.spec(num_rows)
-        if entry.dtype.is_floating_point:  # what a compressor remembers must not mix
-            values = torch.randn(spec.shape, generator=generator, dtype=spec.dtype).to(device)
-            entries.append((copy.deepcopy(codec.compressor), spec, values))
-        else:
-            entries.append((None, spec, torch.zeros(spec.shape, dtype=spec.dtype, device=device)))
+    codecs = [Codec(compressor, NoMemory()) for _ in specs]  # what they remember must not mix
+    values = []
+    for codec, spec in zip(codecs, specs, strict=True):
+        codec.compressor.use_stream(0)
+        value = torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
+        values.append(value.to(device))
 
     def encode() -> Tensor:
-        parts: list[Tensor] = []
-        for made, _, values in entries:
-            parts += (values,) if made is None else made.compress(values)
+        each = zip(codecs, values, strict=True)
+        parts = (part for codec, value in each for part in codec.compressor.compress(value))
         return encode_frame(MessageKey(Kind.ACTIVATION), tuple(parts), 0)
 
     frame = encode()
@@ -100,18 +89,16 @@ def time_codec(
     parts = decode_frame(frame, "this process").parts
 
     def decode() -> None:
-        start = 0
-        for made, spec, _ in entries:
-            end = start + (1 if made is None else len(made.wire_specs(spec)))
-            if made is not None:
-                made.decompress(tuple(parts[start:end]), spec)
-            start = end
+        rest = iter(parts)
+        for codec, spec in zip(codecs, specs, strict=True):
+            number = len(codec.compressor.wire_specs(spec))
+            codec.compressor.decompress(tuple(islice(rest, number)), spec)
 
-    return Direction(len(frame), watch.median_s(encode), watch.median_s(decode))
+    return Direction(len(frame), median_s(encode, device), median_s(decode, device))
 
 
 def time_averaging(
-    trained: Mapping[str, nn.Parameter], compression: Compression | Phased, watch: Stopwatch
+    trained: Mapping[str, nn.Parameter], compression: Compression | Phased
 ) -> AveragingCodec | None:
     """Of all values of `trained`: encoding with framing; decoding and adding it to one's own. None
     for a compressor that replicas cannot average with."""
@@ -135,20 +122,18 @@ def time_averaging(
 
     return AveragingCodec(
         frame_bytes(codec.wire_specs),
-        watch.median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0)),
-        watch.median_s(merge),
+        median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0), first.device),
+        median_s(merge, first.device),
     )
 
 
-def time_around_averaging(
-    trained: Mapping[str, nn.Parameter], watch: Stopwatch
-) -> tuple[float, float]:
+def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, float]:
     """What an exchange of all trained values takes beside its codec: of gradients, and of changes
     after local updates."""
     parameters = [*trained.values()]
     if not parameters:
         return 0.0, 0.0
-    buffer = FlatBuffer(parameters)
+    buffer, device = FlatBuffer(parameters), parameters[0].device
     merged = [torch.zeros_like(p) for p in parameters]
 
     def gradients() -> None:
@@ -158,9 +143,8 @@ def time_around_averaging(
             assert parameter.grad is not None
             parameter.grad.copy_(tensor).mul_(1)
 
-    named = {str(number): parameter for number, parameter in enumerate(parameters)}
-    shares = by_tensor({name: parameter.shape for name, parameter in named.items()}, 1)
-    outer = OuterParameters(named, shares, RankGroup.alone(), OuterOptimizer())
+    shares = by_tensor({name: parameter.shape for name, parameter in trained.items()}, 1)
+    outer = OuterParameters(trained, shares, RankGroup.alone(), OuterOptimizer())
 
     def changes() -> None:
         """As parallel/local_updates.py."""
@@ -168,4 +152,4 @@ def time_around_averaging(
         outer.move(merged)
         outer.take()
 
-    return watch.median_s(gradients), watch.median_s(changes)
+    return median_s(gradients, device), median_s(changes, device)

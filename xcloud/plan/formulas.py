@@ -165,7 +165,7 @@ class Sums(NamedTuple):
             [0.0, *accumulate(late_s)],
             [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
             [0.0, *accumulate(piece.put_off_bytes.at(b) for piece in pieces)],
-            [0.0, *accumulate(piece.splitting_s.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.splitting_s.change_at(b) for piece in pieces)],
         )
 
 

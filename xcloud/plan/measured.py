@@ -5,9 +5,9 @@ of a trial run's steps a profile. Finds no files and runs nothing.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,118 +19,96 @@ from xcloud.record.timeline import Lane, Timeline
 
 # One step.
 
-_DIRECTION = {"activation": "forward", "gradient": "backward"}
-
-
-class _Parts(NamedTuple):
-    """Seconds of one action of one rank. compute_s: with whatever the main thread did between the
-    recorded spans."""
-
-    decompress_s: float
-    compute_s: float
-    compress_s: float
-
 
 def measured_costs(timeline: Timeline) -> Costs:
     """Means over ranks and micro-batches of a recorded step. What is no recorded span (the
     interpreter between two of them) counts for the span after it. A rank of several stages gives
     each an equal part of its update. Lines are not read: the layout, or whoever asks, has them."""
-    parts: dict[tuple[str, int], list[_Parts]] = defaultdict(list)
-    updates: dict[int, tuple[Update, float]] = {}
-    stages_of = {
-        lane.rank: {box.stage for box in lane.boxes if box.direction} for lane in timeline.lanes
-    }
+    spent = defaultdict[tuple[str, int, int, int], Counter[str]](Counter)
     for lane in timeline.lanes:
-        updates[lane.rank] = _read_lane(lane, parts)
-    ranks_of: dict[int, set[int]] = defaultdict(set)
-    for rank, held in stages_of.items():
-        for stage in held:
+        for part, (direction, stage, micro_batch), us in _shares(lane):
+            spent[direction, stage, lane.rank, micro_batch][part] += us
+    ranks_of = defaultdict[int, set[int]](set)
+    for direction, stage, rank, _ in spent:
+        if direction:
             ranks_of[stage].add(rank)
-    sizes, control_bytes = _messages(timeline)
+    flights = [flight for some in timeline.flights.values() for flight in some]
 
-    def mean(kind: str, stage: int, name: str) -> float:
-        return _mean(getattr(found, name) for found in parts[kind, stage])
+    def mean_s(part: str, direction: str, stage: int) -> float:
+        own = (of[part] for (*action, _, _), of in spent.items() if action == [direction, stage])
+        return 1e-6 * _mean(own)
 
-    def direction(kind: str, sending: int, receiving: int) -> Direction:
-        found = [
-            size
-            for (of_kind, sender, receiver), own in sizes.items()
-            if (of_kind, sender in ranks_of[sending], receiver in ranks_of[receiving])
-            == (kind, True, True)
-            for size in own
-        ]
-        compress_s = mean(kind, sending, "compress_s")
-        return Direction(round(_mean(found)), compress_s, mean(kind, receiving, "decompress_s"))
+    def crossing(kind: str, direction: str, sending: int, receiving: int) -> Direction:
+        sizes = (
+            f.num_bytes
+            for f in flights
+            if f.kind == kind
+            and f.sender in ranks_of[sending]
+            and f.receiver in ranks_of[receiving]
+        )
+        compress_s = mean_s("compress", direction, sending)
+        return Direction(
+            round(_mean(sizes)), compress_s, mean_s("decompress", direction, receiving)
+        )
+
+    def update(stage: int) -> Update:
+        """The mean over its ranks. Of an average the last to come waits for nobody."""
+        mates, shares = ranks_of[stage], []
+        shared_us = min(spent["", -1, rank, -1]["average"] for rank in mates)
+        for rank in mates:
+            own = spent["", -1, rank, -1]
+            alone_us = shared_us if len(mates) == 1 else 0
+            each = own["fetch"] / max(1, own["fetches"]), shared_us - alone_us
+            num_held = sum(rank in ranks for ranks in ranks_of.values())
+            shares.append(
+                [1e-6 * us / num_held for us in (*each, own["clip"] + alone_us, own["after"])]
+            )
+        return Update(*map(_mean, zip(*shares, strict=True)))
 
     stages = range(len(ranks_of))
-    late_s = [mean("weights", stage, "compute_s") for stage in stages]
+    late_s = [mean_s("compute", "weights", stage) for stage in stages]
     return Costs(
-        [mean("forward", stage, "compute_s") for stage in stages],
-        [mean("backward", stage, "compute_s") + late_s[stage] for stage in stages],
-        [direction("forward", stage, stage + 1) for stage in stages[:-1]],
-        [direction("backward", stage + 1, stage) for stage in stages[:-1]],
-        [_update(ranks_of[stage], updates, stages_of) for stage in stages],
-        control_bytes=control_bytes,
+        [mean_s("compute", "forward", stage) for stage in stages],
+        [mean_s("compute", "backward", stage) + late_s[stage] for stage in stages],
+        [crossing("activation", "forward", stage, stage + 1) for stage in stages[:-1]],
+        [crossing("gradient", "backward", stage + 1, stage) for stage in stages[:-1]],
+        [update(stage) for stage in stages],
+        control_bytes=round(_mean(f.num_bytes for f in flights if f.kind == "norm")),
         weights_s=late_s,
     )
 
 
-def _messages(timeline: Timeline) -> tuple[dict[tuple[str, int, int], list[int]], int]:
-    """Bytes by direction, sender and receiver; and of a message about the norm."""
-    sizes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    control: list[int] = []
-    for flight in (f for flights in timeline.flights.values() for f in flights):
-        if flight.kind in _DIRECTION:
-            way = _DIRECTION[flight.kind], flight.sender, flight.receiver
-            sizes[way].append(flight.num_bytes)
-        elif flight.kind == "norm":
-            control.append(flight.num_bytes)
-    return sizes, round(_mean(control))
-
-
-def _update(
-    mates: Collection[int],
-    updates: Mapping[int, tuple[Update, float]],
-    stages_of: Mapping[int, Collection[int]],
-) -> Update:
-    """Of a stage, the mean over its ranks. Of an average the last to come waits for nobody."""
-    shares = []
-    for rank in mates:
-        own, average_s = updates[rank]
-        shared_s = min(updates[mate][1] for mate in mates) if len(mates) > 1 else 0.0
-        norm_s = own.norm_s + (average_s if len(mates) == 1 else 0.0)
-        n = len(stages_of[rank])
-        shares.append([s / n for s in (own.fetch_s, shared_s, norm_s, own.optimizer_s)])
-    return Update(*map(_mean, zip(*shares, strict=True)))
-
-
-def _read_lane(lane: Lane, parts: dict[tuple[str, int], list[_Parts]]) -> tuple[Update, float]:
-    """Adds its actions to `parts`. The rank's update, and its seconds in averages."""
-    us: dict[tuple[str, int, int], list[int]] = {}
-    outside = {"fetch": 0, "average": 0, "clip": 0, "after": 0}
-    num_fetches, at_us, has_normed = 0, lane.from_us, False
+def _shares(lane: Lane) -> Iterator[tuple[str, tuple[str, int, int], int]]:
+    """What a rank's step went into, but for waiting: part, action, microseconds."""
+    at_us, has_normed = lane.from_us, False
     for box in lane.boxes:
-        gap_us, own_us = box.from_us - at_us, box.until_us - box.from_us
-        at_us = box.until_us
+        gap_us, own_us, at_us = box.from_us - at_us, box.until_us - box.from_us, box.until_us
+        action = box.direction, box.stage, box.micro_batch
         if box.direction:
-            own = us.setdefault((box.direction, box.stage, box.micro_batch), [0, 0, 0])
-            own[1] += gap_us
+            yield "compute", action, gap_us
             if box.what != "wait":
-                own[{"decompress": 0, box.direction: 1, "compress": 2}[box.what]] += own_us
+                is_codec = box.what in ("compress", "decompress")
+                yield box.what if is_codec else "compute", action, own_us
             continue
-        num_fetches += box.what == "fetch"
-        if box.what in ("wait", "average") and (has_normed or box.what == "wait"):
-            outside["after" if has_normed else "clip"] += gap_us
-            continue  # waiting for the sum of the norms
-        name = box.what if box.what in outside and not has_normed else "after"
-        outside[name] += gap_us + own_us
+        waits = box.what == "wait" or (box.what == "average" and has_normed)
+        part = "clip" if waits else box.what
+        is_before = not has_normed and part in ("fetch", "average", "clip")
+        yield part if is_before else "after", action, gap_us + own_us * (not waits)
+        if box.what == "fetch":
+            yield "fetches", action, 1
         has_normed = has_normed or box.what == "clip"
-    outside["after"] += lane.until_us - at_us
-    for (kind, stage, _), spent in us.items():
-        parts[kind, stage].append(_Parts(*(1e-6 * part for part in spent)))
-    fetch_s = 1e-6 * outside["fetch"] / max(1, num_fetches)
-    own_update = Update(fetch_s, 0.0, 1e-6 * outside["clip"], 1e-6 * outside["after"])
-    return own_update, 1e-6 * outside["average"]
+    yield "after", ("", -1, -1), lane.until_us - at_us
+
+
+def typical(steps: Sequence[Any]) -> Any:
+    """Costs number by number: the median."""
+    first = steps[0]
+    if is_dataclass(first):
+        own = {f.name: typical([getattr(s, f.name) for s in steps]) for f in fields(first)}
+        return replace(first, **own)  # type: ignore[type-var]
+    if isinstance(first, Sequence):
+        return [typical(each) for each in zip(*steps, strict=True)]
+    return statistics.median(steps) if isinstance(first, int | float) else first
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -143,17 +121,13 @@ def _mean(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Leg:
-    """Steps of a trial with one schedule and compression. samples: of a micro-batch, on average.
-    splits: whether weights' gradients were put off."""
+    """What steps of a trial with one schedule and compression took. samples: of a micro-batch, on
+    average. splits: whether weights' gradients were put off."""
 
     samples: float
     compression: str
     splits: bool
-    steps: Sequence[Costs]
-
-    def at(self, quantity: Callable[[Costs], float]) -> float:
-        """The median over its steps."""
-        return statistics.median(map(quantity, self.steps))
+    costs: Costs
 
 
 class StageFacts(NamedTuple):
@@ -164,6 +138,18 @@ class StageFacts(NamedTuple):
     activation_bytes: float
     put_off_bytes: float
     blocks: int = 0
+
+
+_Points = dict[float, float]  # by samples of a micro-batch
+_Quantities = dict[str, _Points]  # by the fields of a Piece
+
+
+class _Part(NamedTuple):
+    """holds: so many stages, the model's first one, its last one, so many blocks. Of several
+    stages of a rank the sum: what the first of them to be called takes to warm up, others save."""
+
+    holds: Sequence[int]
+    of: _Quantities
 
 
 @dataclass(frozen=True)
@@ -184,36 +170,29 @@ class Trial:
         """The model as it was cut, or, if it has blocks, block by block. boundary_after: each
         piece but the last. others: with other cuts of the same model.
         Then what a stage takes besides its blocks, forward and backward, where that is known."""
+        found, calls = [self._of_stage(n) for n in range(len(self.stages))], [Curve(), Curve()]
         if self.parts:
             together = [part for trial in (self, *others) for part in trial._parts()]
-            quantities, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
-        else:
-            quantities = [self._of_stage(stage) for stage in range(len(self.stages))]
-            calls = Curve(), Curve()
-        boundaries = [*boundary_after, None]
-        per_byte_s = self._update_s() / max(1, sum(s.trained_bytes for s in self.stages))
+            found, calls = _by_block(together, sum(facts.blocks for facts in self.stages))
+        # Of all weights: norm, clipping and optimizer of the ranks that hold them.
+        update_s = statistics.median(
+            sum(own.norm_s + own.optimizer_s for own in costs.updates)
+            for _, costs in self._legs(self.own, splits=False)
+        )
+        per_byte_s = update_s / max(1, sum(s.trained_bytes for s in self.stages))
         pieces = [
-            _piece(i, found, boundary, per_byte_s, bool(self.parts))
-            for i, (found, boundary) in enumerate(zip(quantities, boundaries, strict=True))
+            _piece(i, of, boundary, per_byte_s, bool(self.parts))
+            for i, (of, boundary) in enumerate(zip(found, [*boundary_after, None], strict=True))
         ]
-        return pieces, *calls
+        return pieces, calls[0], calls[1]
 
     def directions(self, compression: str, boundary: int) -> BoundaryCodec:
         """What crossed after a stage; no backward if none did."""
-        legs = self._legs(compression=compression, splits=None)
-
-        def curve(way: str, name: str) -> Curve:
-            return Curve(
-                [
-                    (leg.samples, leg.at(lambda t: getattr(getattr(t, way)[boundary], name)))
-                    for leg in legs
-                ]
-            )
 
         def curves(way: str) -> DirectionCurves:
-            return DirectionCurves(
-                curve(way, "num_bytes"), curve(way, "compress_s"), curve(way, "decompress_s")
-            )
+            seen = [(b, getattr(c, way)[boundary]) for b, c in self._legs(compression)]
+            names = [entry.name for entry in fields(Direction)]
+            return DirectionCurves(*(Curve([(b, getattr(d, n)) for b, d in seen]) for n in names))
 
         backward = curves("backward")
         returns = any(size for _, size in backward.num_bytes.points)
@@ -222,147 +201,103 @@ class Trial:
     def fetch_s(self) -> Curve:
         """Of a micro-batch, by a rank."""
 
-        def of_rank(costs: Costs) -> float:
-            fetched_s = (n * sum(costs.updates[s].fetch_s for s in held) for held, n in self.ranks)
-            return _mean(fetched_s)
+        def of_rank(updates: Sequence[Update]) -> float:
+            return _mean(n * sum(updates[s].fetch_s for s in held) for held, n in self.ranks)
 
-        share = 1 / self.pass_samples
         own = self._legs(self.own, splits=False)
-        return Curve([(leg.samples, leg.at(of_rank) * leg.samples * share) for leg in own])
+        share = 1 / self.pass_samples
+        return Curve([(b, of_rank(costs.updates) * b * share) for b, costs in own])
 
     @property
     def control_bytes(self) -> int:
-        return round(self.legs[0].at(lambda t: t.control_bytes))
+        return round(self.legs[0].costs.control_bytes)
 
-    def _legs(self, compression: str, splits: bool | None) -> list[Leg]:
-        found = [
-            leg
-            for leg in self.legs
-            if leg.compression == compression and splits in (None, leg.splits)
-        ]
-        by_size = {leg.samples: leg for leg in reversed(found)}
-        return [by_size[samples] for samples in sorted(by_size)]
+    def _legs(self, compression: str, splits: bool | None = None) -> list[tuple[float, Costs]]:
+        """By samples of a micro-batch. splits: None = either, the first that was tried."""
+        found: dict[float, Costs] = {}
+        for leg in self.legs:
+            if leg.compression == compression and splits in (None, leg.splits):
+                found.setdefault(leg.samples, leg.costs)
+        return sorted(found.items(), key=lambda entry: entry[0])
 
     def _of_stage(self, stage: int) -> _Quantities:
-        def curve(legs: Sequence[Leg], of: Callable[[Costs], float]) -> _Points:
-            return {leg.samples: leg.at(of) for leg in legs}
-
         whole, split = (self._legs(self.own, splits) for splits in (False, True))
-        forward, backward = (
-            curve(whole, lambda t, n=name: getattr(t, n)[stage])  # type: ignore[misc]
-            for name in ("forward_s", "backward_s")
-        )
-        facts = self.stages[stage]
+        forward = {b: costs.forward_s[stage] for b, costs in whole}
+        backward = {b: costs.backward_s[stage] for b, costs in whole}
         both = Curve(sorted((b, forward[b] + backward[b]) for b in forward))
-        return _Quantities(
-            forward,
-            backward,
-            curve(split, lambda t: t.weights_s[stage]),
-            {
-                leg.samples: leg.at(lambda t: t.forward_s[stage] + t.backward_s[stage])
-                - both.at(leg.samples)
-                for leg in split
+        facts = self.stages[stage]._asdict()
+        return {
+            "forward_s": forward,
+            "backward_s": backward,
+            "weights_s": {b: costs.weights_s[stage] for b, costs in split},
+            "splitting_s": {
+                b: costs.forward_s[stage] + costs.backward_s[stage] - both.at(b)
+                for b, costs in split
             },
-            {1.0: facts.activation_bytes},
-            {1.0: facts.put_off_bytes},
-            {1.0: float(facts.parameter_bytes)},
-            {1.0: float(facts.trained_bytes)},
-        )
+            **{name: {1.0: float(n)} for name, n in facts.items() if name != "blocks"},
+        }
 
     def _parts(self) -> Iterator[_Part]:
         first = 0
         for number in self.parts:
             stages = range(first, first + number)
             first += number
+            num_blocks = sum(self.stages[stage].blocks for stage in stages)
+            holds = [number, 0 in stages, first == len(self.stages), num_blocks]
             of = [self._of_stage(stage) for stage in stages]
             yield _Part(
-                [number, 0 in stages, first == len(self.stages),
-                 sum(self.stages[stage].blocks for stage in stages)],
-                _Quantities(*(
-                    {b: sum(points[b] for points in same) for b in same[0]}
-                    for same in zip(*of, strict=True)
-                )),
-            )  # fmt: skip
-
-    def _update_s(self) -> float:
-        """Of all weights: norm, clipping and optimizer of the ranks that hold them."""
-        own = self._legs(self.own, splits=False)
-        return statistics.median(
-            leg.at(lambda t: sum(u.norm_s + u.optimizer_s for u in t.updates)) for leg in own
-        )
+                holds,
+                {
+                    name: {b: sum(each[name][b] for each in of) for b in points}
+                    for name, points in of[0].items()
+                },
+            )
 
 
-_Points = dict[float, float]  # by samples of a micro-batch
-
-
-class _Quantities(NamedTuple):
-    forward_s: _Points
-    backward_s: _Points
-    weights_s: _Points
-    splitting_s: _Points
-    activation_bytes: _Points
-    put_off_bytes: _Points
-    parameter_bytes: _Points
-    trained_bytes: _Points
-
-
-class _Part(NamedTuple):
-    """holds: so many stages, the model's first one, its last one, so many blocks. Of several
-    stages of a rank the sum: what the first of them to be called takes to warm up, others save."""
-
-    holds: Sequence[int]
-    of: _Quantities
-
-
-def _by_block(
-    parts: Sequence[_Part], num_blocks: int
-) -> tuple[list[_Quantities], tuple[Curve, Curve]]:
+def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities], list[Curve]]:
     """Of each block, the first with what is before it, the last with what is after it.
 
     A stage is called once for each micro-batch, which takes as long whatever its blocks. So a
     part takes calls * call + front + tail + blocks * block, and parts that differ tell which is
     which. What they leave open goes to the blocks."""
-    block, front, tail, calls = [], [], [], []
-    for number, name in enumerate(_Quantities._fields):
+    found: list[_Quantities] = [{} for _ in range(num_blocks)]
+    calls = []
+    for name, points in parts[0].of.items():
         # The first stage puts nothing off, so nothing was seen of it.
         late = name in ("weights_s", "splitting_s")
-        seen = [part for part in parts if not (late and part.holds[1])]
         is_known = np.array([name in ("forward_s", "backward_s"), not late, True, True])
-        found: dict[float, list[float]] = {}
-        for b in parts[0].of[number]:
-            rows = np.array([part.holds for part in seen if b in part.of[number]], float)
-            values = [part.of[number][b] for part in seen if b in part.of[number]]
-            found[b] = _solved(rows.reshape(-1, 4) * is_known, values)
-        call, first, last, each = ({b: x[i] for b, x in found.items()} for i in range(4))
-        calls.append(Curve(sorted(call.items())))
-        block.append(each)
-        front.append({b: each[b] + first[b] for b in each})
-        tail.append({b: each[b] + last[b] for b in each})
-        if num_blocks == 1:
-            tail[-1] = {b: each[b] + first[b] + last[b] for b in each}
-    between = [_Quantities(*block)] * (num_blocks - 2)
-    ends = [_Quantities(*front)] * (num_blocks > 1), [_Quantities(*tail)]
-    return [*ends[0], *between, *ends[1]], (calls[0], calls[1])
+        shares = {}
+        for b in points:
+            seen = [p for p in parts if b in p.of[name] and not (late and p.holds[1])]
+            rows = np.array([part.holds for part in seen], float).reshape(-1, 4) * is_known
+            shares[b] = _solved(rows, [p.of[name][b] for p in seen], name == "splitting_s")
+        if is_known[0]:
+            calls.append(Curve(sorted((b, call) for b, (call, *_) in shares.items())))
+        for i, block in enumerate(found):
+            ends = np.array([0, i == 0, i == num_blocks - 1, 1])
+            block[name] = {b: float(ends @ share) for b, share in shares.items()}
+    return found, calls
 
 
-def _solved(rows: Any, values: Sequence[float]) -> list[float]:
-    """The shares, none negative, that come nearest to the values, blocks' shares first."""
-    if not values:
-        return [0.0] * 4
+def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
+    """The shares that come nearest to the values, blocks' shares first; none negative, unless what
+    they are of may save time."""
     little = 1e-3 * np.diag([1.0, 1.0, 1.0, 0.0])
-    shares, _ = nnls(np.vstack([rows, little]), [*values, *[0.0] * 4])
-    return [float(share) for share in shares]
+    rows, values = np.vstack([rows, little]), [*values, *[0.0] * 4]
+    return np.linalg.lstsq(rows, values)[0] if may_save else nnls(rows, values)[0]
 
 
 def _piece(
     number: int, of: _Quantities, boundary: int | None, per_byte_s: float, is_block: bool
 ) -> Piece:
-    forward, backward, weights, splitting, activations, put_off = (
-        Curve(sorted((b, max(0.0, value)) for b, value in points.items())) for points in of[:6]
-    )
-    trained = of.trained_bytes[1.0]
+    def curve(name: str) -> Curve:
+        return Curve(sorted(of[name].items()))
+
+    trained = of["trained_bytes"][1.0]
+    names = ("activation_bytes", "weights_s", "put_off_bytes", "splitting_s")
     return Piece(
-        f"{'block' if is_block else 'stage'} {number}", forward, backward, boundary,
-        round(of.parameter_bytes[1.0]), round(trained), activations, per_byte_s * trained,
-        int(is_block), weights, put_off, splitting,
+        f"{'block' if is_block else 'stage'} {number}", curve("forward_s"), curve("backward_s"),
+        boundary, round(of["parameter_bytes"][1.0]), round(trained),
+        optimizer_s=per_byte_s * trained, blocks=int(is_block),
+        **{name: curve(name) for name in names},
     )  # fmt: skip

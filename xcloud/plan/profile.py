@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Seconds, settings
@@ -22,13 +22,13 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Direction
 
 Number = Annotated[float, Field(ge=0.0)]
-Point = tuple[Annotated[float, Field(gt=0.0)], Number]
+Point = tuple[Annotated[float, Field(gt=0.0)], float]
 
 
 @settings("curve")
 class Curve:
     """A quantity of a micro-batch over its number of samples: straight lines between the points,
-    going on beyond them. One point is a quantity that grows in proportion. Never below 0."""
+    going on beyond them. One point is a quantity that grows in proportion."""
 
     points: Sequence[Point] = ()
 
@@ -40,6 +40,10 @@ class Curve:
             )
 
     def at(self, samples: float) -> float:
+        """Never below 0."""
+        return max(0.0, self.change_at(samples))
+
+    def change_at(self, samples: float) -> float:
         points = self.points
         if not points:
             return 0.0
@@ -49,7 +53,7 @@ class Curve:
         while index < len(points) - 1 and samples > points[index][0]:
             index += 1
         (x0, y0), (x1, y1) = points[index - 1], points[index]
-        return max(0.0, y0 + (y1 - y0) * (samples - x0) / (x1 - x0))
+        return y0 + (y1 - y0) * (samples - x0) / (x1 - x0)
 
 
 def _curve(given: Any) -> Any:
@@ -60,7 +64,14 @@ def _curve(given: Any) -> Any:
     return Curve([tuple(point) if isinstance(point, list) else point for point in points])
 
 
-OfSamples = Annotated[Curve, BeforeValidator(_curve)]
+def _not_negative(curve: Curve) -> Curve:
+    if any(value < 0 for _, value in curve.points):
+        raise ConfigError(f"a curve of times or bytes is never below 0, got {curve.points}")
+    return curve
+
+
+Change = Annotated[Curve, BeforeValidator(_curve)]
+OfSamples = Annotated[Change, AfterValidator(_not_negative)]
 
 
 @settings("piece")
@@ -68,7 +79,7 @@ class Piece:
     """Consecutive work of a model. What leaves it is of boundary number `boundary`; None where the
     model cannot be cut after it. forward_s, backward_s, activation_bytes: of a micro-batch.
     weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then;
-    splitting_s: what that adds to a forward and a backward together.
+    splitting_s: what that adds to a forward and a backward together, or below 0 saves.
     parameter_bytes: of all weights; trained_bytes: of those that are trained. optimizer_s: of an
     update. blocks: of the model's blocks it holds so many; for the setting that cuts it."""
 
@@ -83,7 +94,7 @@ class Piece:
     blocks: NotNegative = 0
     weights_s: OfSamples = Curve()
     put_off_bytes: OfSamples = Curve()
-    splitting_s: OfSamples = Curve()
+    splitting_s: Change = Curve()
 
 
 @settings("direction")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 from xcloud.parallel.schedule import Schedule
@@ -48,18 +48,18 @@ class Space:
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
         """Every plan, with the schedule of `own`."""
         for strategy in self._or("strategy", list(self.splits), self.own.strategy):
-            found = arranged[strategy]
-            fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
-            splits = self.splits[strategy]
+            splits, counts = self.splits[strategy], self.counts(arranged[strategy])
             if "split" not in self.varies and self.own.ends in splits:
                 splits = [self.own.ends]
-            counts = [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
             schedules = [with_micro_batches(self.own.schedule, m) for m in counts]
             names = self._or("compression", self.compressions, self.own.compression)
-            for ends in splits:
-                for schedule in schedules:
-                    for compression in names:
-                        yield Plan(strategy, ends, schedule, compression)
+            for ends, schedule, compression in product(splits, schedules, names):
+                yield Plan(strategy, ends, schedule, compression)
+
+    def counts(self, found: Arranged) -> list[int]:
+        """Numbers of micro-batches that suit it."""
+        fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
+        return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
 
     def with_schedules(self, plan: Plan) -> list[Plan]:
         """The plan with every schedule to be tried."""
@@ -343,17 +343,6 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
                 whole_s / work_s - 1,
             )
         )  # fmt: skip
-    return found
-
-
-def touches_quality(plan: Plan, pricer: Pricer) -> list[str]:
-    """The choices of a plan that change what is learned, not only how fast."""
-    found = []
-    if plan.compression != NO_COMPRESSION:
-        found.append("compression")
-    averaging = pricer.arranged[plan.strategy].strategy.averaging
-    if averaging is not None and averaging.traits.changes_results:
-        found.append("strategy")
     return found
 
 

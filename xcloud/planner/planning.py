@@ -19,7 +19,6 @@ from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import lines_of
-from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.plans import (
     NO_COMPRESSION,
     Arranged,
@@ -28,24 +27,13 @@ from xcloud.plan.plans import (
     replicas_of,
     with_micro_batches,
 )
-from xcloud.plan.pricing import Pricer
+from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
 from xcloud.plan.profile import Profile, read_profile
 from xcloud.plan.recorded import write_predicted
-from xcloud.plan.report import Report, write_plan
-from xcloud.plan.search import (
-    Space,
-    best_pipeline,
-    crossings,
-    over_bandwidth,
-    over_micro_batches,
-    search,
-    splits_of,
-    step_at,
-)
+from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.settings import Planning
 from xcloud.planner.trial import TrialRun, table_of
-from xcloud.report.plan_picture import write_plan_picture
-from xcloud.report.plan_table import print_plans
+from xcloud.report.plan_report import Report, print_plans, write_plan, write_plan_picture
 from xcloud.security.defences import LABEL
 
 PICTURE = "plan.png"
@@ -137,22 +125,10 @@ class Planner:
                 f"plan: none of {', '.join(map(str, self.counts))} micro-batches suits this "
                 "cluster; give plan.micro_batches others"
             )
-        crosses, best = self.cluster.crosses_clouds, ranked.best[0].plan
         took_s = time.perf_counter() - started_s
-        step_s, pipeline = step_at(pricer, best), best_pipeline(pricer, space, ranked)
-        counted = [] if pipeline is None else self._counts_for(pipeline)
-        return Report(
-            pricer,
-            ranked,
-            took_s,
-            crossings(step_s, names) if crosses else [],
-            [] if pipeline is None else over_micro_batches(pricer, pipeline, counted),
-            over_bandwidth(step_s, names) if crosses else {},
-            pipeline,
-            [*notes, *more],
-            self.not_planned,
-            self._over_epochs(pricer, [best, space.own]),
-        )
+        epochs = self._over_epochs(pricer, [ranked.best[0].plan, space.own])
+        why = [*notes, *more]
+        return Report(pricer, space, ranked, took_s, why, self.not_planned, epochs)
 
     def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
         """What to change in the config for this plan. given: all settings, as plain containers."""
@@ -272,11 +248,6 @@ class Planner:
         texts = [fields - {LABEL} for fields in own.values()]
         apart = any(a - b and b - a for a, b in combinations(texts, 2))
         return apart and any(other.fields_of_cloud(cloud) - own[cloud] for cloud in own)
-
-    def _counts_for(self, plan: Plan) -> list[int]:
-        layout = self.arranged[plan.strategy].layout
-        fewest, replicas = layout.min_micro_batches(), layout.num_replicas
-        return [m for m in self.counts if m >= fewest and m % replicas == 0]
 
     def _over_epochs(self, pricer: Pricer, plans: Sequence[Plan]) -> dict[Plan, OverEpochs]:
         training, num_samples = self.job.training, pricer.profile.train_samples

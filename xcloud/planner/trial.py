@@ -14,13 +14,14 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,8 +39,9 @@ from xcloud.launch.processes import RunStopped
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.codec_timer import Stopwatch, time_around_averaging, time_averaging
-from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs
+from xcloud.plan.codec_timer import time_around_averaging, time_averaging
+from xcloud.plan.costs import Costs
+from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
 from xcloud.plan.plans import FreelyCut, with_micro_batches
 from xcloud.plan.profile import (
     BoundaryCodec,
@@ -50,13 +52,12 @@ from xcloud.plan.profile import (
     read_profile,
     write_profile,
 )
-from xcloud.rank.tour import FACTS_FILE
-from xcloud.record.timeline import timeline_of
+from xcloud.rank.autopilot import FACTS_FILE
+from xcloud.record.timeline import Timeline, timeline_of
 
 PROFILES_DIR = "profiles"
 MOST_SIZES = 6  # of micro-batches
 LEAST_TURNS = 3  # of the tour, of which the first warms caches up
-NOTHING = DirectionCurves(Curve())
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,14 @@ class TrialRun:
     def profile(self) -> Profile:
         """Of a trial that was made before, where the same would be tried; else of one made now.
         Raises RunFailed, RunStopped, ConfigError."""
-        of = self.of
-        digest = hashlib.sha256(
-            json.dumps(
-                [of, *(configs.plain_settings(r.trial_config) for r in (self, *self.others))],
-                sort_keys=True,
-            ).encode()
-        ).hexdigest()
+        runs = self, *self.others
+        tried = [self.of, *(configs.plain_settings(each.trial_config) for each in runs)]
+        digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
         file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
         if file.exists():
             print(f"trial of before: {file} (delete it to try again)", flush=True)
             return read_profile(file)
-        num_steps = sum(found._num_updates for found in (self, *self.others))
+        num_steps = sum(each._num_updates for each in runs)
         print(f"trial: {num_steps} updates of the job over a free line …", flush=True)
         found = self.measured()
         write_profile(file, found)
@@ -176,16 +173,13 @@ class TrialRun:
     @cached_property
     def layout(self) -> ClusterLayout:
         """One pipeline; a cloud holds its stage's parts."""
-        clouds = {}
+        clouds, has_gpu = {}, torch.cuda.is_available()
         counts = list(map(len, self.parts)) or [1] * self.cluster.num_stages
-        ends = list(accumulate(counts))
+        ends = [0, *accumulate(counts)]
         for name, cloud in self.cluster.clouds.items():
             if cloud.replica == 0:
-                stages = [
-                    s for k in cloud.stages or () for s in range(ends[k] - counts[k], ends[k])
-                ]
-                is_here = cloud.device != "cuda" or torch.cuda.is_available()
-                device = cloud.device if is_here else "auto"
+                stages = [s for k in cloud.stages or () for s in range(ends[k], ends[k + 1])]
+                device = "auto" if cloud.device == "cuda" and not has_gpu else cloud.device
                 clouds[name] = replace(cloud, stages=stages, slowdown=1.0, device=device)
         return replace(self.cluster, clouds=clouds, wan="free", links={})
 
@@ -201,18 +195,18 @@ class TrialRun:
     @cached_property
     def shapes(self) -> list[Schedule]:
         """The job's own schedule with several numbers of micro-batches; and, where weights may
-        wait, zero bubble with the most and the fewest of them."""
+        wait, zero bubble with the most, the fewest and the job's own number of them."""
         own = self.job.schedule
-        if put_off(own.actions(1, 2)):
+        if _splits(own):
             own = OneForwardOneBackward(own.num_micro_batches)
         m = own.num_micro_batches
         counts = [n for n in self.counts if n >= self.layout.min_micro_batches()]
-        counts = sorted({m, *_spread(counts, MOST_SIZES)}) or [m]
+        counts = sorted({m, *_spread(counts)}) or [m]
         if len(counts) == 1:
             counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
-        found = [own, *(with_micro_batches(own, n) for n in counts if n != m)]
-        late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], counts[-1]))]
-        return [s for s in (*found, *late) if s == own or self._allows(s)]
+        found = [with_micro_batches(own, n) for n in counts if n != m]
+        late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], m, counts[-1]))]
+        return [own, *(schedule for schedule in (*found, *late) if self._allows(schedule))]
 
     def _allows(self, schedule: Schedule) -> bool:
         try:
@@ -230,16 +224,11 @@ class TrialRun:
 
     @cached_property
     def legs(self) -> list[tuple[Schedule, str]]:
-        whole = [s for s in self.shapes if not self._splits(s)]
-        by_count = sorted(whole, key=lambda s: s.num_micro_batches)
-        ends = dict.fromkeys((by_count[0], by_count[-1]))
-        return [
-            *((shape, self.own) for shape in self.shapes),
-            *((shape, name) for name in self.names[1:] for shape in ends),
-        ]
-
-    def _splits(self, schedule: Schedule) -> bool:
-        return bool(put_off(schedule.actions(1, 2)))
+        whole = [s for s in self.shapes if not _splits(s)]
+        ends = (pick(whole, key=lambda s: s.num_micro_batches) for pick in (min, max))
+        others = product(self.names[1:], dict.fromkeys(ends))
+        own = [(shape, self.own) for shape in self.shapes]
+        return own + [(shape, name) for name, shape in others]
 
     @property
     def _num_updates(self) -> int:
@@ -291,42 +280,56 @@ class TrialRun:
 
     def trial(self, ranks: Sequence[Mapping[str, Any]]) -> Trial:
         """ranks: what each has written."""
-        layout = self.layout
-        stages = {int(n): table for rank in ranks for n, table in rank["stages"].items()}
+        layout, stages = self.layout, _stages(ranks)
+        costs: list[list[Costs]] = [[] for _ in self.legs]
+        for leg, timeline in self.timelines(ranks):
+            costs[leg].append(measured_costs(timeline))
+        names = set(StageFacts._fields) - {"blocks"}
         facts = [
-            StageFacts(
-                **{name: stages[n][name] for name in StageFacts._fields[:-1]},
-                blocks=self.blocks[n] if self.blocks else 0,
-            )
-            for n in range(layout.num_stages)
+            StageFacts(**{name: stages[n][name] for name in names}, blocks=num_blocks)
+            for n, num_blocks in enumerate(self.blocks or [0] * layout.num_stages)
         ]
+        held = [layout.placement(rank).stages for rank in range(layout.num_ranks)]
         return Trial(
-            self._read_legs(ranks),
+            [
+                Leg(self._pass_samples / s.num_micro_batches, name, _splits(s), typical(steps))
+                for (s, name), steps in zip(self.legs, costs, strict=True)
+            ],
             self.own,
             facts,
-            [(p.stages, len(layout.ranks_of(p.stages[0])))
-             for p in map(layout.placement, range(layout.num_ranks))],
+            [(own, len(layout.ranks_of(own[0]))) for own in held],
             self._pass_samples,
             [len(part) for part in self.parts],
-        )  # fmt: skip
+        )
+
+    def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
+        """The steps that all have recorded; the number of the leg before each."""
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for rank, found in enumerate(ranks):
+            about = {"event": "timeline", "rank": rank}
+            about["cloud"] = self.layout.placement(rank).cloud
+            for parts in found["steps"]:
+                steps.setdefault(parts[0]["step"], []).extend(about | part for part in parts)
+        for step, events in sorted(steps.items()):
+            timeline = timeline_of(events)
+            assert timeline is not None
+            yield (step - 1) % len(self.legs), timeline
 
     def read(self, ranks: Sequence[Mapping[str, Any]], others: Sequence[Trial]) -> Profile:
         """The profile, from what the ranks have written and from runs with other cuts."""
         trial = self.trial(ranks)
-        stages = {int(n): table for rank in ranks for n, table in rank["stages"].items()}
         kinds, places = self._boundaries()
         trained = {
             f"{n}.{name}": nn.Parameter(torch.zeros(shape))
-            for n, table in stages.items()
+            for n, table in _stages(ranks).items()
             for name, shape in table["trained"].items()
         }
-        watch = Stopwatch(torch.device("cpu"))
-        around_s = time_around_averaging(trained, watch)
+        around_s = time_around_averaging(trained)
         compressors = {
             name: CompressorCosts(
                 found.label,
-                [self._codec(trial, name, *kind) for kind in kinds],
-                time_averaging(trained, found, watch),
+                [_codec(trial, name, *kind) for kind in kinds],
+                time_averaging(trained, found),
             )
             for name, found in self.candidates.items()
         }
@@ -346,49 +349,41 @@ class TrialRun:
             stage_backward_s=stage_backward_s,
         )
 
-    def _read_legs(self, ranks: Sequence[Mapping[str, Any]]) -> list[Leg]:
-        layout, steps = self.layout, dict[int, list[dict[str, Any]]]()
-        for rank, found in enumerate(ranks):
-            about = {"event": "timeline", "rank": rank, "cloud": layout.placement(rank).cloud}
-            for parts in found["steps"]:
-                steps.setdefault(parts[0]["step"], []).extend(about | part for part in parts)
-        costs: list[list[Any]] = [[] for _ in self.legs]
-        for step, events in sorted(steps.items()):
-            timeline = timeline_of(events)
-            assert timeline is not None
-            costs[(step - 1) % len(self.legs)].append(measured_costs(timeline))
-        return [
-            Leg(self._pass_samples / shape.num_micro_batches, name, self._splits(shape), own)
-            for (shape, name), own in zip(self.legs, costs, strict=True)
-        ]
-
     def _boundaries(self) -> tuple[list[tuple[int | None, bool]], list[int]]:
         """Kinds of boundaries: a stage after which one was crossed in the trial (None: there is
         none), and whether gradients return; and the kind after each piece but the last."""
         model, length, p = self.model, self.job.task.max_length, self.layout.num_stages
+        own = [model.boundary(stage, p, length) for stage in range(p - 1)]
         crossed = {
-            (b.fields, b.gradient_returns): stage
-            for stage in range(p - 1)
+            (boundary.fields, boundary.gradient_returns): stage
+            for stage, boundary in enumerate(own)
             if self.layout.leaves_cloud(stage)
-            for b in [model.boundary(stage, p, length)]
         }
         if self.blocks:
             n = sum(self.blocks)
-            cuts = [
-                model.with_block_counts([k, n - k]).boundary(0, 2, length)  # type: ignore[attr-defined]
-                for k in range(1, n)
-            ]
-        else:
-            cuts = [model.boundary(stage, p, length) for stage in range(p - 1)]
-        keys = [(cut.fields, cut.gradient_returns) for cut in cuts]
+            cuts: list[Any] = [model.with_block_counts([k, n - k]) for k in range(1, n)]  # type: ignore[attr-defined]
+            own = [cut.boundary(0, 2, length) for cut in cuts]
+        keys = [(boundary.fields, boundary.gradient_returns) for boundary in own]
         kinds = list(dict.fromkeys(keys))
         nearest = next(iter(crossed.values()), None)
         found = [(crossed.get(kind, nearest), kind[1]) for kind in kinds]
         return found, [kinds.index(key) for key in keys]
 
-    def _codec(self, trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
-        found = BoundaryCodec(NOTHING) if stage is None else trial.directions(name, stage)
-        return replace(found, backward=(found.backward or found.forward) if returns else None)
+
+def _stages(ranks: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    return {int(number): table for rank in ranks for number, table in rank["stages"].items()}
+
+
+def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
+    if stage is None:
+        found = BoundaryCodec(DirectionCurves(Curve()))
+    else:
+        found = trial.directions(name, stage)
+    return replace(found, backward=(found.backward or found.forward) if returns else None)
+
+
+def _splits(schedule: Schedule) -> bool:
+    return bool(put_off(schedule.actions(1, 2)))
 
 
 def table_of(made: Any) -> dict[str, Any]:
@@ -401,12 +396,11 @@ def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:
     return table[list(made.phases)[-1]]["compression"] if isinstance(made, Phased) else table
 
 
-def _spread(found: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, evenly spread by their ratios."""
-    if len(found) <= most:
+def _spread(found: Sequence[int]) -> list[int]:
+    """At most MOST_SIZES of them, evenly spread by their ratios."""
+    if len(found) <= MOST_SIZES:
         return list(found)
-    ratio = (found[-1] / found[0]) ** (1 / (most - 1))
-    wanted = [found[0] * ratio**i for i in range(most)]
+    wanted = np.geomspace(found[0], found[-1], MOST_SIZES)
     return sorted({min(found, key=lambda n: abs(math.log(n / w))) for w in wanted})
 
 

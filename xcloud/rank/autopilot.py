@@ -1,15 +1,20 @@
 """One rank's part in choosing compression and schedule while the run goes on: it measures, rank 0
 decides (plan/autopilot.py), and the choice reaches every rank with the norm of an update, before
-anything of the next one is computed or sent. So all switch between the same two updates.
+anything of the next one is computed or sent. So all switch between the same two updates. In a
+planner's trial run the choices are those of a Tour, and what the rank did is left in a file.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import ClusterLayout
@@ -27,22 +32,44 @@ from xcloud.comm.state import (
     states_of,
     whole_number,
 )
-from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE
+from xcloud.parallel.one_forward_one_backward import can_wait
 from xcloud.parallel.part import Part
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
-from xcloud.plan.settings import Autopilot
+from xcloud.plan.settings import Autopilot, Tour
+from xcloud.rank.memory import SavedTensors, bytes_of
+from xcloud.rank.typical_step import timeline_events
 from xcloud.record.reporter import Reporter
+from xcloud.training.trainer import Trainer
+from xcloud.wire.further_ends import LineMeters
 from xcloud.wire.wiring import Wiring
 
+FACTS_FILE = "trial-rank{}.json"
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
 MOST_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
-_SUMS = 3  # of each boundary and direction: bytes, messages, seconds on the line; and its delay
-_PER_WAY = _SUMS + 1
+
+
+def pilot_of(
+    autopilot: Autopilot,
+    job: Experiment,
+    trainer: Trainer,
+    wiring: Wiring,
+    reporter: Reporter,
+    run_dir: Path,
+) -> Switching:
+    """What changes the rank's compression and schedule while it trains."""
+    assert isinstance(job.compression, Selectable)
+    given = job.compression, job.schedules, wiring, trainer
+    rank, device = trainer.pipeline.rank, trainer.pipeline.device
+    if isinstance(autopilot, Tour):
+        return TourPilot(autopilot, run_dir / FACTS_FILE.format(rank), *given)
+    forecast = forecast_of(job, device) if rank == 0 else None
+    return RunPilot(autopilot, job.cluster, forecast, reporter, *given)
 
 
 class Switching(Part):
@@ -56,19 +83,19 @@ class Switching(Part):
         compression: Selectable,
         schedules: Sequence[Schedule],
         wiring: Wiring,
-        use_schedule: Callable[[Schedule], None],
+        trainer: Trainer,
     ) -> None:
-        """schedules: to choose from, the run's own first. use_schedule: see Trainer."""
+        """schedules: to choose from, the run's own first."""
         self._compression, self._schedules = compression, schedules
-        self._wiring, self._use_schedule = wiring, use_schedule
+        self._wiring, self._trainer = wiring, trainer
         self._choice = 0
 
     def follow(self, step: int, choice: int) -> None:
         if choice != NO_CHOICE:
             self._choice = choice
             shape, compression = divmod(choice, len(self._compression.choices))
-            self._wiring.boundaries.shared(Selection).switch(compression, step + 1)
-            self._use_schedule(self._schedules[shape])
+            self._selection.switch(compression, step + 1)
+            self._trainer.use_schedule(self._schedules[shape])
 
     def state_dict(self) -> State:
         """With another compression or cluster it begins again with its first choice."""
@@ -77,86 +104,72 @@ class Switching(Part):
 
     def load_state_dict(self, state: State) -> None:
         state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
-        load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
+        del state["choice"]
+        load_states(self._stateful, state, "the autopilot")
         shape, compression = divmod(self._choice, len(self._compression.choices))
-        in_force = self._wiring.boundaries.shared(Selection).choice
-        if shape >= len(self._schedules) or compression != in_force:
+        if shape >= len(self._schedules) or compression != self._selection.choice:
             raise ValueError(
                 f"the autopilot was saved with choice {self._choice}, which it has not now"
             )
-        self._use_schedule(self._schedules[shape])
+        self._trainer.use_schedule(self._schedules[shape])
+
+    @property
+    def _selection(self) -> Selection:
+        return self._wiring.boundaries.shared(Selection)
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"switches": self._wiring.boundaries.shared(Selection)}
+        return {"switches": self._selection}
 
 
 class RunPilot(Switching):
-    """Measures are sums since the start: [busy_s of the main thread, compute_s, then by boundary
-    and direction bytes, messages, line_s and the delay]; rank 0 takes differences between two
-    looks.
+    """Measures are sums since the start, in a table: [seconds of the main thread, those it
+    computed], then for each boundary and direction [bytes, messages, seconds on the line, delay].
+    Rank 0, which has the forecast, takes differences between two looks.
 
-    The sender tells line_s of an emulated line, the receiver that of a real one (LineMeter).
+    The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter).
     delay: the latency of a message; of a real line + what both clocks differ by."""
 
     def __init__(
         self,
         settings: Autopilot,
-        compression: Selectable,
-        schedules: Sequence[Schedule],
         layout: ClusterLayout,
-        wiring: Wiring,
-        clock: StepClock,
+        forecast: Forecast | None,
         reporter: Reporter,
-        use_schedule: Callable[[Schedule], None],
+        *given: Any,
     ) -> None:
-        super().__init__(compression, schedules, wiring, use_schedule)
-        self._settings, self._layout = settings, layout
-        self._clock, self._reporter = clock, reporter
+        """given: see Switching."""
+        super().__init__(*given)
+        self._settings, self._layout, self.forecast = settings, layout, forecast
+        self._reporter = reporter
         self._boundaries = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
         self._busy_s = self._compute_s = 0.0
         self._last: dict[int, Tensor] = {}
         self._last_step = 0
         self._rule = Rule(settings)
-        self.forecast: Forecast | None = None  # in rank 0
-
-    def prepare(self, job: Experiment, device: torch.device) -> None:
-        """Measure the codecs of all choices. In rank 0, before the first step; the speed of its
-        machine stands for all."""
-        rows = -(-job.training.batch_size // job.num_pieces)
-        codecs = [
-            dict(
-                entry
-                for number in self._boundaries
-                for entry in codec_costs(number, job.boundaries[number], choice, rows, device)
-            )
-            for choice in self._compression.choices.values()
-        ]
-        passes = job.training.accumulate_steps
-        self.forecast = Forecast(self._schedules, self._layout, passes, codecs)
 
     def measured(self, step: int) -> Tensor | None:
-        clock = self._clock
+        clock = self._trainer.pipeline.clock
         clock.settle()
         self._compute_s += clock.seconds["compute_s"]
         self._busy_s += sum(clock.seconds.values())
         if not self._is_look(step):
             return None
-        found = torch.zeros(2 + len(self._boundaries) * len(DIRECTIONS) * _PER_WAY).double()
-        found[0], found[1] = self._busy_s, self._compute_s
+        found = torch.zeros(1 + len(self._boundaries) * len(DIRECTIONS), 4, dtype=torch.float64)
+        found[0, :2] = torch.tensor([self._busy_s, self._compute_s])
         for channel in self._wiring.boundaries.wan_sends:
-            at = self._place(channel.identity.boundary, channel.identity.direction)
-            kind, sent = KINDS[channel.identity.direction], channel.link.stats
-            sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
-            found[at : at + _SUMS] += torch.tensor(sums, dtype=torch.float64)
-            found[at + _SUMS] = sent.latency_s
-        meters = self._wiring.ends.meters
-        for identity, link in self._wiring.boundaries.wan_receives:
-            if identity.sender in meters:
-                at = self._place(identity.boundary, identity.direction)
-                found[at + 2] += link.stats.line_s[KINDS[identity.direction]]
-                found[at + _SUMS] = meters[identity.sender].delay_s
+            row = found[self._row(channel.identity.boundary, channel.identity.direction)]
+            kind, sent = KINDS[channel.identity.direction], channel.link.record
+            row[0] += sent.num_bytes[kind]
+            row[1] += sent.num_messages[kind]
+            row[2] += sent.line_s[kind]
+            row[3] = sent.latency_s
+        meters = self._wiring.boundaries.shared(LineMeters)
+        for identity, line_s in meters.line_s.items():
+            row = found[self._row(identity.boundary, identity.direction)]
+            row[2] += line_s
+            row[3] = meters.by_sender[identity.sender].delay_s
         return found
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
@@ -167,18 +180,17 @@ class RunPilot(Switching):
         assert self.forecast is not None
         grown = self._since(before, updates)
         predicted_s = self.forecast.step_s(grown, self._choice)
-        since_step = self._wiring.boundaries.shared(Selection).since_step
+        since_step = self._selection.since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, self._choice, choice, predicted_s, grown)
+            self._tell(step, choice, predicted_s, grown)
         return choice
 
     def follow(self, step: int, choice: int) -> None:
         super().follow(step, choice)
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
             for channel in self._wiring.boundaries.wan_sends:
-                both = channel.identity.sender, channel.identity.receiver
-                wan = self._layout.wan_between(*both)
+                wan = self._layout.wan_between(channel.identity.sender, channel.identity.receiver)
                 if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
@@ -187,65 +199,52 @@ class RunPilot(Switching):
         parts = {**super()._stateful, "rule": self._rule}
         return parts if self.forecast is None else {**parts, "forecast": self.forecast}
 
-    @property
-    def _names(self) -> list[str]:
-        """Of all choices; the schedule is named where there are several."""
-        compressions = self._compression.names
-        if len(self._schedules) == 1:
-            return compressions
-        return [f"{name}, {s.label}" for s in self._schedules for name in compressions]
-
     def _is_look(self, step: int) -> bool:
         """The first update is one, so that the next look has something to compare with."""
         return step == 1 or step % self._settings.every == 0
 
-    def _place(self, boundary: int, direction: str) -> int:
-        way = self._boundaries.index(boundary) * len(DIRECTIONS) + DIRECTIONS.index(direction)
-        return 2 + _PER_WAY * way
+    def _row(self, boundary: int, direction: str) -> int:
+        place = self._boundaries.index(boundary) * len(DIRECTIONS)
+        return 1 + place + DIRECTIONS.index(direction)
 
     def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
-        layout = self._layout
+        layout, leaders = self._layout, self._layout.leader_of()
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
-        leaders = [layout.ranks_of(stage)[0] for stage in range(layout.num_stages)]
-        compute_s = [float(grown[rank][1]) / updates / leaders.count(rank) for rank in leaders]
+        compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
         sent: dict[tuple[int, str], float] = {}
-        sums: dict[tuple[str, str], Tensor] = {}
+        sums: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(3))
         latency_s: dict[tuple[str, str], float] = {}
         for boundary in self._boundaries:
-            clouds = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
-            delays_s = 0.0
-            for direction in DIRECTIONS:
-                at = self._place(boundary, direction)
+            here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
+            ends, delays_s = leaders[boundary : boundary + 2], 0.0
+            for direction, way in zip(DIRECTIONS, ((here, there), (there, here)), strict=True):
+                row = self._row(boundary, direction)
                 # What each end of the boundary has told.
-                ends = [leaders[boundary], leaders[boundary + 1]]
-                told = sum((grown[rank][at : at + _SUMS] for rank in ends), torch.zeros(_SUMS))
-                delays_s += sum(float(self._last[rank][at + _SUMS]) for rank in ends)
-                if not told[1]:
-                    continue
-                sent[boundary, direction] = float(told[0] / told[1])
-                way = clouds if direction == "forward" else (clouds[1], clouds[0])
-                sums[way] = sums.get(way, torch.zeros(_SUMS)) + told
+                told = sum((grown[rank][row, :3] for rank in ends), torch.zeros(3))
+                delays_s += sum(float(self._last[rank][row, 3]) for rank in ends)
+                if told[1]:
+                    sent[boundary, direction] = float(told[0] / told[1])
+                    sums[way] = sums[way] + told
             # There and back, so what the clocks differ by drops out.
             if (boundary, "backward") in sent:
-                for way in (clouds, (clouds[1], clouds[0])):
-                    latency_s[way] = max(0.0, delays_s / 2)
+                both = (here, there), (there, here)
+                latency_s |= dict.fromkeys(both, max(0.0, delays_s / 2))
         rates = {way: _bits_per_s(*told.tolist()) for way, told in sums.items()}
-        return Measured(float(grown[0][0]) / updates, compute_s, sent, rates, latency_s)
+        return Measured(float(grown[0][0, 0]) / updates, compute_s, sent, rates, latency_s)
 
-    def _tell(
-        self, step: int, before: int, choice: int, predicted_s: Sequence[float], found: Measured
-    ) -> None:
-        names = self._names
+    def _tell(self, step: int, choice: int, predicted_s: Sequence[float], by: Measured) -> None:
+        names = self._compression.names
+        if len(self._schedules) > 1:
+            names = [f"{name}, {s.label}" for s in self._schedules for name in names]
+        before = self._choice
         rates = ", ".join(
             f"{here} to {there} {rate / 1e6:.1f} Mbit/s"
-            for (here, there), rate in found.bits_per_s.items()
+            for (here, there), rate in by.bits_per_s.items()
         )
-        reason = (
-            f"{rates}: {predicted_s[choice]:.3f} s a step instead of {predicted_s[before]:.3f}"
-        )
+        better = f"{predicted_s[choice]:.3f} s a step instead of {predicted_s[before]:.3f}"
         self._reporter.event(
             "autopilot", now=True, step=step, choice=names[choice], before=names[before],
-            reason=reason,
+            reason=f"{rates}: {better}",
             predicted_s={n: round(s, 6) for n, s in zip(names, predicted_s, strict=True)},
         )  # fmt: skip
 
@@ -256,19 +255,95 @@ def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
     return 8 * num_messages * of_each / line_s if line_s else math.inf
 
 
+def forecast_of(job: Experiment, device: torch.device) -> Forecast:
+    """With the codecs of all choices measured on this device, which stands for all."""
+    assert isinstance(job.compression, Selectable)
+    layout, rows = job.cluster, -(-job.training.batch_size // job.num_pieces)
+    codecs = [
+        {
+            (number, direction): costs
+            for number in range(layout.num_stages - 1)
+            if layout.leaves_cloud(number)
+            for direction, costs in codec_costs(job.boundaries[number], choice, rows, device)
+        }
+        for choice in job.compression.choices.values()
+    ]
+    return Forecast(job.schedules, layout, job.training.accumulate_steps, codecs)
+
+
 def codec_costs(
-    number: int, boundary: Boundary, choice: Compression, num_samples: int, device: torch.device
-) -> Iterator[tuple[tuple[int, str], Direction]]:
-    """num_samples: of a micro-batch."""
-    both = zip(
-        DIRECTIONS,
-        (boundary.fields, boundary.gradient_fields),
-        (choice.forward, choice.backward),
-        strict=True,
-    )
-    for direction, fields, compressor in both:
+    boundary: Boundary, choice: Compression, num_samples: int, device: torch.device
+) -> Iterator[tuple[str, Direction]]:
+    """By direction. num_samples: of a micro-batch."""
+    for direction, fields, compressor in (
+        ("forward", boundary.fields, choice.forward),
+        ("backward", boundary.gradient_fields, choice.backward),
+    ):
         floating = [field for field in fields if field.dtype.is_floating_point]
         if floating:
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in floating)
-            rows = min(MOST_ROWS, most)
-            yield (number, direction), time_codec(compressor, floating, rows, device)
+            specs = [field.spec(min(MOST_ROWS, most)) for field in floating]
+            yield direction, time_codec(compressor, specs, device)
+
+
+class TourPilot(Switching):
+    """Changes schedule and compression between updates as a Tour says, and measures nothing that a
+    run does not."""
+
+    def __init__(self, tour: Tour, file: Path, *given: Any) -> None:
+        """given: see Switching."""
+        super().__init__(*given)
+        pipeline = self._trainer.pipeline
+        self._tour, self._file, self._clock = tour, file, pipeline.clock
+        self._stages = {n: StageMeter(stage) for n, stage in pipeline.stages.items()}
+        assert self._clock.messages is not None
+        self._messages = self._clock.messages
+        self._messages.from_step = 1 + len(tour.legs)  # the first turn warms caches up
+
+    def follow(self, step: int, choice: int) -> None:
+        super().follow(step, self._tour.leg(step + 1))
+
+    def finish(self) -> None:
+        feed = self._trainer.feed
+        found = {
+            "steps": [[*timeline_events(s, self._messages)] for s in self._clock.recorded],
+            "stages": {number: meter.facts for number, meter in self._stages.items()},
+            "num_samples": feed.plan.num_samples,
+            "tokens_per_sample": feed.work.weight / feed.work.num_samples if feed.weigh else 0.0,
+        }
+        self._file.write_text(json.dumps(found), encoding="utf-8")
+
+
+class StageMeter:
+    """What is known of a stage beside its times, by its first forward: bytes of weights, and of
+    what a sample leaves in memory until its backward, or until its weights' gradients."""
+
+    def __init__(self, stage: Stage) -> None:
+        trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+        self.facts: dict[str, Any] = {
+            "parameter_bytes": bytes_of([*stage.parameters(), *stage.buffers()]),
+            "trained": {name: list(p.shape) for name, p in trained.items()},
+            "trained_bytes": bytes_of(trained.values()),
+            "activation_bytes": 0.0,
+            "put_off_bytes": 0.0,
+        }
+        self._saved = SavedTensors()
+        self._waiting: dict[int, int] = {}  # bytes, by address
+        self._hooks = [
+            stage.register_forward_pre_hook(lambda module, given: self._saved.__enter__()),
+            stage.register_forward_hook(self._end),
+            *(part.register_forward_hook(self._wait) for part in can_wait(stage)),
+        ]
+
+    def _wait(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        """A layer whose weights may wait keeps its input and its output's gradient."""
+        for tensor in (given[0], output):
+            self._waiting[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+
+    def _end(self, module: nn.Module, given: tuple[Any, ...], output: object) -> None:
+        self._saved.__exit__(None, None, None)
+        num_samples = max(1, len(given[1]["ids"]))
+        self.facts["activation_bytes"] = self._saved.num_bytes / num_samples
+        self.facts["put_off_bytes"] = sum(self._waiting.values()) / num_samples
+        for hook in self._hooks:
+            hook.remove()

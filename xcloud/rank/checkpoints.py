@@ -1,34 +1,33 @@
-"""What a rank goes on from, and the part that saves it around a pipeline's updates."""
+"""What a rank goes on from, as the ranks have agreed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
-from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.control import Signal
-from xcloud.parallel.part import Part, StepReport
+from xcloud.comm.state import StateTree, load_states, states_of
+from xcloud.parallel.control import Control
 from xcloud.rank.role import RankContext
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.changes import Changes
-from xcloud.survive.checkpointing import Checkpointer, Messenger
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.resume import RankCheckpoints
-from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
+from xcloud.survive.saving import CheckpointWriter, Timing, about_part, bytes_to_copy
 from xcloud.training.settings import Checkpoints
 
 
 def restored(
     context: RankContext[Any],
-    parts: Mapping[str, Stateful],
-    messenger: Messenger | None,
+    parts: StateTree,
+    control: Control | None,
     facts: Mapping[str, str],
+    is_told: bool = True,
 ) -> Checkpointer:
     """Of all that this rank goes on from, which takes over its state if the ranks have agreed
     on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
     job, rank, reporter = context.job, context.rank, context.reporter
     folder, step = CheckpointFolder(context.run_dir), context.verdict.from_step
-    if rank not in job.saving_ranks:
+    if rank not in job.roster.saving:
         never = Checkpoints(every_steps=0, every_minutes=0)
         return Checkpointer(Timing(never), CheckpointWriter(folder, rank, {}), None, {}, reporter)
     holder = RankCheckpoints(folder, rank, job.places, context.settings)
@@ -53,39 +52,6 @@ def restored(
     return Checkpointer(
         Timing(job.checkpoint, step, job.max_steps),
         CheckpointWriter(folder, rank, about),
-        messenger, parts, reporter, context.asked, job.saving_ranks,
+        control, parts, reporter, context.asked, job.roster.saving,
+        is_told,
     )  # fmt: skip
-
-
-class CheckpointPart(Part):
-    """A Checkpointer around a pipeline's updates. is_told: rank 0's signal comes with every step;
-    else this rank goes by the step alone."""
-
-    def __init__(
-        self, checkpoints: Checkpointer, asked: StopSignal, is_told: bool, clock: StepClock
-    ) -> None:
-        self._checkpoints, self._asked, self._is_told = checkpoints, asked, is_told
-        self._clock = clock
-
-    def before_update(self, step: int) -> None:
-        self._asked.is_armed = self._is_told and self._checkpoints.timing.settings.are_made
-
-    def signal(self, step: int) -> Signal:
-        checkpoints = self._checkpoints
-        return checkpoints.decide(step) if self._is_told else checkpoints.decide_by_step(step)
-
-    def after_update(self, step: int, report: StepReport) -> None:
-        with self._clock.paused():
-            self._checkpoints.after(step, report.signal)
-
-    def finish(self) -> None:
-        self._asked.is_armed = False
-        self._checkpoints.save_last()
-
-    def settle(self) -> None:
-        self._checkpoints.wait()
-
-    def close(self, is_finished: bool) -> None:
-        self._checkpoints.close()
-        if is_finished:
-            self._checkpoints.keep_newest()

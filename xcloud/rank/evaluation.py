@@ -73,7 +73,7 @@ class Evaluator(Part):
         predictions = gather_predictions(predictions, group)
         if group.leads:
             scores = data.score(split, predictions)
-            samples = data.sample_outputs(split, predictions, 5)
+            samples = data.sample_outputs(split, scores, 5)
             with self._reporter.may_lose(SAMPLES_FILE):
                 (self._run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
             if split == "test" and step:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.state import bytes_to_copy
 from xcloud.parallel.exchange import local_part
 from xcloud.parallel.part import Part, StepReport
 from xcloud.record.reporter import Reporter
+from xcloud.survive.saving import bytes_to_copy
 from xcloud.training.trainer import Trainer
 
 

@@ -71,11 +71,11 @@ class WanMeter(Part):
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
         line_s: Counter[tuple[str, str]] = Counter()
-        for record, stats in zip(self._wiring.ends.records, self._wiring.wan_stats, strict=True):
+        for record in self._wiring.ends.records:
             for kind in Kind:  # other threads may add to what has been sent
                 if (name := kind.traffic) is not None and name in sent:
-                    sent[name] += stats.num_bytes[kind]
-                    line_s[name, record.to] += stats.line_s[kind]
+                    sent[name] += record.num_bytes[kind]
+                    line_s[name, str(record.to)] += record.line_s[kind]
         for channel in self._wiring.boundaries.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
         for ends in averaging:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from xcloud.comm.activation_cache import CachingChannel, describe
-from xcloud.comm.state import Stateful, states_of
+from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
@@ -22,7 +22,8 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
-from xcloud.rank.checkpoints import CheckpointPart, restored
+from xcloud.rank.autopilot import pilot_of
+from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.memory import MemoryReport
@@ -30,7 +31,6 @@ from xcloud.rank.meters import WanMeter
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.tied import join_tied
-from xcloud.rank.tour import pilot_of
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import Reporter
@@ -48,7 +48,7 @@ class Features:
         self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
         self.placement = self.job.cluster.placement(self.rank)
         self.control: Control | StoreFacts | None = wiring.control
-        if self.job.is_elastic:
+        if self.job.roster.is_elastic:
             self.control = StoreFacts(context.transport.meeting)
         """By which this rank compares with others what it has loaded."""
         self._sharders: dict[int, Sharder] = {}
@@ -137,13 +137,12 @@ class Features:
             meter,
         ]
         made = [part for part in before if part is not None]
-        stateful: dict[str, Stateful] = {
+        stateful: StateTree = {
             "trainer": trainer, "channels": self.wiring, **Parts(made).parts(),
         }  # fmt: skip
-        checkpoints = restored(context, stateful, self.wiring.control, facts)
         states = partial(states_of, stateful) if job.checkpoint.are_made else None
         after = [
-            CheckpointPart(checkpoints, context.asked, self.is_directed, self.clock),
+            restored(context, stateful, self.wiring.control, facts, self.is_directed),
             evaluator,
             leaks,
             PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
@@ -153,7 +152,7 @@ class Features:
             MemoryReport(trainer, reporter, states),
             # It asks all ranks at once.
             None
-            if job.is_elastic
+            if job.roster.is_elastic
             else TypicalStep(self.clock, context.transport.meeting, reporter),
         ]
         return Parts([*made, *(part for part in after if part is not None)])
@@ -180,14 +179,16 @@ class Features:
     def is_directed(self) -> bool:
         """Whether rank 0's control signal reaches, in every step, all ranks that save."""
         job = self.job
-        return job.cluster.num_replicas == 1 or (job.is_elastic and self.rank in job.saving_ranks)
+        return job.cluster.num_replicas == 1 or (
+            job.roster.is_elastic and self.rank in job.roster.saving
+        )
 
     def enter(self, trainer: Trainer) -> None:
         """Of a run in which ranks may begin at any time: tell the launcher that this rank is
         there, and take over the values of the first cloud in a run that goes on, or give them."""
-        if not self.job.is_elastic:
+        if not self.job.roster.is_elastic:
             return
-        if self.rank not in self.job.essential_ranks:
+        if self.rank not in self.job.roster.essential:
             ready_file(self.context.run_dir, self.rank).touch()
         comes_again = self.context.transport.meeting.beginning > 1
         if comes_again or self.context.verdict.from_step:

@@ -55,7 +55,7 @@ class RankContext(Generic[JobT]):
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
     """Whether any of these is of the same cloud as `rank`, whose ranks wait for each other, or one
     without which the run cannot go on."""
-    essential = job.saving_ranks if job.is_elastic else job.essential_ranks
+    essential = job.roster.saving if job.roster.is_elastic else job.roster.essential
     mates = job.cluster.ranks_in(job.cluster.cloud_of(rank))
     return bool(lost & essential.union(mates))
 

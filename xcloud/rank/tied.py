@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.compressor import Nothing, seed_from
-from xcloud.comm.state import Stateful, stateful
+from xcloud.comm.compression import Chain, seed_from
+from xcloud.comm.state import StateTree
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.contracts.model import Stage
 from xcloud.parallel.averaging import AllToAll, Averager
@@ -65,8 +65,8 @@ class TiedGradients(Part):
             merged = merged if is_finite else gradient
         gradient.copy_(group.from_leader(merged.clone()))
 
-    def parts(self) -> dict[str, Stateful]:
-        return stateful({"averager": self.averager})
+    def parts(self) -> StateTree:
+        return {"averager": self.averager}
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -91,7 +91,7 @@ def join_tied(
         within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
         codec = TensorCodec(
             {TIED: parameter.shape},
-            lambda name, shape: Nothing() if within else choose(name, shape),
+            lambda name, shape: Chain() if within else choose(name, shape),
             seed_from(seed, "tied"),
             True,
             parameter.dtype,

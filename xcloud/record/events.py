@@ -14,6 +14,7 @@ import json
 import logging
 import math
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -177,42 +178,45 @@ class StepTotals:
 
 
 class Columns:
-    """Numbers of complete steps, in order. `step`, "step_s" and "loss" are kept one by one; of all
-    else, under the keys of StepTotals, the FIRST steps and sums of the others."""
-
-    FIRST = 3
+    """Numbers of complete steps, in order: of each key of StepTotals, and of "step_s", "ended_s"
+    and "loss", one for each step."""
 
     def __init__(self) -> None:
         self.step = array("q")
-        self.ended_s = 0.0
-        self._columns = {"step_s": array("d"), "loss": array("d")}
-        self._first: list[dict[Key, float]] = []
-        self._rest: dict[Key, float] = {}
+        self._columns: dict[Key, array[float]] = {}
 
     def append(self, totals: StepTotals) -> None:
+        loss = NO_LOSS if totals.loss is None else totals.loss
+        row = {("step_s",): totals.step_s, ("ended_s",): totals.ended_s, ("loss",): loss}
+        row |= totals.numbers
+        for key in row:
+            self._columns.setdefault(key, array("d", bytes(8 * len(self.step))))
+        for key, column in self._columns.items():
+            column.append(row.get(key, 0.0))
         self.step.append(totals.step)
-        self.ended_s = max(self.ended_s, totals.ended_s)
-        self._columns["step_s"].append(totals.step_s)
-        self._columns["loss"].append(NO_LOSS if totals.loss is None else totals.loss)
-        if len(self._first) < self.FIRST:
-            self._first.append(totals.numbers)
-        else:
-            add_to(self._rest, totals.numbers)
+
+    def drop_after(self, step: int) -> set[int]:
+        """Forget later steps, which are returned."""
+        num_kept = bisect_right(self.step, step)
+        dropped = {*self.step[num_kept:]}
+        del self.step[num_kept:]
+        for column in self._columns.values():
+            del column[num_kept:]
+        return dropped
 
     def __getitem__(self, name: str) -> array[float]:
         """One number for each step."""
-        return self._columns[name]
+        return self._columns.get((name,), array("d"))
 
     def below(self, *head: object) -> list[Any]:
         """What follows `head` in keys, in order of appearance."""
         num = len(head)
-        keys = [key for numbers in (*self._first, self._rest) for key in numbers]
-        return list(dict.fromkeys(k[num] for k in keys if k[:num] == head and len(k) > num))
+        found = (key[num] for key in self._columns if key[:num] == head and len(key) > num)
+        return list(dict.fromkeys(found))
 
     def sum(self, *key: object, first: int = 0) -> float:
-        """Of all steps from the place `first`, one of the FIRST."""
-        first_ones = (numbers.get(key, 0.0) for numbers in self._first[first:])
-        return sum(first_ones, self._rest.get(key, 0.0))
+        """Of all steps from the place `first`."""
+        return sum(self._columns.get(key, array("d"))[first:])
 
     def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
         """By what follows `head` in the keys."""
@@ -234,6 +238,11 @@ class StepCollector:
         self._gone_until: dict[int, float] = {}  # the last step that a lost rank does not report
         self._done = -1  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
+
+    @property
+    def open_steps(self) -> set[int]:
+        """That some ranks have reported, and not all."""
+        return {*self._reports}
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":  # from a step before those that were done

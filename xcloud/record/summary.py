@@ -43,8 +43,8 @@ How the figures are made:
 import json
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,9 @@ MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
           "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
 
 
-class Resumed(Exception):
-    """The run resumes from an earlier step: its log is to be read again, up to this event."""
-
-
 class RunStatistics:
     """Feed it every event of a run, in order and once; `summary()` works at any time, also after
-    a failure. What came after a step that the run later resumes from is left out, so from a log
-    with resumes it is fed by `feed_log`, which knows of them.
+    a failure. What was reported of later steps than one that the run resumes from is dropped.
 
     steps: joins the ranks' reports; or how many ranks there are.
     """
@@ -105,8 +100,6 @@ class RunStatistics:
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
         self._events: list[Event] = []
-        self._resumes_ahead: deque[int] = deque()  # the steps that they are from
-        self._done_again: set[int] = set()
         self._pause_s = 0.0
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
@@ -137,23 +130,16 @@ class RunStatistics:
                 event = {**event, **scores}
             if kind in OF_STEPS and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
-            if not self._is_lost(event):
-                self._events.append(event)
-        elif kind == "step" and self._is_lost(event):
-            self._done_again.add(event["step"])
-            return None
+            self._events.append(event)
         totals = self.collector.feed(event)
         if totals is not None:
             self.steps.append(totals)
         return totals
 
-    def feed_log(self, read: Callable[[], Iterable[Event]]) -> int:
-        """All events of a log, which each call of `read` gives from its beginning. Returns how
-        many were malformed."""
-        steps = (event.get("step") for event in read() if event["event"] == "resume")
-        self._resumes_ahead.extend(step for step in steps if isinstance(step, int))
+    def feed_log(self, events: Iterable[Event]) -> int:
+        """All events of a log. Returns how many were malformed."""
         num_malformed = 0
-        for event in read():
+        for event in events:
             try:
                 self.feed(event)
             except MALFORMED:
@@ -164,21 +150,15 @@ class RunStatistics:
         """That count, of these kinds."""
         return [event for event in self._events if event["event"] in kinds]
 
-    def _is_lost(self, event: Event) -> bool:
-        """Whether the run resumes from before it later on."""
-        if event["event"] in OF_AN_ATTEMPT:
-            return bool(self._resumes_ahead)
-        if event["event"] not in OF_STEPS and event["event"] != "step":
-            return False
-        return bool(event["step"] > min(self._resumes_ahead, default=math.inf))
-
     def _go_back(self, step: int) -> None:
-        if not self._resumes_ahead:
-            raise Resumed
-        self._resumes_ahead.popleft()
-        again = {later for later in self._done_again if later > step}
-        self._done_again -= again
-        until_s = self.steps.ended_s or self._started_at_s or 0.0
+        again = self.steps.drop_after(step) | {s for s in self.collector.open_steps if s > step}
+        self._events = [
+            event
+            for event in self._events
+            if event["event"] not in OF_AN_ATTEMPT
+            and (event["event"] not in OF_STEPS or event["step"] <= step)
+        ]
+        until_s = max(self.steps["ended_s"], default=self._started_at_s or 0.0)
         for earlier in self.resumes:
             if earlier["step"] >= step:  # its lost time lies within that of this one
                 earlier["lost_s"] = 0.0
@@ -342,7 +322,7 @@ def read_run(path: Path) -> RunStatistics:
     of one-way jobs do not; of a missing log what a run has before its first event."""
     steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
     run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
-    run.feed_log(lambda: EventReader(path, warn=False))
+    run.feed_log(EventReader(path, warn=False))
     return run
 
 

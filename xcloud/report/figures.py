@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -77,6 +78,30 @@ def over_steps(axes: Axes) -> None:
     """Steps along x are whole numbers."""
     plain(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def stacked(
+    axes: Axes, labels: Sequence[str], parts: Sequence[tuple[str, NDArray[np.float64], str]]
+) -> list[tuple[BarContainer, NDArray[np.float64]]]:
+    """A bar for each label, the first at the top, of these parts: name, lengths, colour. Returns
+    what was drawn of each part, and its lengths."""
+    drawn, ends = [], np.zeros(len(labels))
+    for name, lengths, colour in parts:
+        bars = axes.barh(
+            range(len(labels)),
+            lengths,
+            0.7,
+            ends,
+            color=colour,
+            label=name,
+            edgecolor=FAINT,
+            lw=0.5,
+        )
+        drawn.append((bars, lengths))
+        ends = ends + lengths
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    return drawn
 
 
 def ink_on(colour: str) -> str:

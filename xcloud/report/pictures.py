@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
@@ -32,6 +33,7 @@ from xcloud.report.figures import (
     plain,
     save,
     smoothed,
+    stacked,
 )
 
 LOSS_PICTURE = "loss.png"
@@ -171,19 +173,13 @@ def _draw_parts(axes: Axes, run: RunStatistics, skip: int, per_s: float) -> None
         seconds, ranks = (run.steps.sums(name, first=skip) for name in (kind, "num_ranks"))
         return per_s * np.array([seconds[cloud] / ranks[cloud] for cloud in run.clouds])
 
-    whole, ends = mean(OWN), np.zeros(len(run.clouds))
+    whole = mean(OWN)
     parts = [(label, mean(kind), colour) for kind, (label, colour) in PARTS.items()]
-    rest = whole - sum(values for _, values, _ in parts)
-    for label, values, colour in (*parts, ("other", np.maximum(rest, 0), COLOURS["other"])):
-        bars = axes.barh(
-            range(len(values)), values, left=ends, height=0.62, color=colour, label=label,
-            edgecolor=FAINT, linewidth=0.5,
-        )  # fmt: skip
+    rest = np.maximum(whole - sum(values for _, values, _ in parts), 0)
+    for bars, values in stacked(axes, run.clouds, [*parts, ("other", rest, COLOURS["other"])]):
         texts = [short(value) if value > 0.08 * whole.max() else "" for value in values]
-        axes.bar_label(bars, texts, label_type="center", fontsize=8, color=ink_on(colour))
-        ends = ends + values
-    axes.set_yticks(range(len(whole)), run.clouds)
-    axes.invert_yaxis()
+        ink = ink_on(to_hex(bars[0].get_facecolor()))
+        axes.bar_label(bars, texts, label_type="center", fontsize=8, color=ink)
     axes.set_xlim(0, 1.005 * whole.max())  # room for the edge of the last box
     axes.legend(ncols=5, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1),
                 handlelength=1, columnspacing=1, borderaxespad=0.2)  # fmt: skip

@@ -73,7 +73,7 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
-    """Predicted steps of a run that keeps frozen rows. epochs: as of plan/kept.py."""
+    """Predicted steps of a run that keeps frozen rows. epochs: of OverEpochs (plan/pricing.py)."""
     first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
     kept = epochs["kept_share"]
     return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"

@@ -61,17 +61,24 @@ def cell_text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def rendered(template: Path, **values: Any) -> str:
+    """A page of HTML or Markdown from its template, with these values."""
+    from jinja2 import Environment, StrictUndefined  # only who writes a page pays for it
+
+    environment = Environment(
+        autoescape=template.suffix == ".html", undefined=StrictUndefined, trim_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.from_string(template.read_text(encoding="utf-8")).render(values)
+
+
 def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:
     """Write index.html and a page for each study, with copies of their pictures; returns the
     index. The folder may hold an older site, whose files of the same names are replaced."""
-    from jinja2 import Environment, StrictUndefined  # only who writes a site pays for it
-
     folder.mkdir(parents=True, exist_ok=True)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     for page in (replace(front, name="index"), *studies):
         pictures = [_copied(picture, page.name, folder) for picture in page.pictures]
-        text = template.render(page=replace(page, pictures=pictures))
+        text = rendered(TEMPLATE, page=replace(page, pictures=pictures))
         (folder / f"{page.name}.html").write_text(text, encoding="utf-8")
     return folder / "index.html"
 

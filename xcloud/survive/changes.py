@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xcloud.job.places import Places
+from xcloud.job.job import Places
 
 _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"

@@ -20,14 +20,14 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from functools import partial
-from typing import Protocol
 
 from xcloud.base.errors import FrameError, LinkError
-from xcloud.comm.state import Stateful
-from xcloud.parallel.control import Signal
+from xcloud.comm.state import StateTree
+from xcloud.parallel.control import Control, Signal
+from xcloud.parallel.part import Part, StepReport
 from xcloud.record.reporter import Reporter
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 
@@ -48,21 +48,6 @@ class CheckpointMessage(IntEnum):
 
 
 _OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
-
-
-class Messenger(Protocol):
-    """Carries these between rank 0 and the others."""
-
-    def listen(self, take: Callable[[int, int, int], None]) -> None:
-        """From now on `take` is called with the peer, the step and the code of what one tells, in
-        a link's thread."""
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """Rank 0: all others that still take part; elsewhere rank 0."""
-
-    def tell(self, peer: int, step: int, code: int) -> None:
-        """Does not wait. Raises LinkError if the peer is gone."""
 
 
 class Ledger:
@@ -102,31 +87,36 @@ class Ledger:
         return reports
 
 
-class Checkpointer:
-    """One rank's. `decide` is asked in rank 0 before the end of every update, `after` called in
-    all ranks after it. parts: what is saved, by name. asked: a stop from outside. among: ranks
-    that save; None = all.
+class Checkpointer(Part):
+    """One rank's. parts: what is saved, by name. asked: a stop from outside. among: ranks that
+    save; None = all. is_told: rank 0's signal comes with every step; else all go by the step.
     """
 
     def __init__(
         self,
         timing: Timing,
         writer: CheckpointWriter,
-        messenger: Messenger | None,
-        parts: Mapping[str, Stateful],
+        messenger: Control | None,
+        parts: StateTree,
         reporter: Reporter,
         asked: StopSignal | None = None,
         among: Collection[int] | None = None,
+        is_told: bool = True,
     ) -> None:
         self.timing, self.writer, self.rank = timing, writer, writer.rank
         self._messenger, self._among, self._parts = messenger, among, parts
         self._notes, self._asked = Notes(reporter), asked or StopSignal()
-        self._ledger, self._stops = Ledger(), False
+        self._ledger, self._stops, self._is_told = Ledger(), False, is_told
         if messenger is not None:
             messenger.listen(self._take)
 
-    def decide(self, step: int) -> Signal:
+    def before_update(self, step: int) -> None:
+        self._asked.is_armed = self._is_told and self.timing.settings.are_made
+
+    def signal(self, step: int) -> Signal:
         """In rank 0: what all ranks do after this update."""
+        if not self._is_told:
+            return self._signal_by_step(step)
         if self._stops or self._asked.was_asked:
             return Signal.STOP
         if self.timing.look(step):
@@ -135,7 +125,7 @@ class Checkpointer:
         is_free = self.timing.is_due and not self.is_pending
         return Signal.CHECKPOINT if is_free else Signal.GO_ON
 
-    def decide_by_step(self, step: int) -> Signal:
+    def _signal_by_step(self, step: int) -> Signal:
         """The same where the replicas of a pipeline have no signal of each other in every step: by
         the number of the step alone, so that all of them decide alike."""
         is_multiple = self.timing.is_multiple(step)
@@ -149,6 +139,10 @@ class Checkpointer:
                 for peer in self._others:
                     self._tell(peer, every, CheckpointMessage.EVERY)
         return Signal.CHECKPOINT if is_multiple else Signal.GO_ON
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        with report.clock.paused():
+            self.after(step, report.signal)
 
     def after(self, step: int, signal: Signal) -> bool:
         """Between two updates; whether this rank ends here."""
@@ -197,9 +191,9 @@ class Checkpointer:
         self._begin(step, {0})
         self._lack(step, reason)
 
-    def save_last(self) -> None:
-        """After the last update, however short the run."""
-        timing = self.timing
+    def finish(self) -> None:
+        """Save the state after the last update, however short the run."""
+        self._asked.is_armed, timing = False, self.timing
         if timing.settings.are_made and timing.saved_step != timing.final_step:
             self.save(timing.final_step)
 
@@ -214,21 +208,19 @@ class Checkpointer:
             if peer in ranks:
                 self._take(peer, step, CheckpointMessage.FAILED)
 
-    def wait(self, is_urgent: bool = True) -> None:
+    def settle(self, is_urgent: bool = True) -> None:
         """Until this rank has written what it began; see CheckpointWriter.wait."""
         self.writer.wait(is_urgent)
         self._notes.flush()
 
-    def close(self) -> None:
-        """Wait until this rank has written what it began and heard of. Call it after a meeting,
-        and all ranks have."""
+    def close(self, is_finished: bool = False) -> None:
+        """After a meeting: wait until what was begun and heard of is written. Of a finished run
+        only what training longer could resume from is kept."""
         self.writer.close()
         self._notes.flush()
-
-    def keep_newest(self) -> None:
-        """Once the run has come to its end: only what training longer could resume from."""
-        with contextlib.suppress(OSError):
-            self.writer.folder.prune(self.rank, 1)
+        if is_finished:
+            with contextlib.suppress(OSError):
+                self.writer.folder.prune(self.rank, 1)
 
     @property
     def _others(self) -> frozenset[int]:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.comm.state import MEMORY, OUTER, State, is_marked
-from xcloud.job.job import Job
-from xcloud.job.places import Places
+from xcloud.comm.state import MEMORY, OUTER, State
+from xcloud.job.job import Job, Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.changes import Changes, changes
 
@@ -184,6 +183,10 @@ class RankCheckpoints:
                 )
 
 
+def is_marked(key: str, mark: str) -> bool:
+    return mark in key.split(".")
+
+
 def _remembers(state: State) -> bool:
     """Numbers only count messages."""
     return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
@@ -249,7 +252,9 @@ def check_can_go_on(
 ) -> None:
     """Before any rank starts, where one folder has the parts of all. Raises ConfigError, also for
     a run that would begin anew unless that is asked for."""
-    holders = {rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.saving_ranks}
+    holders = {
+        rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.roster.saving
+    }
     first = holders[min(holders)]
     steps = first.folder.agreed_steps()
     refused = _refused(first, steps[0]) if steps else ()

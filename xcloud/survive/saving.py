@@ -11,22 +11,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from xcloud import __version__
 from xcloud.base.errors import LinkError
 from xcloud.base.project import commit
-from xcloud.comm.state import SnapshotBuffer, State, Stateful, bytes_to_copy, states_of
-from xcloud.job.places import Places
+from xcloud.comm.state import State, StateTree, copying, own_copy, states_of
+from xcloud.job.job import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Checkpoints
 
-Written = Callable[[int | Exception, float], None]
-"""Takes the bytes of a part, or why there is none, and the seconds that it took."""
-
 _NICENESS = 10  # of the thread that writes
+_ALIGN = 64
+_PAGE_BYTES = 4096
+_PIECE_PAGES = 4096  # touched before looking whether to stop
 
 
 class StopSignal:
@@ -141,7 +144,7 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
-    def prepare(self, parts: Mapping[str, Stateful]) -> None:
+    def prepare(self, parts: StateTree) -> None:
         """Make room for the next copy."""
         if self._is_prepared:
             return
@@ -151,7 +154,7 @@ class CheckpointWriter:
             self._is_needed_now.clear()
             self.later(lambda: self._buffer.enlarge(num_bytes, self._is_needed_now))
 
-    def copy(self, parts: Mapping[str, Stateful]) -> State:
+    def copy(self, parts: StateTree) -> State:
         """Raises RuntimeError or MemoryError where there is no room for it."""
         self._is_prepared = False
         with self._buffer.snapshot():
@@ -203,3 +206,65 @@ class CheckpointWriter:
             with contextlib.suppress(LinkError, OSError):
                 job()
             del job  # or it would hold its state until the next one comes
+
+
+def bytes_to_copy(take: Callable[[], object]) -> int:
+    """Of host memory that the snapshot `take` needs in a `SnapshotBuffer`. Nothing is copied."""
+    num_bytes = 0
+
+    def count(tensors: tuple[Tensor, ...]) -> Tensor:
+        nonlocal num_bytes
+        if tensors[0].device.type == "cpu":
+            num_bytes += _aligned(sum(tensor.nbytes for tensor in tensors))
+        return tensors[0]
+
+    with copying(count):
+        take()
+    return num_bytes
+
+
+class SnapshotBuffer:
+    """Host memory for one snapshot at a time, kept for the next one. What does not fit, and
+    tensors of other devices, get memory of their own."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Within, `copy_of` copies into this memory, over the snapshot before."""
+        self._used = 0
+        with copying(self._copy):
+            yield
+
+    def enlarge(self, num_bytes: int, stop: threading.Event) -> None:
+        """To so many bytes, which no snapshot is in meanwhile, and touch all of them unless `stop`
+        comes first. Touching holds no lock of Python's and uses one core."""
+        if num_bytes <= len(self._memory):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
+        with contextlib.suppress(RuntimeError):  # no memory now: the copy itself will say so
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        pages = self._memory.numpy()[::_PAGE_BYTES]
+        for first in range(0, len(pages), _PIECE_PAGES):
+            if stop.is_set():
+                return
+            pages[first : first + _PIECE_PAGES] = 0
+
+    def _copy(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        like, num_bytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
+        end = self._used + num_bytes
+        if like.device.type != "cpu" or end > len(self._memory):
+            return own_copy(tensors)
+        place = self._memory[self._used : end].view(like.dtype)
+        self._used = _aligned(end)
+        with torch.no_grad():
+            if len(tensors) == 1:
+                return place.view(like.shape).copy_(like)
+            place = place.view(-1, *like.shape[1:])
+            return torch.cat([tensor.detach() for tensor in tensors], out=place)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -1,18 +1,19 @@
-"""A sweep in pictures: quality against step time, quality against compression ratio, where the
-step time goes; and the training losses of its settings with their differences to the reference,
-seed by seed. The reference is the single cloud, else the setting without compression.
+"""A sweep in pictures: quality against step time and against compression ratio, where the step
+time goes, quality over a setting that varies, and training losses with their differences to the
+reference, seed by seed. The reference is the single cloud, else the setting without compression.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from xcloud.base.units import LESS_IS_BETTER, score_name
@@ -30,12 +31,14 @@ from xcloud.report.figures import (
     plain,
     save,
     smoothed,
+    stacked,
 )
 from xcloud.sweep.points import UNCOMPRESSED
-from xcloud.sweep.results import ONE_CLOUD, Result, Results, plus_minus
+from xcloud.sweep.results import ONE_CLOUD, Result, Results, Swept, plus_minus
+from xcloud.sweep.table import spread_text
 
-STEP_TIME = "step_time.png"
-LOSSES = "losses.png"
+STEP_TIME, LOSSES = "step_time.png", "losses.png"
+SWEPT_PICTURE = "quality_over_setting.png"
 SCATTERS = {  # cost -> file, title, axis
     "step_time_s": ("quality_and_step_time.png", "step time", "step time, median (s)"),
     "compression_ratio": (
@@ -44,11 +47,16 @@ SCATTERS = {  # cost -> file, title, axis
 }  # fmt: skip
 
 MOST_CURVES = 8  # of losses; more cannot be told apart
+BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
+LEGEND_WIDTH = 115  # characters per row
+MANY_TIMES = 50  # largest / smallest value from which the axis is logarithmic
+_APART, _AT_MOST = 0.04, 0.2  # of the distance between values, so that whiskers do not overlap
+_LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8.5, "frameon": False}
 Curves = Mapping[str, pd.DataFrame]  # by label: losses, a line for each step, a column a seed
 
 
 def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
-    """Draw what there is to draw; returns the files."""
+    """Draw what there is to draw of costs; returns the files."""
     written = []
     for cost, (name, what, label) in SCATTERS.items():
         if len(marks := marks_of(results, cost)):
@@ -79,14 +87,10 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     colours = [results.sweeps.index(sweep) for sweep in marks.sweep] if several else places
     shapes = places if several else [place // len(LINES) for place in places]
     return marks.assign(
-        label=_labels(marks, several),
+        label=results.labels,
         colour=[LINES[number % len(LINES)] for number in colours],
         shape=[MARKERS[number % len(MARKERS)] for number in shapes],
     )
-
-
-def _labels(rows: pd.DataFrame, several: bool) -> pd.Series:
-    return rows.setting + " @" + rows.sweep if several else rows.setting
 
 
 def write_scatter(
@@ -104,7 +108,7 @@ def write_scatter(
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(ncols=3, **_LEGEND)
     return save(figure, path)
 
 
@@ -140,33 +144,21 @@ def _clouds(rows: pd.DataFrame) -> list[str]:
 
 def _write_step_time(path: Path, results: Results, title: str) -> Path:
     """A bar for each setting and cloud: how its ranks' main thread spent a step."""
-    rows = results.rows.assign(label=_labels(results.rows, len(results.sweeps) > 1))
-    rows = rows.sort_values("step_time_s", kind="stable")
-    bars = [(row, cloud) for _, row in rows.iterrows() for cloud in _clouds(results.rows)
+    rows = results.rows.assign(label=results.labels).sort_values("step_time_s", kind="stable")
+    bars = [(row, cloud) for _, row in rows.iterrows() for cloud in _clouds(rows)
             if pd.notna(row[f"compute_s_{cloud}"])]  # fmt: skip
-    num_clouds = Counter(row.name for row, _ in bars)
-    figure = canvas(f"{title}: where a step's time goes", 8,
-                    1.6 + 0.28 * len(bars) + 0.12 * len(num_clouds))  # fmt: skip
+    figure = canvas(f"{title}: where a step's time goes", 8, 1.7 + 0.3 * len(bars))
     axes = figure.subplots()
-    heights, ticks, height = [], [], 0.0
-    for index, (row, cloud) in enumerate(bars):
-        height += 1.4 if index and row.name != bars[index - 1][0].name else 1.0
-        heights.append(height)
-        ticks.append(f"{row.label}  {cloud}" if num_clouds[row.name] > 1 else row.label)
-    left = np.zeros(len(bars))
-    for kind, (name, colour) in PARTS.items():
-        widths = np.array([row.get(f"{kind}_{cloud}", 0.0) for row, cloud in bars], float)
-        widths = np.nan_to_num(widths)
-        axes.barh(heights, widths, 0.85, left, color=colour, edgecolor="white", lw=0.4, label=name)
-        left += widths
-    for (row, _), at in zip(bars, heights, strict=True):
-        axes.plot([row.step_time_s] * 2, [at - 0.42, at + 0.42], color=INK, lw=1.4)
-    axes.plot([], [], color=INK, lw=1.4, label="step time, median")
-    axes.set_yticks(heights, ticks, fontsize=8.5)
-    axes.set_ylim(heights[-1] + 0.7, heights[0] - 0.7)
+    parts = [
+        (name, np.nan_to_num([row.get(f"{kind}_{cloud}", 0.0) for row, cloud in bars]), colour)
+        for kind, (name, colour) in PARTS.items()
+    ]
+    stacked(axes, [f"{row.label}  {cloud}" for row, cloud in bars], parts)
+    medians = [row.step_time_s for row, _ in bars]
+    axes.plot(medians, range(len(bars)), "|", color=INK, ms=14, label="step time, median")
     axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
+    figure.legend(ncols=5, **_LEGEND)
     return save(figure, path)
 
 
@@ -241,6 +233,61 @@ def _draw_losses(
     mean, std = smooth.mean(axis="columns"), smooth.std(axis="columns")
     axes.plot(mean.index, mean, label=label, **style)
     if len(losses.columns) > 1:
-        colour = str(style["color"])
         low, high = mean - std, mean + std
-        axes.fill_between(mean.index, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
+    """Quality over the setting; the rows without it are bands."""
+    figure = canvas(f"{title}: quality by {swept.name}", 8, 1.3 + 3.9 * len(swept.scores))
+    panels = column(figure, [1] * len(swept.scores))
+    for axes, score in zip(panels, swept.scores, strict=True):
+        _draw_swept(axes, swept, score)
+    panels[-1].set_xlabel(swept.setting)
+    handles = [Line2D([], [], label=line, **_style(index))
+               for index, line in enumerate(swept.lines)]  # fmt: skip
+    for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
+        label = f"{row.setting}: {spread_text(row, swept.scores[0])}"
+        handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    num_columns = max(1, min(4, len(handles), LEGEND_WIDTH // (longest + 8)))
+    figure.legend(handles=handles, ncols=num_columns, **_LEGEND)
+    return save(figure, folder / SWEPT_PICTURE)
+
+
+def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
+    beside = swept.beside.dropna(subset=score)
+    ends = plus_minus(beside, score).fillna(0.0)
+    for (number, row), colour in zip(beside.iterrows(), BANDS, strict=False):
+        low, high = row[score] - ends[number], row[score] + ends[number]
+        axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
+        axes.axhline(row[score], color=colour, linewidth=1.4, zorder=1)
+    values = swept.values
+    apart = 0.0
+    if values[0] > 0 and values[-1] >= MANY_TIMES * values[0]:
+        axes.set_xscale("log")
+    else:
+        gap = min(high - low for low, high in pairwise(values))
+        apart = gap * min(_APART, _AT_MOST / len(swept.lines))
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xticks([], minor=True)
+    for index, line in enumerate(swept.lines):
+        shift = apart * (index - (len(swept.lines) - 1) / 2)
+        rows = swept.rows[swept.rows.line == line].dropna(subset=score).sort_values("value")
+        axes.errorbar(
+            rows.value + shift, rows[score], yerr=plus_minus(rows, score).fillna(0.0),
+            elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
+        )  # fmt: skip
+    of = ", less is better" if score in LESS_IS_BETTER else ", test set"
+    seeds = "" if swept.num_seeds == "1" else f"\n(mean ± std over {swept.num_seeds} seeds)"
+    if not seeds and plus_minus(swept.rows, score).notna().any():
+        seeds = "\n(± standard error)"
+    axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
+    plain(axes, "both")
+
+
+def _style(index: int) -> dict[str, Any]:
+    """A colour and marker for each line; another dash style once these are used up."""
+    number = index % len(LINES)
+    dash = DASHES[index // len(LINES) % len(DASHES)]
+    return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

@@ -31,9 +31,8 @@ UNCOMPRESSED = "none"  # the label of the reference among compressions
 
 @dataclass
 class Point:
-    """One experiment of a sweep. index: its position among the requested points."""
+    """One experiment of a sweep."""
 
-    index: int
     overrides: Overrides
     config: Any  # as composed; a DictConfig
     settings: Settings
@@ -41,9 +40,9 @@ class Point:
     label: str = ""
 
     @classmethod
-    def of(cls, index: int, overrides: Overrides, config: Any) -> Point:
+    def of(cls, overrides: Overrides, config: Any) -> Point:
         """Raises ConfigError for an invalid experiment."""
-        return cls(index, overrides, config, flatten(config), job_from_config(config))
+        return cls(overrides, config, flatten(config), job_from_config(config))
 
     @property
     def identity(self) -> str:
@@ -163,14 +162,14 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
         dotted = _dotted(key)
         is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
         if _below(dotted, ["compression"]):
-            parts.append(point.experiment.compression_in_force)
+            parts.append(point.experiment.labels.compression)
         elif _below(dotted, [SPLIT]) and is_unsplit(settings):
             parts.append("unsplit")
         elif key in given:
             parts.append(
                 f"{shorts[key]}={given[key]}" if is_value and key != "exp" else given[key]
             )
-    return " ".join(dict.fromkeys(parts)) or point.experiment.compression_in_force
+    return " ".join(dict.fromkeys(parts)) or point.experiment.labels.compression
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -27,10 +27,10 @@ from xcloud.record.mlflow_store import (
 )
 from xcloud.record.tracking import Tracker
 from xcloud.report.site import Page, Picture, Table, write_site
+from xcloud.sweep import table
 from xcloud.sweep.points import Settings, differences, is_number, varying
-from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, open_sweep
+from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, open_sweep, swept_of
 from xcloud.sweep.state import read_points
-from xcloud.sweep.table import cells_of, print_sweep, remarks_of, write_csv
 
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
@@ -73,17 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(results: Results, folder: Path, title: str) -> list[Path]:
     """Print the table; write CSV and pictures into `folder`. Returns the files."""
-    from xcloud.sweep.pictures import curves_of, write_losses, write_pictures
-    from xcloud.sweep.swept import print_swept, swept_of, write_swept, write_swept_picture
+    from xcloud.sweep import pictures
 
-    print_sweep(results)
-    written = [*write_csv(folder, results), *write_pictures(folder, results, title)]
+    table.print_sweep(results)
+    written = [*table.write_csv(folder, results)]
+    written += pictures.write_pictures(folder, results, title)
     if swept := swept_of(results):
-        print_swept(swept)
-        written += [write_swept(folder, swept), write_swept_picture(folder, swept, title)]
-    reference, curves = curves_of(results)
+        table.print_swept(swept)
+        written.append(table.write_swept(folder, swept))
+        written.append(pictures.write_swept_picture(folder, swept, title))
+    reference, curves = pictures.curves_of(results)
     if curves:
-        written.append(write_losses(folder, reference, curves, title))
+        written.append(pictures.write_losses(folder, reference, curves, title))
     print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
     return written
 
@@ -103,19 +104,19 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
 def write_sweep_site(results: Results, pictures: Sequence[Path], title: str, folder: Path) -> Path:
     """The sweep as pages that need no server: a front page with pictures and the table, and a page
     a setting with its runs and the command of each. Returns the index. pictures are copied."""
-    cells = cells_of(results)
+    cells = table.cells_of(results)
     links = [
         f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
         for number, setting in enumerate(cells.setting)
     ]
-    table = Table("Settings, best first", cells, [f"{link}.html" for link in links])
+    settings = Table("Settings, best first", cells, [f"{link}.html" for link in links])
     shown = [Picture(str(path), path.stem.replace("_", " ")) for path in pictures]
-    facts = [("Note", line) for line in remarks_of(results)]
+    facts = [("Note", line) for line in table.remarks_of(results)]
     pages = [
         _setting_page(link, results, results.of_row[number])
         for link, number in zip(links, results.rows.index, strict=True)
     ]
-    return write_site(Page("index", title, facts, "", shown, [table]), pages, folder)
+    return write_site(Page("index", title, facts, "", shown, [settings]), pages, folder)
 
 
 def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
@@ -129,7 +130,7 @@ def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
     made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
     command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
     tables = [Table("What differs", what), Table("Runs", points[columns])]
-    tables = [table for table in tables if len(table.cells)]
+    tables = [one for one in tables if len(one.cells)]
     return Page(name, runs[0].label, (), command, (), tables, up="All settings")
 
 

@@ -1,9 +1,11 @@
-"""Results of a sweep, read from its run folders, or from MLflow if these are gone, as two data
-frames: a line for each run, and a line for each setting over its seeds. Prints and draws nothing.
+"""Results of a sweep, read from its run folders, or from MLflow if these are gone, as data frames:
+a line for each run, a line for each setting over its seeds, and the lines of a picture over a
+setting that varies. Prints and draws nothing.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.units import LEAKS, LESS_IS_BETTER
+from xcloud.base.units import LEAKS, LESS_IS_BETTER, shown_scores
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import SUMMARY_FILE, read_summary
@@ -26,7 +28,9 @@ from xcloud.record.tracking import final_metrics
 from xcloud.sweep.points import (
     UNCOMPRESSED,
     Settings,
+    deciding,
     identity,
+    is_number,
     is_unsplit,
     reference_key,
     setting_key,
@@ -37,6 +41,7 @@ from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
 
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 RATES = ("samples_per_s", "tokens_per_s")
+COSTS = ("step_time_s", "compression_ratio")
 PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures belong to
 
 
@@ -127,8 +132,8 @@ class Results:
             by_row = figures.astype(float).groupby("row").agg(["mean", "std"])
             by_row.columns = [name + "_std" * (what == "std") for name, what in by_row.columns]
             rows = rows.join(by_row.drop(columns=by_row.filter(regex="_error_std$")))
-        for name in ("step_time_s", "compression_ratio"):
-            rows = rows if name in rows else rows.assign(**{name: np.nan, f"{name}_std": np.nan})
+        needed = [f"{name}{end}" for name in COSTS for end in ("", "_std")]
+        rows = rows.reindex(columns=rows.columns.union(needed, sort=False))
         rows = _share_of_uncompressed(rows)
         for name in RATES:
             if name in rows:
@@ -136,6 +141,12 @@ class Results:
                 there = rows.join(alone.rename("alone"), on=["sweep", "workload"])["alone"]
                 rows[f"{name}_share_of_one_cloud"] = rows[name] / there
         return rows.loc[sorted(rows.index, key=lambda number: _by_score(rows.loc[number]))]
+
+    @property
+    def labels(self) -> pd.Series:
+        """Of the rows, to draw them; with the sweep if there are several."""
+        rows = self.rows
+        return rows.setting + " @" + rows.sweep if len(self.sweeps) > 1 else rows.setting
 
 
 def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
@@ -182,7 +193,7 @@ def _tell_apart(rows: pd.DataFrame) -> None:
     for _, alike in rows.groupby(["sweep", "setting"]):
         keys = [key for key in varying(list(alike.settings)) if key != "seed"][:3]
         for number, settings in alike.settings.items():
-            parts = (f"{key.rsplit('.', 1)[-1]}={settings.get(key)}" for key in keys)
+            parts = (f"{_short(key)}={settings.get(key)}" for key in keys)
             rows.loc[number, "setting"] = " ".join((alike.setting[number], *parts))
 
 
@@ -192,6 +203,88 @@ def _by_score(row: pd.Series) -> tuple[bool, float, float]:
         return True, 0.0, float(np.nan_to_num(row.step_time_s))
     sign = 1 if row.score in LESS_IS_BETTER else -1
     return False, sign * row[row.score], float(np.nan_to_num(row.step_time_s))
+
+
+def _short(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Quality over a setting that a sweep varied, beside the rows without it, such as the unsplit
+    model.
+
+    setting: its dotted name. scores: those to show, the task's main score first. rows: those
+    of the results, each with its `value` of the setting and its `line`, which says what else
+    varies. beside: the rows without the setting, best first."""
+
+    setting: str
+    scores: list[str]
+    rows: pd.DataFrame
+    beside: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        return _short(self.setting)
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self.rows.line.unique())
+
+    @property
+    def values(self) -> list[float]:
+        return sorted(self.rows.value.unique())
+
+    @property
+    def num_seeds(self) -> str:
+        """3, or 1 to 3 where some runs are missing."""
+        counts = sorted({*self.rows.finished, *self.beside.finished})
+        return " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+
+
+def swept_of(results: Results) -> Swept | None:
+    """Choose the numeric setting with the most values while everything else is equal; None if
+    there is none."""
+    scored = results.rows[results.rows.score.notna()]
+    keys = [key for key in varying(list(scored.settings)) if key != "seed"]
+    lines = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
+    values = pd.DataFrame(lines, scored.index, keys, dtype=object)
+    words = values.map(repr).assign(sweep=scored.sweep)
+    # For each setting, of the rows that have it as a number: those that differ in it alone.
+    groups = {
+        key: [list(group.index) for _, group in words[values[key].map(is_number)].groupby(
+            [name for name in words if name != key], sort=False)]
+        for key in keys
+    }  # fmt: skip
+    setting = max(keys, key=lambda key: max(map(len, groups[key]), default=0), default="")
+    if not setting or max(map(len, groups[setting]), default=0) < 2:
+        return None
+    shown = scored.loc[[number for group in groups[setting] for number in group]]
+    others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
+    shown = shown.assign(
+        value=values.loc[shown.index, setting].astype(float),
+        line=[_line(row, setting, others, shown.sweep.nunique() > 1) for _, row in
+              shown.iterrows()],
+    )  # fmt: skip
+    shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
+    names = shown_scores(name for name in results.scores if shown[name].notna().any())
+    return Swept(setting, names, shown, scored.drop(shown.index))
+
+
+def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
+    settings, parts = deciding(row.settings), []
+    for key in others:
+        head, value = key.split(".")[0], settings.get(key)
+        if head in ("compression", "cluster") and head != setting.split(".")[0]:
+            parts.append(row[head])
+        elif value is not None:
+            parts.append(f"{_short(key)}={value}")
+    return " ".join(dict.fromkeys([*parts, *([f"@{row.sweep}"] if several else [])])) or "runs"
+
+
+def _natural(label: str) -> str:
+    """rank=8 before rank=16."""
+    return re.sub(r"\d+\.?\d*", lambda number: f"{float(number[0]):020.6f}", label)
 
 
 def from_folder(folder: Path) -> list[Result]:
@@ -246,41 +339,20 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
     return folder, results
 
 
-@dataclass(frozen=True)
-class Published:
-    """quality: as printed there. share: of the uncompressed step time. ratio: of traffic.
-    of_one_cloud: throughput across clouds. notes: remarks to show with it."""
-
-    quality: str = ""
-    share: float | None = None
-    ratio: float | None = None
-    of_one_cloud: float | None = None
-    notes: tuple[str, ...] = ()
-
-
-Where = dict[str, str | bool | list[str]]
-
-
-def published_for(settings: Settings, compression: str) -> Published:
-    """The first matching entry; one without figures if there is none, or no file."""
-    for where, figures in entries(project_root() / PUBLISHED):
-        if all(_fits(settings, compression, *condition) for condition in where.items()):
-            return figures
-    return Published()
+def published_for(settings: Settings, compression: str) -> dict[str, Any]:
+    """What the paper has for this setting: the first entry that fits, of figures as texts
+    (quality, share, ratio, of_one_cloud) and `notes` to show with them."""
+    data = _published()
+    for entry in data["published"]:
+        if all(_fits(settings, compression, *one) for one in entry["where"].items()):
+            return {**entry, "notes": [data["notes"][name] for name in entry.get("notes", ())]}
+    return {"notes": []}
 
 
 @cache
-def entries(path: Path) -> list[tuple[Where, Published]]:
-    """(conditions, figures) of the file. Raises ConfigError if it is malformed."""
-    if not path.is_file():
-        return []
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        return [(entry.pop("where"), Published(**{
-            **entry, "notes": tuple(data["notes"][name] for name in entry.get("notes", ())),
-        })) for entry in data["published"]]  # fmt: skip
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a list of published figures: {error!r}") from error
+def _published() -> dict[str, Any]:
+    path = project_root() / PUBLISHED
+    return tomllib.loads(path.read_text("utf-8")) if path.is_file() else {"published": []}
 
 
 def _fits(settings: Settings, compression: str, key: str, wanted: str | bool | list[str]) -> bool:

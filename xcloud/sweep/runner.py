@@ -1,41 +1,48 @@
 """Run a sweep: check every point, skip finished ones, report failures, end with the report.
-Independent of Hydra: the launcher plugin provides how a point is composed and run.
+Independent of Hydra: the launcher plugin composes the points.
+
+Each point is a process, python -m xcloud.sweep.runner RUN_DIR. Its output goes to output.log in
+its folder, and up to its closing table to the screen, prefixed with the point's name.
 
 Exit codes: 0 success, 1 some points failed, 2 refused before anything started, 130 Ctrl+C.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import repeat
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from xcloud.base.errors import ConfigError, XcloudError
+from xcloud.base.errors import ConfigError, RunFailed, XcloudError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
-from xcloud.record.summary import read_summary
-from xcloud.sweep.children import Children
+from xcloud.job.config import EXPERIMENT_FILE, read_config, write
+from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
 
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
 MOST_REASONS = 10  # shown of why points are invalid
+OUTPUT_FILE = "output.log"
+END_WITHIN_S = 60.0  # of the second request
 
 Compose = Callable[[Sequence[str]], Any]
-RunHere = Callable[[Point, Path], None]
 
 
 @settings("hydra.launcher")
@@ -59,20 +66,71 @@ def check_name(name: object) -> None:
         )
 
 
+class Processes:
+    """`run` blocks: call it from one thread per point. `end` ends all of them. parallel: points
+    that compute at once."""
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel = parallel
+        self._running: list[subprocess.Popen[str]] = []
+
+    def run(self, point: Point, run_dir: Path) -> None:
+        """Raises RunFailed with the last line that the point said."""
+        write(point.config, run_dir / EXPERIMENT_FILE)
+        threads = num_cores() // (point.experiment.cluster.num_processes * self.parallel)
+        process = start_point(run_dir, max(1, threads))
+        self._running.append(process)
+        last, is_whole = "", True
+        assert process.stdout is not None
+        with process.stdout, open(run_dir / OUTPUT_FILE, "ab", buffering=0) as log:
+            for line in process.stdout:
+                try:
+                    log.write(line.encode())
+                except OSError as error:  # a full disk ends no point
+                    if is_whole:
+                        say(f"[{point.name}] {OUTPUT_FILE} lacks lines: {error}")
+                    is_whole = False
+                last = line.strip() or last
+                if line.strip() and not (run_dir / SUMMARY_FILE).exists():
+                    say(f"[{point.name}] {line.rstrip()}")
+        if code := process.wait():
+            raise RunFailed(last.removeprefix("xcloud: ") or f"it ended with exit code {code}")
+
+    def end(self) -> None:
+        """Ask all runs to save the step under way and to end; a second Ctrl+C, to end at once."""
+        say("\nsaving what there is; once more, to end at once")
+        with suppress(KeyboardInterrupt):
+            self._terminate(None)
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._terminate(END_WITHIN_S)
+
+    def _terminate(self, within_s: float | None) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._running:
+            try:
+                process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
 @dataclass
 class Sweep:
     """One sweep; `run` runs it."""
 
     name: str
     folder: Path
-    settings: LauncherSettings = field(default_factory=LauncherSettings)
+    settings: LauncherSettings
+    processes: Processes
     causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
     _took_s: list[float] = field(default_factory=list)  # of the points that have ended
     _todo: list[Decision] = field(default_factory=list)
     _is_interrupted: bool = False
     _one_begins: Lock = field(default_factory=Lock)  # points share the file of the sweep
 
-    def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
+    def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
         points, wrong = _composed(asked, compose)
         if wrong:
@@ -80,12 +138,12 @@ class Sweep:
             return refuse(_reasons(wrong, asked))
         try:
             state = SweepState(self.folder)
-            with state.lock(), sigterm_as_interrupt():
-                return self._run(points, state, run_here)
+            with state.lock(), stop_signals_as_interrupt():
+                return self._run(points, state)
         except ConfigError as error:
             return refuse([str(error)])
 
-    def _run(self, points: list[Point], state: SweepState, run_here: RunHere) -> int:
+    def _run(self, points: list[Point], state: SweepState) -> int:
         from xcloud.sweep.report import close_sweep, prepare
 
         earlier = [
@@ -102,24 +160,20 @@ class Sweep:
         tracker = points[0].experiment.tracker
         prepare(self.name, tracker, [point.settings for point in points])
         try:
-            if self.settings.parallel == 1:
-                for decision in self._todo:
-                    self._point(decision, state, run_here)
-            else:
-                self._several(state)
+            self._run_points(state)
         except (KeyboardInterrupt, SystemExit):
             left = self._num_left + len(self.causes)
-            _say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
+            say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             usual = self.folder == Path("multirun", self.name).absolute()
-            _say(f"continue it:    {self.command}")
-            _say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
+            say(f"continue it:    {self.command}")
+            say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
             return INTERRUPTED
         close_sweep(self.folder, tracker)
         if self.causes:
             not_tried = f", {self._num_left} not tried (stop_on_failure)" * bool(self._num_left)
             which = "all of these" if self._num_left else "them"
             failed = f"{len(self.causes)} of {len(self._todo)} points failed{not_tried}"
-            _say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
+            say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
         return SOME_FAILED if self.causes else FINISHED
 
     @property
@@ -135,55 +189,51 @@ class Sweep:
 
     @property
     def _starts_no_more(self) -> bool:
-        return self.settings.stop_on_failure and bool(self.causes)
+        return self._is_interrupted or (self.settings.stop_on_failure and bool(self.causes))
 
     def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
         todo, done = self._todo, len(decisions) - len(self._todo)
-        count = f"{len(decisions)} point{'s' if len(decisions) > 1 else ''}"
-        parts = [f"sweep {self.name}: {count}", f"{len(todo)} to run"]
-        parts += [f"{done} finished before"] * bool(done)
+        parts = [f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"]
+        parts += [f"{len(todo)} to run"] + [f"{done} finished before"] * bool(done)
         parts += [f"{num_others} more recorded by other commands"] * bool(num_others)
-        _say(", ".join(parts))
+        say(", ".join(parts))
         for decision in decisions:
             if decision.why:
-                _say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
+                say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
-            _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
+            say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
-            _say(f"  to continue it later: {self.command}")
+            say(f"  to continue it later: {self.command}")
         if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
-            _say("  points of a sweep run no follow_up; what they leave is in their run folders")
+            say("  points of a sweep run no follow_up; what they leave is in their run folders")
         parallel, cores = self.settings.parallel, num_cores()
         ranks = sorted(decision.point.experiment.cluster.num_processes for decision in todo)
         if parallel > 1 and (needed := sum(ranks[-parallel:])) > cores:
-            _say(
+            say(
                 f"  warning: {parallel} points at once are {needed} ranks on {cores} cores; they "
                 "slow each other down, so do not trust step times of this sweep"
             )
 
-    def _several(self, state: SweepState) -> None:
-        """Points as processes; if interrupted, all are ended."""
-        children = Children(self.settings.parallel, _say)
+    def _run_points(self, state: SweepState) -> None:
         with ThreadPoolExecutor(self.settings.parallel) as pool:
             try:
-                list(pool.map(self._point, self._todo, repeat(state), repeat(children.run)))
+                list(pool.map(partial(self._point, state), self._todo))
             except BaseException:
                 self._is_interrupted = True
                 pool.shutdown(wait=False, cancel_futures=True)
-                children.end()
+                self.processes.end()
                 raise
 
-    def _point(self, decision: Decision, state: SweepState, run: RunHere) -> None:
-        if self._starts_no_more or self._is_interrupted:
+    def _point(self, state: SweepState, decision: Decision) -> None:
+        if self._starts_no_more:
             return
         point, run_dir = decision.point, self.folder
-        number = 1 + self._todo.index(decision)
-        _say("\n" * (self.settings.parallel == 1) + f"[{number}/{len(self._todo)}] {point.name}")
+        say(f"[{1 + self._todo.index(decision)}/{len(self._todo)}] {point.name}")
         started_s, cause = time.monotonic(), None
         try:
             with self._one_begins:
                 run_dir = state.begin(decision, self.settings.parallel)
-            run(point, run_dir)
+            self.processes.run(point, run_dir)
         except Exception as error:
             cause = _one_line(error)
         if not self._is_interrupted:
@@ -202,7 +252,7 @@ class Sweep:
             done = len(self._took_s)
             left_s = sum(self._took_s) / done * self._num_left / self.settings.parallel
             text += f" ({done} of {len(self._todo)} done, about {human_duration(left_s)} left)"
-        _say(f"{point.name}: {text}")
+        say(f"{point.name}: {text}")
 
     def _forget_folder(self) -> None:
         """Remove the folder that Hydra has already made for a refused sweep."""
@@ -225,17 +275,16 @@ def _composed(
     """All points without duplicates; and the invalid ones, each with the reason."""
     points: dict[str, Point] = {}
     wrong = []
-    for index, overrides in enumerate(asked):
+    for overrides in asked:
         try:
-            point = Point.of(index, overrides, compose(overrides))
+            point = Point.of(overrides, compose(overrides))
             if point.identity not in points:
                 point.experiment.check()
         except XcloudError as error:
             wrong.append((overrides, _one_line(error)))
         else:
             points.setdefault(point.identity, point)
-    names = {point.config.sweep for point in points.values()}
-    if len(names) > 1:
+    if len({point.config.sweep for point in points.values()}) > 1:
         wrong.append((("sweep=...",), "all points of a sweep have one sweep=NAME"))
     return list(points.values()), wrong
 
@@ -275,21 +324,62 @@ def _one_line(error: BaseException) -> str:
     return lines[0] if isinstance(error, XcloudError) else f"{type(error).__name__}: {lines[0]}"
 
 
-def _say(text: str) -> None:
+@contextmanager
+def stop_signals_as_interrupt() -> Iterator[None]:
+    """A sweep that is told to stop ends its runs and says so, like an interrupted one."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def start_point(run_dir: Path, threads: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "xcloud.sweep.runner", str(run_dir)]
+    own = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONIOENCODING": "utf-8"}
+    return subprocess.Popen(
+        [*command, "--parent", str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=own,
+        start_new_session=True,  # Ctrl+C reaches the sweep alone
+    )
+
+
+def say(text: str) -> None:
     # One write: lines of concurrent points stay whole.
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """A terminated sweep ends its runs and says so, like an interrupted one."""
+def main() -> int:
+    """Run one point. Ctrl+C is handled by the sweep."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud.sweep.runner", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
+    arguments = parser.parse_args()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the sweep
+        if os.getppid() != arguments.parent:
+            return 1
+    from xcloud.launch.local import run
+    from xcloud.survive.resume import check_can_go_on
+
     try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        file = arguments.run_dir / EXPERIMENT_FILE
+        run(read_config(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
+    except XcloudError as error:
+        print(f"xcloud: {error}", flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

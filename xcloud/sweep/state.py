@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ EARLIER_DIR = "earlier"
 BESIDE_CODE = ("sweep", "_hydra", "report", "__main__.py")
 
 Verdict = Literal["run", "skip", "again", "resume"]
+Changed = Mapping[str, tuple[object, object]]  # by setting: before and now
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,19 @@ class SweepState:
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
         """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
         changed ones again."""
-        recorded = {folder: self._settings(folder) for folder in self.points}
-        by_identity = {identity(own): folder for folder, own in recorded.items() if own}
-        taken = set(self.points)
-        decisions: list[Decision] = []
+        ran = {folder: self._settings(folder) for folder in self.points}
+        by_identity = {identity(own): folder for folder, own in ran.items() if own}
+        taken, decisions = {*self.points}, []
         for point in points:
             folder = by_identity.get(point.identity) or self._asked_before(point)
             if folder is None:
                 folder = _free_name(point.folder, taken)
-                decision = Decision(point, "run", folder)
+                decisions.append(Decision(point, "run", folder))
             else:
-                settings = recorded.get(folder) or point.settings
-                decision = self._judge(point, folder, settings, accept_changes)
+                changed = differences(ran.get(folder) or point.settings, point.settings)
+                decisions.append(self._judge(point, folder, changed, accept_changes))
             taken.add(folder)
             by_identity[point.identity] = folder
-            decisions.append(decision)
         return decisions
 
     def begin(self, decision: Decision, parallel: int) -> Path:
@@ -115,11 +114,8 @@ class SweepState:
             "at_once": parallel,
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        self.write()
-        return run_dir
-
-    def write(self) -> None:
         write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
+        return run_dir
 
     def _asked_before(self, point: Point) -> str | None:
         same = (
@@ -128,25 +124,20 @@ class SweepState:
         return next(same, None)
 
     def _judge(
-        self, point: Point, folder: str, settings: Settings, accept_changes: bool
+        self, point: Point, folder: str, changed: Changed, accept_changes: bool
     ) -> Decision:
-        summary = read_summary(self.folder / folder)
-        status = summary.get("status", "unfinished")
-        changes = []
-        if changed := differences(settings, point.settings):
-            changes.append(f"config changed since: {_describe(changed)}")
-        entry = self.points.get(folder, {})
+        summary, entry = read_summary(self.folder / folder), self.points.get(folder, {})
+        changes = [f"config changed since: {_describe(changed)}"] if changed else []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
+        status = summary.get("status", "unfinished")
         if status != "finished":
-            cause = summary.get("cause")
-            why = f"{status}{f': {cause}' if cause else ''}"
+            why = ": ".join(filter(None, (status, summary.get("cause"))))
             if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
                 return Decision(point, "again", folder, why)
             return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
-        if not changes:
-            return Decision(point, "skip", folder)
-        return Decision(point, "skip" if accept_changes else "again", folder, "; ".join(changes))
+        is_kept = accept_changes or not changes
+        return Decision(point, "skip" if is_kept else "again", folder, "; ".join(changes))
 
     def _settings(self, folder: str) -> Settings | None:
         """The settings that were run there; None if they were never written."""
@@ -184,7 +175,7 @@ def _free_name(name: str, taken: Sequence[str] | set[str]) -> str:
     return free
 
 
-def _describe(changed: dict[str, tuple[object, object]], most: int = 3) -> str:
+def _describe(changed: Changed, most: int = 3) -> str:
     parts = [f"{key} {old} -> {new}" for key, (old, new) in changed.items()]
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
     return ", ".join(parts[:most]) + more

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -19,22 +19,13 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import SPLITS, Answers, Scores, Split
-from xcloud.tasks.corpus.demo import DemoByLanguage, DemoLabelled
 from xcloud.tasks.corpus.folder import Folder, FolderByLanguage, Languages
 from xcloud.tasks.corpus.hub import Hub, HubByLanguage
-from xcloud.tasks.corpus.rows import Corpus, Form, OwnNames, Rows, SplitTables, Text, read
-from xcloud.tasks.labels import (
-    CROSS_LINGUAL,
-    GLUE,
-    KEYS,
-    Benchmark,
-    Labels,
-    chosen_columns,
-)
-from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.corpus.rows import Corpus, Form, OwnNames, SplitTables, Text, read
+from xcloud.tasks.labels import CROSS_LINGUAL, GLUE, KEYS, Benchmark, Labels, chosen_columns
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextData, TextTask, pair_table
+from xcloud.tasks.text_task import TextTask, View, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 
@@ -50,6 +41,7 @@ class Classification(TextTask):
     """
 
     answers: ClassVar[Answers] = "sample"
+    benchmarks: ClassVar[Mapping[str, Benchmark]] = GLUE
     form: ClassVar[Form] = Form("train.tsv (first line: column names) or train.jsonl")
     name: str = "classification"
     kind: Kind = "classes"
@@ -85,11 +77,6 @@ class Classification(TextTask):
                 f"task.text_columns must name {' or '.join(map(str, allowed))} columns here, got "
                 f"{list(given)}"
             )
-
-    @property
-    def benchmarks(self) -> Mapping[str, Benchmark]:
-        """Those whose rows this source can give, by name."""
-        return GLUE
 
     @property
     def known(self) -> Benchmark:
@@ -141,51 +128,59 @@ class Classification(TextTask):
         self.check_fields(fields)
         visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
         if not visible and self.sizes is not None:
-            corpus = Corpus.unseen(self.sizes)
-        else:
-            corpus = self.read(visible)
-            self.check_rows(corpus.counts)
-        tokenizer = public_tokenizer(self.tokenizer, self.cache_dir) if "text" in visible else None
-        labels = self._labels(corpus.splits["train"]) if "label" in visible else None
-        return ClassificationData(self, corpus, fields, tokenizer, labels)
+            return ClassificationData(self, Corpus.unseen(self.sizes), fields)
+        corpus = self.read(visible)
+        self.check_rows(corpus.counts)
+        return ClassificationData(self, corpus, fields)
 
     def agreed_settings(self) -> dict[str, object]:
         classes = None if self.known.classes is None else list(self.known.classes)
         more = {"kind": self.known.kind, "classes": classes, "metrics": list(self.scores)}
         return {**super().agreed_settings(), **more}
 
-    def _labels(self, train: Rows) -> Labels:
+    def table(self, tokenizer: Tokenizer, texts: Mapping[str, Sequence[str]]) -> PairTable:
+        """Of the columns first and perhaps second. Repeated texts, such as premises, are tokenised
+        once."""
+        sides = [texts[name] for name in ("first", "second") if name in texts]
+        distinct = list(dict.fromkeys(text for side in sides for text in side))
+        ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
+        encoded = [[ids[text] for text in side] for side in sides]
+        firsts, seconds = encoded[0], encoded[1] if len(encoded) == 2 else None
+        special = tokenizer.token_ids
+        return PairTable(firsts, seconds, self.max_length, special, tokenizer.num_separators)
+
+    def labels(self, train: Sequence[str]) -> Labels:
+        """Of the training cells, where the classes are not known."""
         if self.known.kind == "classes" and self.known.classes is None:
-            return Labels.of_cells(train.texts["label"], f"{self.describe()}, train")
+            return Labels.of_cells(train, f"{self.describe()}, train")
         return Labels(None if self.known.classes is None else tuple(self.known.classes))
 
 
-class ClassificationData(TextData[Classification]):
+class ClassificationData(View[Classification]):
     """One rank's view (TaskData)."""
 
-    def __init__(
-        self,
-        task: Classification,
-        corpus: Corpus,
-        fields: frozenset[str],
-        tokenizer: Tokenizer | None,
-        label: Labels | None,
-    ) -> None:
-        self._label = label
-        self.head = None if label is None else label.head
-        tables: dict[Split, PairTable] = {}
-        labels: dict[Split, Tensor] = {}
-        self._parts: dict[Split, Sequence[str]] = {}
-        for split in SPLITS:
-            columns = corpus.splits[split].texts
-            if tokenizer is not None:
-                texts = (columns["first"], columns.get("second"))
-                tables[split] = pair_table(tokenizer, task.max_length, *texts)
-            if label is not None:
-                labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
-            if "part" in columns:
-                self._parts[split] = columns["part"]
-        super().__init__(task, corpus, corpus.counts, fields, tokenizer, tables, labels)
+    def __init__(self, task: Classification, corpus: Corpus, fields: frozenset[str]) -> None:
+        columns = {split: corpus.splits[split].texts for split in SPLITS}
+        self._parts = {split: of["part"] for split, of in columns.items() if "part" in of}
+        self._pairs: dict[Split, PairTable] = {}
+        self._label: Labels | None = None
+        shown: dict[str, dict[Split, Any]] = {}
+        tokenizers = {}
+        if fields & {"text", "types"}:
+            tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
+            self._pairs = {split: task.table(tokenizer, of) for split, of in columns.items()}
+            shown["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
+            shown["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
+            tokenizers = {"text": tokenizer} if "text" in fields else {}
+        if "label" in fields:
+            self._label = label = task.labels(columns["train"]["label"])
+            self.head = label.head
+            shown["label"] = {
+                split: label.parse(of["label"], f"{task.describe()}, {split}")
+                for split, of in columns.items()
+            }
+        shown = {name: column for name, column in shown.items() if name in fields}
+        super().__init__(task, corpus, fields, tokenizers, shown)
 
     def describe(self) -> str:
         names = self._task.known.classes
@@ -195,8 +190,7 @@ class ClassificationData(TextData[Classification]):
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
         self.check_visible(field, "text field")
-        table = self._tables["train"]
-        samples = [table.texts(i) for i in range(self._rows["train"])]
+        samples = [self._pairs["train"].texts(i) for i in range(self._rows["train"])]
         return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
@@ -207,13 +201,12 @@ class ClassificationData(TextData[Classification]):
         languages, so the error of the mean is over rows that are drawn in all parts alike.
         """
         self.check_predictions(split, predictions)
-        labels, label = self._labels[split], self._label
-        assert label is not None  # as check_predictions has found
-        pairs = {i: (float(labels[i]), label.read(predictions[i])) for i in sorted(predictions)}
-        parts = self._parts.get(split)
+        label, labels, parts = self._label, self._columns["label"][split], self._parts.get(split)
+        assert label is not None and isinstance(labels, Tensor)
         samples: dict[int, dict[str, object]] = {}
         by_part: dict[str, list[tuple[float, float]]] = {}
-        for i, (right, said) in pairs.items():
+        for i in sorted(predictions):
+            right, said = float(labels[i]), label.read(predictions[i])
             texts = {"prediction": label.show(said), "label": label.show(right)}
             samples[i] = {**texts, "correct": right == said}
             if parts is not None:
@@ -231,20 +224,11 @@ class ClassificationData(TextData[Classification]):
             meanings[names[0]] = f"mean over {', '.join(parts)} of: {there[names[0]]}"
         return meanings
 
-    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        labels, label, lines = self._labels[split], self._label, []
-        assert label is not None
-        for ident in sorted(predictions)[:count]:
-            if self._tokenizer is None:
-                lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
-            else:
-                texts = map(self._tokenizer.decode, self._tables[split].texts(ident))
-                lines += [
-                    f"{head:8}{text}" for head, text in zip(("text", ""), texts, strict=False)
-                ]
-            lines.append(f"label   {label.show(float(labels[ident]))}")
-            lines.append(f"output  {label.show(label.read(predictions[ident]))}\n")
-        return "\n".join(lines)
+    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+        if "text" not in self._tokenizers:
+            return {}
+        texts = map(self._tokenizers["text"].decode, self._pairs[split].texts(ident))
+        return dict(zip(("first", "second"), texts, strict=False))
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write text_tokenizer.json if text is visible, labels.json if labels are."""
@@ -284,32 +268,12 @@ class HubClassification(Hub, Classification):
 
 
 @settings("task", kw_only=True)
-class DemoClassification(DemoLabelled, Classification):
-    """Embedded film reviews, also for sst2; for qnli questions with sentences."""
-
-    @property
-    def pairs(self) -> bool:
-        return self.name == "qnli"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.name not in ("classification", "sst2", "qnli"):
-            raise ConfigError(
-                f"task.name={self.name}: the demo has sst2 and qnli only; for {self.name} use "
-                "profile=files with task.path=DIR, or profile=paper"
-            )
-
-
-@settings("task", kw_only=True)
 class CrossLingual(Classification):
     """Text pairs trained in one language and tested in others: XNLI and PAWS-X. Scores: mean
     accuracy over the tested languages, then accuracy per language."""
 
+    benchmarks: ClassVar[Mapping[str, Benchmark]] = CROSS_LINGUAL
     name: str = "xnli"
-
-    @property
-    def benchmarks(self) -> Mapping[str, Benchmark]:
-        return CROSS_LINGUAL
 
 
 @settings("task", kw_only=True)
@@ -331,13 +295,3 @@ class HubCrossLingual(HubByLanguage, CrossLingual):
     @property
     def tested(self) -> Sequence[str]:
         return self.languages or self.known.languages
-
-
-@settings("task", kw_only=True)
-class DemoCrossLingual(DemoByLanguage, CrossLingual):
-    """Embedded inference pairs in English and Spanish; num_test pairs in each language."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.name != "xnli":
-            raise ConfigError(f"task.name={self.name}: the demo has xnli only; use profile=files")

@@ -1,5 +1,5 @@
-"""Language modelling: every next token of plain texts, or those of the answers in chats.
-Tokens and packing are in causal_text.py; no network lives here.
+"""Language modelling: every next token of plain texts, or those of the answers in chats, packed
+into samples. No network lives here.
 
 Rows (corpus/rows.py) have one column: "text", or "messages", where each row is a chat.
 Batch fields, int64 [B, S]: "text" token ids of prompts and answers; "types" which of the sample's
@@ -9,8 +9,9 @@ documents a token belongs to; "label" the token to be guessed at each place, of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -20,20 +21,135 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.model import NO_LABEL, Batch
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
 from xcloud.contracts.task import SPLITS, Scores, Split
-from xcloud.tasks.causal_text import CausalTokenizer, Document, columns_of, pack, pieces_of
-from xcloud.tasks.corpus.demo import DemoStories
 from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.text_task import TextTask, View
-from xcloud.tasks.tokenizer import TokenizerChoice, TrainedTokenizer
+from xcloud.tasks.tables import Document, TokenTable, columns_of, pack, pieces_of
+from xcloud.tasks.text_task import TextTask, View, public_tokenizer
+from xcloud.tasks.tokenizer import (
+    SPECIAL_TOKENS,
+    PretrainedTokenizer,
+    TokenizerChoice,
+    TrainedTokenizer,
+)
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages, each with "role" (system, user, assistant …) and "content"."""
 
 TEXT, MESSAGES = "text", "messages"
 FOLDER_NAME = "tokenizer"
+CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
+
+
+class CausalTokenizer:
+    """A tokenizer of transformers with an end-of-text token. Padding it needs none. Kept as a
+    folder that AutoTokenizer loads, the chat template with it."""
+
+    def __init__(self, pretrained: Any, name: str) -> None:
+        if pretrained.eos_token_id is None:
+            raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
+        self._pretrained, self._name = pretrained, name
+        self.learns_chats = False  # or it did: a prompt is then a question
+        self._first = [] if pretrained.bos_token_id is None else [pretrained.bos_token_id]
+        eos = pretrained.eos_token_id
+        first = self._first[0] if self._first else eos
+        self.token_ids = TokenIds(len(pretrained), NO_TOKEN, first, eos, NO_TOKEN)
+        self.vocabularies = {"text": self.token_ids}
+
+    @staticmethod
+    def of(choice: TokenizerChoice, cache_dir: str) -> CausalTokenizer:
+        """A pretrained model's, or one trained on public sentences. Raises DataError."""
+        if isinstance(choice, PretrainedTokenizer):
+            return CausalTokenizer(choice.load(), choice.name_or_path)
+        from transformers import PreTrainedTokenizerFast
+
+        pad, bos, eos, _, unknown = SPECIAL_TOKENS
+        backend = public_tokenizer(choice, cache_dir).backend
+        made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos,
+            unk_token=unknown, clean_up_tokenization_spaces=False,
+        )  # fmt: skip
+        return CausalTokenizer(made, repr(choice))
+
+    @staticmethod
+    def load(folder: Path) -> CausalTokenizer:
+        found = CausalTokenizer(PretrainedTokenizer(str(folder)).load(), str(folder))
+        found.learns_chats = (folder / CHATS_FILE).exists()
+        return found
+
+    def save(self, folder: Path) -> None:
+        self._pretrained.save_pretrained(folder)
+        if self.learns_chats:
+            (folder / CHATS_FILE).touch()
+
+    def texts(self, texts: Sequence[str]) -> list[Document]:
+        """Begin token (where there is one), text, end token: all to be guessed."""
+        found = [[*self._first, *ids, self.token_ids.eos] for ids in self._encode(texts)]
+        return [Document(ids, [True] * len(ids)) for ids in found]
+
+    def chat(self, messages: Chat, where: str) -> Document:
+        """Rendered by the tokenizer's own template; only the assistant's turns are to be guessed.
+        What follows the last of them is left out. where: for messages.
+
+        Prompt and answer are cut into tokens apart, as they are when a model is asked.
+        """
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = self._render(messages[:number], True, where)
+            answered = self._render(messages[: number + 1], False, where)
+            if not (asked.startswith(done) and answered.startswith(asked)):
+                raise DataError(
+                    f"{where}: the chat template of {self._name} writes earlier turns anew when "
+                    "an answer is added, so it cannot be told what the answer is; give chats with "
+                    "one answer each, or a tokenizer whose template only appends"
+                )
+            pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+            done = answered
+        if not pieces:
+            raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
+        document = Document([], [])
+        encoded = self._encode([text for text, _ in pieces])
+        for ids, (_, learned) in zip(encoded, pieces, strict=True):
+            document.ids.extend(ids)
+            document.learned.extend([learned] * len(ids))
+        return document
+
+    def prompt(self, text: str) -> list[int]:
+        """What a model is given to go on from: a chat with one question if it has learned chats,
+        else the begin token and the text."""
+        if not self.learns_chats:
+            return [*self._first, *self._encode([text])[0]] or [self.token_ids.eos]
+        asked = self._render([{"role": "user", "content": text}], True, "prompt")
+        return self._encode([asked])[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._pretrained.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        backend = self._pretrained.backend_tokenizer
+        return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _render(self, messages: Chat, ask: bool, where: str) -> str:
+        if self._pretrained.chat_template is None:
+            raise DataError(
+                f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
+                "tokenizer of a model made for chats"
+            )
+        try:
+            text: str = self._pretrained.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=ask
+            )
+        except Exception as error:  # whatever the template raises
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+        return text
 
 
 @settings("task", kw_only=True)
@@ -75,9 +191,7 @@ class LanguageModelling(TextTask):
             return LanguageData(self, Corpus.unseen(self.sizes), {}, fields, None)
         corpus = self.read()
         tokenizer = CausalTokenizer.of(self.tokenizer, self.cache_dir)
-        samples = {
-            split: self._samples(corpus.splits[split], split, tokenizer) for split in SPLITS
-        }
+        samples = {s: self._samples(corpus.splits[s], s, tokenizer) for s in SPLITS}
         self.check_rows({split: len(packed) for split, packed in samples.items()})
         return LanguageData(self, corpus, samples, fields, tokenizer)
 
@@ -85,7 +199,7 @@ class LanguageModelling(TextTask):
         self, rows: Rows, split: Split, tokenizer: CausalTokenizer
     ) -> list[list[Document]]:
         where = f"{self.describe()}, {split}"
-        documents: list[Document] = tokenizer.texts(rows.texts.get(TEXT, ()))
+        documents = tokenizer.texts(rows.texts.get(TEXT, ()))
         chats = rows.texts.get(MESSAGES, ())
         tokenizer.learns_chats |= bool(chats)
         for number, chat in enumerate(chats, start=1):
@@ -107,21 +221,16 @@ class LanguageData(View[LanguageModelling]):
         fields: frozenset[str],
         tokenizer: CausalTokenizer | None,
     ) -> None:
-        rows = {split: len(packed) for split, packed in samples.items()} or corpus.counts
-        vocabularies = {} if tokenizer is None else tokenizer.vocabularies
-        seen = {name: ids for name, ids in vocabularies.items() if name in fields}
-        super().__init__(task, corpus, rows, fields, seen, {})  # long texts go on: none is cut
-        self._tables = {split: columns_of(packed, fields) for split, packed in samples.items()}
+        tables = {split: columns_of(packed) for split, packed in samples.items()}
+        columns = {name: {s: of[name] for s, of in tables.items()} for name in sorted(fields)}
+        sizes = {split: len(packed) for split, packed in samples.items()}
+        tokenizers = {"text": tokenizer} if "text" in fields else {}
+        super().__init__(task, corpus, fields, tokenizers, columns, sizes)
         self._documents = {
             split: [[document.number for document in sample] for sample in packed]
             for split, packed in samples.items()
         }
-        self._num_tokens = sum(
-            len(document.ids)
-            for each in samples.values()
-            for sample in each
-            for document in sample
-        )
+        self._num_tokens = sum(of["text"].num_tokens for of in tables.values())
         self._tokenizer = tokenizer if fields else None
 
     def describe(self) -> str:
@@ -133,16 +242,14 @@ class LanguageData(View[LanguageModelling]):
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The tokens of each training sample, special ones among them."""
         self.check_visible(field, "text field")
-        return self._tables["train"][field]
-
-    def batch(self, split: Split, ids: Tensor) -> Batch:
-        tables = self._tables[split] if self._fields else {}
-        return {"ids": ids, **{name: table.padded(ids) for name, table in tables.items()}}
+        table = self._columns[field]["train"]
+        assert isinstance(table, TokenTable)
+        return table
 
     def weight(self, ids: Tensor) -> float:
         """Tokens that are guessed in these training samples."""
         self.check_visible("label")
-        return float((self._tables["train"]["label"].padded(ids) != NO_LABEL).sum())
+        return float((self.batch("train", ids)["label"] != NO_LABEL).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
         """Perplexity, and the mean loss in nats, of the guessed tokens of these samples; errors
@@ -174,27 +281,17 @@ class LanguageData(View[LanguageModelling]):
             "loss": f"nats, mean over all {guessed}",
         }
 
-    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        """A few samples with their perplexity: the whole text where it may be seen, else the
-        answers."""
-        assert self._tokenizer is not None
-        lines = []
-        for ident in sorted(predictions)[:count]:
-            perplexity = self.score(split, {ident: predictions[ident]}).values["perplexity"]
-            shown = self._tables[split]["text" if "text" in self._fields else "label"][ident]
-            answer = self._tokenizer.decode(token for token in shown if token != NO_LABEL)
-            lines.append(f"perplexity {perplexity}\n{answer}\n")
-        return "\n".join(lines)
+    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+        """The whole text where it may be seen, else the answers."""
+        name = "text" if "text" in self._fields else "label"
+        table = self._columns[name][split]
+        assert self._tokenizer is not None and isinstance(table, TokenTable)
+        return {name: self._tokenizer.decode(token for token in table[ident] if token != NO_LABEL)}
 
     def save_tokenizers(self, folder: Path) -> None:
         """tokenizer/, as transformers loads it, where text or labels are seen."""
         if self._tokenizer is not None:
             self._tokenizer.save(folder / FOLDER_NAME)
-
-
-@settings("task", kw_only=True)
-class DemoLanguageModelling(DemoStories, LanguageModelling):
-    """The embedded stories: no files, no network."""
 
 
 @settings("task", kw_only=True)
@@ -219,10 +316,10 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
     def rows_of(self, table: Table) -> Rows:
         file = cast(TextFile, table)
-        if file.kind == "text":
-            texts = list(self._documents(file))
-            return Rows(len(texts), {TEXT: texts})
         column = _column(file)
+        if file.kind == "text":
+            cells = self._documents(file)
+            return Rows(len(cells), {TEXT: cells})
         cells = [cell for (cell,) in file.rows((column,), f"the key {column!r} in every line")]
         for number, cell in enumerate(cells, start=1):
             if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
@@ -234,46 +331,39 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
     def read(self) -> Corpus:
         tables = self.find(self.form)
-        files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
-        if len({_column(file) for file in files}) > 1:
+        files = {split: cast(Sequence[TextFile], of[""]) for split, of in tables.tables.items()}
+        if len({_column(file) for each in files.values() for file in each}) > 1:
             raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
         corpus = self.arrange(tables, self.rows_of)
-        if self.document != "blank_line":
-            return corpus
-        alone = [split for split, parts in tables.tables.items() if len(parts[""]) == 1]
-        whole = [
-            f"{split} has {text.count(chr(10)) + 1} lines and no blank one, so it is one "
-            "document: is task.document=line meant?"
-            for split, texts in ((s, corpus.splits[s].texts.get(TEXT, ())) for s in alone)
-            for text in texts
-            if len(texts) == 1 and "\n" in text
-        ]
-        return replace(corpus, remarks=[*corpus.remarks, *whole])
+        remarks = [*corpus.remarks]
+        for split in (s for s in files if len(files[s]) == 1 and self.document == "blank_line"):
+            texts = corpus.splits[split].texts.get(TEXT, ())
+            if len(texts) == 1 and "\n" in texts[0]:
+                remarks.append(
+                    f"{split} has {texts[0].count(chr(10)) + 1} lines and no blank one, so it is "
+                    "one document: is task.document=line meant?"
+                )
+        return replace(corpus, remarks=remarks)
 
-    def _documents(self, file: TextFile) -> Iterator[str]:
-        lines: list[str] = []
-        for line in read_lines(file.path):
-            ends = self.document == "line" or (self.document == "blank_line" and not line.strip())
-            lines.append(line)
-            if ends:
-                yield from _text(lines)
-                lines = []
-        yield from _text(lines)
+    def _documents(self, file: TextFile) -> list[str]:
+        lines = list(read_lines(file.path))
+        groups = [lines] if self.document == "file" else [[line] for line in lines]
+        if self.document == "blank_line":
+            groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
+        return [text for group in groups if (text := "\n".join(group).strip())]
 
 
 def _column(file: TextFile) -> str:
     return MESSAGES if file.kind == "json" and MESSAGES in file.columns() else TEXT
 
 
-def _text(lines: list[str]) -> list[str]:
-    text = "\n".join(lines).strip()
-    return [text] if text else []
-
-
 def _is_chat(messages: Any) -> bool:
-    def is_message(one: Any) -> bool:
-        return isinstance(one, dict) and all(
-            isinstance(one.get(key), str) for key in ("role", "content")
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(one, dict)
+            and all(isinstance(one.get(key), str) for key in ("role", "content"))
+            for one in messages
         )
-
-    return isinstance(messages, list) and bool(messages) and all(map(is_message, messages))
+    )

@@ -18,9 +18,9 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,14 +29,12 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import Head
 from xcloud.contracts.task import SPLITS, Answers, Scores, Split
-from xcloud.tasks.corpus.demo import DemoParagraphs
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, chosen_rows
-from xcloud.tasks.public_text import public_tokenizer
+from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
-from xcloud.tasks.tables import PairTable, num_special
-from xcloud.tasks.text_task import TextData, TextTask, counted
+from xcloud.tasks.tables import PairTable, TokenTable, num_special
+from xcloud.tasks.text_task import TextTask, View, counted, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 KEYS = "task.path: a data set in the format of SQuAD"
@@ -44,46 +42,23 @@ VERSION = re.compile(r"-v\d+(\.\d+)*$")
 LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
-class Question(NamedTuple):
-    """answers: (text, character offset in the context)."""
-
-    text: str
-    answers: tuple[tuple[str, int], ...]
-
-
-class Paragraph(NamedTuple):
-    context: str
-    questions: tuple[Question, ...]
-
-
 def rows_of(table: Table) -> Rows:
-    """Rows with the one column "paragraph"."""
-    paragraphs = list(_paragraphs(table))
-    return Rows(len(paragraphs), {"paragraph": paragraphs})
-
-
-def size(rows: Rows) -> int:
-    """Questions."""
-    return sum(len(paragraph.questions) for paragraph in rows.texts["paragraph"])
-
-
-def sample(rows: Rows, most: int, seed: int) -> Rows:
-    """A seeded sample of questions, with their paragraphs."""
-    chosen, number, kept = set(chosen_rows(size(rows), most, seed)), 0, []
-    for paragraph in rows.texts["paragraph"]:
-        questions = paragraph.questions
-        asked = tuple(q for i, q in enumerate(questions, start=number) if i in chosen)
-        number += len(questions)
-        if asked:
-            kept.append(Paragraph(paragraph.context, asked))
-    return Rows(len(kept), {"paragraph": kept})
-
-
-def _paragraphs(table: Table) -> Iterator[Paragraph]:
+    """A row a question: its context, its answers [(text, character offset in the context)], and
+    its paragraph as its group, so that no two splits share a context."""
+    texts: dict[str, list[Any]] = {"group": [], "context": [], "question": [], "answers": []}
     try:
         for number, (context, qas) in enumerate(_records(table), start=1):
             where = f"{table.where}, paragraph {number}"
-            yield Paragraph(context, tuple(_question(context, qa, where) for qa in qas))
+            for qa in qas:
+                if not qa["answers"]:
+                    raise DataError(
+                        f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's "
+                        "unanswerable questions are not supported"
+                    )
+                answers = [_place(context, answer, where) for answer in qa["answers"]]
+                row = (where, context, qa["question"], answers)
+                for column, cell in zip(texts.values(), row, strict=True):
+                    column.append(cell)
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -91,6 +66,7 @@ def _paragraphs(table: Table) -> Iterator[Paragraph]:
             f'{table.where}: expected {{"context", "qas": [{{"question", "answers"}}]}}, or '
             f"the columns context, question, answers, but {error!r}"
         ) from error
+    return Rows(len(texts["group"]), texts)
 
 
 def _records(table: Table) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
@@ -107,15 +83,6 @@ def _records(table: Table) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
             ]}
             for _, question, answers in asked
         ]  # fmt: skip
-
-
-def _question(context: str, qa: Mapping[str, Any], where: str) -> Question:
-    if not qa["answers"]:
-        raise DataError(
-            f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's unanswerable "
-            "questions are not supported"
-        )
-    return Question(qa["question"], tuple(_place(context, a, where) for a in qa["answers"]))
 
 
 def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
@@ -136,51 +103,48 @@ def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
 class Windows:
     """The windows of a split, in question order.
 
-    asked: each question, with its context. question_of: [N], of each window. starts: [N], number
-    of its first paragraph token. offsets: [N], the half-open character span of every token of its
-    paragraph.
+    asked: the questions. question_of: [N], of each window. starts: [N], number of its first
+    paragraph token. offsets: [N], the half-open character span of every token of its paragraph.
     """
 
     table: PairTable
-    asked: Sequence[tuple[str, Question]]
+    asked: Rows
     question_of: Sequence[int]
     starts: Sequence[int]
     offsets: Sequence[Sequence[tuple[int, int]]]
 
     @staticmethod
     def of(
-        paragraphs: Sequence[Paragraph],
-        tokenizer: Tokenizer,
-        max_length: int,
-        max_question: int,
-        stride: int,
+        asked: Rows, tokenizer: Tokenizer, max_length: int, max_question: int, stride: int
     ) -> Windows:
         """max_length: tokens per window, special ids and question included; questions are
         truncated to max_question. stride: tokens between the starts of consecutive windows."""
-        asked = [(p.context, question) for p in paragraphs for question in p.questions]
-        questions = enumerate(tokenizer.encode([question.text for _, question in asked]))
-        encoded = tokenizer.encode_with_offsets([p.context for p in paragraphs])
+        contexts = list(dict.fromkeys(asked.texts["context"]))
+        encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
+        questions = tokenizer.encode(asked.texts["question"])
         room = max_length - num_special(True, tokenizer.num_separators)
-        texts, question_of, starts, offsets = [], [], [], []
-        for paragraph, (ids, spans) in zip(paragraphs, encoded, strict=True):
+        heads, parts, question_of, starts, offsets = [], [], [], [], []
+        for number, context in enumerate(asked.texts["context"]):
+            ids, spans = encoded[context]
             if not ids:
-                raise DataError(f"a paragraph has no words: {paragraph.context!r}")
-            for number, question in islice(questions, len(paragraph.questions)):
-                head = question[:max_question]
-                fits = room - len(head)
-                for start in window_starts(len(ids), fits, stride):
-                    texts.append((head, ids[start : start + fits]))
-                    question_of.append(number)
-                    starts.append(start)
-                    offsets.append(spans)
-        table = PairTable(texts, tokenizer.token_ids, tokenizer.num_separators)
+                raise DataError(f"a paragraph has no words: {context!r}")
+            head = questions[number][:max_question]
+            fits = room - len(head)
+            for start in window_starts(len(ids), fits, stride):
+                heads.append(head)
+                parts.append(ids[start : start + fits])
+                question_of.append(number)
+                starts.append(start)
+                offsets.append(spans)
+        special, separators = tokenizer.token_ids, tokenizer.num_separators
+        table = PairTable(heads, parts, max_length, special, separators)
         return Windows(table, asked, question_of, starts, offsets)
 
     def label(self, window: int) -> tuple[int, int, int]:
         """Positions of the first answer's first and last token in this window (0 and 0 if not
         fully inside), and of the paragraph's first token."""
         begin, end, tokens = self._place(window)
-        text, first_char = self.asked[self.question_of[window]][1].answers[0]
+        text, first_char = self.asked.texts["answers"][self.question_of[window]][0]
         first = bisect_right(tokens, first_char, key=itemgetter(1))  # ends after it
         last = bisect_left(tokens, first_char + len(text), key=itemgetter(0)) - 1
         shift = begin - self.starts[window]
@@ -194,12 +158,12 @@ class Windows:
         if not begin <= first <= last:
             return ""
         shift = begin - self.starts[window]
-        context = self.asked[self.question_of[window]][0]
+        context: str = self.asked.texts["context"][self.question_of[window]]
         return context[tokens[first - shift][0] : tokens[last - shift][1]].strip()
 
     def _place(self, window: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
         """The half-open range of positions of paragraph tokens, and the paragraph's spans."""
-        begin, length = int(self.table.second_at[window]), len(self.table.tokens[window])
+        begin, length = self.table.second_at[window], len(self.table.tokens[window])
         return begin, length - 1, self.offsets[window]
 
 
@@ -216,7 +180,7 @@ class QuestionAnswering(TextTask):
     max_length: tokens per window, question and special ids included. max_question: longer
     questions are truncated. stride: tokens between the starts of consecutive windows.
     sizes: windows per split. Shares and splits count paragraphs, so that splits share no context;
-    limits count questions.
+    limits count questions, which are the rows.
 
     Answers cannot be located or scored without their paragraph: a rank that reads labels must also
     read the text, as when the first and the last stage have one owner.
@@ -243,11 +207,8 @@ class QuestionAnswering(TextTask):
             )
 
     def read(self) -> Corpus:
-        """Rows with the column "paragraph". Raises DataError."""
-        tables = self.find(self.form)
-        return self.arrange(
-            tables, rows_of, dev_as_test=True, size=size, sample=sample, unit="questions"
-        )
+        """The columns of `rows_of`. Raises DataError."""
+        return self.arrange(self.find(self.form), rows_of, dev_as_test=True)
 
     def agreed_settings(self) -> dict[str, object]:
         lengths = {"max_question": self.max_question, "stride": self.stride}
@@ -264,46 +225,44 @@ class QuestionAnswering(TextTask):
                 "other: {stages: [1]}}"
             )
         if not fields and self.sizes is not None:
-            return QuestionAnsweringData(self, Corpus.unseen(self.sizes), self.sizes, fields)
+            return QuestionAnsweringData(self, Corpus.unseen(self.sizes), fields)
         corpus = self.read()
         tokenizer = public_tokenizer(self.tokenizer, self.cache_dir)
         lengths = (self.max_length, self.max_question, self.stride)
-        windows = {
-            split: Windows.of(rows.texts["paragraph"], tokenizer, *lengths)
-            for split, rows in corpus.splits.items()
-        }
-        sizes = {split: len(windows[split].starts) for split in SPLITS}
-        self.check_rows(sizes)
-        if not fields:  # this rank keeps only the counts
-            return QuestionAnsweringData(self, corpus, sizes, fields)
-        return QuestionAnsweringData(self, corpus, sizes, fields, tokenizer, windows)
+        windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
+        self.check_rows({split: len(made.starts) for split, made in windows.items()})
+        return QuestionAnsweringData(self, corpus, fields, tokenizer, windows)
 
 
-class QuestionAnsweringData(TextData[QuestionAnswering]):
+class QuestionAnsweringData(View[QuestionAnswering]):
     """One rank's view (TaskData): everything, or only the sizes if it sees no field."""
 
     def __init__(
         self,
         task: QuestionAnswering,
         corpus: Corpus,
-        sizes: Mapping[Split, int],
         fields: frozenset[str],
         tokenizer: Tokenizer | None = None,
         windows: Mapping[Split, Windows] | None = None,
     ) -> None:
-        self._windows = dict(windows or {})
-        tables = {split: made.table for split, made in self._windows.items()}
-        labels = {}
-        if "label" in fields:
-            self.head = Head("span", 2)
-            labels = {
+        windows = windows or {}
+        sizes = {split: len(made.starts) for split, made in windows.items()}
+        self._windows = windows if fields else {}
+        columns: dict[str, dict[Split, TokenTable | torch.Tensor]] = {
+            "text": {split: made.table.tokens for split, made in windows.items()},
+            "types": {split: made.table.types() for split, made in windows.items()},
+            "label": {
                 split: torch.tensor([made.label(i) for i in range(sizes[split])])
-                for split, made in self._windows.items()
-            }
-        super().__init__(task, corpus, sizes, fields, tokenizer, tables, labels)
+                for split, made in windows.items()
+            },
+        }
+        columns = {name: column for name, column in columns.items() if name in fields}
+        self.head = Head("span", 2) if "label" in fields else None
+        tokenizers = {"text": tokenizer} if "text" in fields else {}
+        super().__init__(task, corpus, fields, tokenizers, columns, sizes)
 
     def describe(self) -> str:
-        asked = {split: len(made.asked) for split, made in self._windows.items()}
+        asked = {split: made.asked.num_rows for split, made in self._windows.items()}
         questions = [f"questions {counted(asked)}"] if asked else []
         windows = f"{self._task.describe()}: windows {counted(self._rows)}"
         return "; ".join([windows, *questions, *self._remarks])
@@ -317,12 +276,19 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
         return [text[0] for text in questions.values()] + [text[1] for text in texts]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
-        """F1 and exact match in percent, over questions with a window in `predictions`."""
+        """F1 and exact match in percent, over questions with a window in `predictions`: of each
+        the best span over all windows."""
         self.check_predictions(split, predictions)
+        windows, best = self._windows[split], dict[int, int]()  # question -> window
+        for window in sorted(predictions):
+            held = best.setdefault(windows.question_of[window], window)
+            if predictions[window][2] > predictions[held][2]:
+                best[windows.question_of[window]] = window
         samples: dict[int, dict[str, Any]] = {}
-        for number, (question, answer) in self._answers(split, predictions).items():
-            references = [text for text, _ in question.answers]
-            samples[number] = {
+        for question, window in best.items():
+            answer = windows.answer(window, *predictions[window][:2])
+            references = [text for text, _ in windows.asked.texts["answers"][question]]
+            samples[question] = {
                 "prediction": answer,
                 "reference": references[0],
                 "f1": word_f1(answer, references),
@@ -343,37 +309,8 @@ class QuestionAnsweringData(TextData[QuestionAnswering]):
             "exact_match": f"share of exact answers, percent; {compared}",
         }
 
-    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        lines = []
-        for question, answer in islice(self._answers(split, predictions).values(), count):
-            right = " | ".join(dict.fromkeys(text for text, _ in question.answers))
-            lines.append(f"question   {question.text}")
-            lines.append(f"reference  {right}\noutput     {answer}\n")
-        return "\n".join(lines)
-
-    def _answers(
-        self, split: Split, predictions: dict[int, list[int]]
-    ) -> dict[int, tuple[Question, str]]:
-        """By number each question, and its best span over all windows."""
-        windows = self._windows[split]
-        best: dict[int, int] = {}  # question -> window
-        for window in sorted(predictions):
-            question = windows.question_of[window]
-            held = best.get(question)
-            if held is None or predictions[window][2] > predictions[held][2]:
-                best[question] = window
-        return {
-            question: (
-                windows.asked[question][1],
-                windows.answer(window, *predictions[window][:2]),
-            )
-            for question, window in best.items()
-        }
-
-
-@settings("task", kw_only=True)
-class DemoQuestionAnswering(DemoParagraphs, QuestionAnswering):
-    """Demo stories with questions."""
+    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+        return {"question": self._windows[split].asked.texts["question"][ident]}
 
 
 @settings("task", kw_only=True)

@@ -5,6 +5,8 @@
         bos a eos            types 0 0 0
         bos a eos b eos      types 0 0 0 1 1      (num_separators eos between a and b)
 
+    Document     part of a row; `pack` fills rows with whole ones, for a causal language model
+
 Shapes: B samples, S positions, N rows of the table.
 """
 
@@ -14,13 +16,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xcloud.contracts.model import TokenIds
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
+
+OPEN = 64  # samples that a document is tried in; more fill little better
 
 
 def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:
@@ -48,16 +52,6 @@ class TokenTable(Sequence[Sequence[int]]):
         self._flat = torch.from_numpy(np.asarray(flat))
         self._offsets = torch.tensor(ends)
         self._pad = pad
-
-    @classmethod
-    def of_texts(
-        cls, texts: Sequence[Sequence[int]], max_length: int, special: TokenIds
-    ) -> TokenTable:
-        """Rows are bos, text, eos; longer texts are truncated."""
-        room = max_length - num_special(False, 0)
-        table = cls(([special.bos, *text[:room], special.eos] for text in texts), special.pad)
-        table.num_cut = sum(len(text) > room for text in texts)
-        return table
 
     @classmethod
     def mapped(cls, tokens: Path, offsets: Path) -> TokenTable:
@@ -105,67 +99,47 @@ class TokenTable(Sequence[Sequence[int]]):
 
 
 class PairTable:
-    """Single texts, or pairs if every second text is given, with their special ids.
+    """Single texts, or pairs where second ones are given, with their special ids.
 
-    second_at: int64 [N], position of the first token of the second text; the length of the row in
-    single texts. num_cut: samples that were longer than max_length.
+    A sample that exceeds max_length (special ids included) is truncated; a pair at the end of its
+    longer text, until both are equally long. second_at: position of each sample's first token of
+    the second text; the length of the row in single texts.
     """
 
     def __init__(
         self,
-        texts: Iterable[tuple[Sequence[int], Sequence[int] | None]],
-        special: TokenIds,
-        num_separators: int,
-        num_cut: int = 0,
-    ) -> None:
-        starts: list[int] = []
-
-        def rows() -> Iterator[list[int]]:
-            for first, second in texts:
-                row = [special.bos, *first, special.eos]
-                if second is not None:
-                    row += [special.eos] * (num_separators - 1)
-                starts.append(len(row))
-                yield row if second is None else [*row, *second, special.eos]
-
-        self.tokens = TokenTable(rows(), special.pad)
-        self.second_at, self.num_cut = torch.tensor(starts, dtype=torch.int64), num_cut
-        self._num_separators = num_separators  # 1 for single texts
-
-    @staticmethod
-    def of_samples(
         firsts: Sequence[Sequence[int]],
         seconds: Sequence[Sequence[int]] | None,
         max_length: int,
         special: TokenIds,
-        num_separators: int,
-    ) -> PairTable:
-        """One sample per text or pair. A pair that exceeds max_length (special ids included) is
-        truncated at the end of its longer text, until both are equally long."""
+        num_separators: int = 1,
+    ) -> None:
+        self._num_separators = 1 if seconds is None else num_separators
         room = max(0, max_length - num_special(seconds is not None, num_separators))
-        if seconds is None:
-            num_cut = sum(len(text) > room for text in firsts)
-            return PairTable(((text[:room], None) for text in firsts), special, 1, num_cut)
-        pairs = list(zip(firsts, seconds, strict=True))
-        num_cut = sum(len(first) + len(second) > room for first, second in pairs)
-        return PairTable(
-            (cut_pair(first, second, room) for first, second in pairs),
-            special, num_separators, num_cut,
-        )  # fmt: skip
+        pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
+        self.second_at: list[int] = []
+
+        def rows() -> Iterator[list[int]]:
+            for pair in pairs:
+                first, second = cut_pair(*pair, room)
+                row = [special.bos, *first, *[special.eos] * self._num_separators]
+                self.second_at.append(len(row))
+                yield row if seconds is None else [*row, *second, special.eos]
+
+        self.tokens = TokenTable(rows(), special.pad)
+        self.tokens.num_cut = sum(len(first) + len(second) > room for first, second in pairs)
+
+    def types(self) -> TokenTable:
+        """For each token the text that it belongs to, 0 or 1."""
+        lengths = self.tokens.lengths(torch.arange(len(self.tokens))).tolist()
+        starts = zip(self.second_at, lengths, strict=True)
+        return TokenTable([0] * start + [1] * (length - start) for start, length in starts)
 
     def texts(self, index: int) -> list[list[int]]:
         """The sample's one or two texts, truncated, without special ids."""
-        row, start = self.tokens[index], int(self.second_at[index])
+        row, start = self.tokens[index], self.second_at[index]
         first = row[1 : start - self._num_separators]
         return [first] if start == len(row) else [first, row[start:-1]]
-
-    def padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, types), int64 [B, S] each, padded to the longest sample."""
-        tokens_BS = self.tokens.padded(ids)
-        position_S = torch.arange(tokens_BS.shape[1])
-        before_BS = position_S < self.second_at[ids][:, None]
-        inside_BS = position_S < self.tokens.lengths(ids)[:, None]
-        return tokens_BS, (inside_BS & ~before_BS).long()
 
 
 def cut_pair(
@@ -179,3 +153,56 @@ def cut_pair(
 def num_special(paired: bool, num_separators: int) -> int:
     """Special ids per sample: bos, eos and, in a pair, the separators."""
     return 2 + (num_separators if paired else 0)
+
+
+class Document(NamedTuple):
+    """learned: for each token, whether a model is to guess it. number: of the document that a
+    piece is of."""
+
+    ids: list[int]
+    learned: list[bool]
+    number: int = 0
+
+    def labels(self) -> list[int]:
+        """At each place the token that follows, if it is to be guessed."""
+        following = zip(self.ids[1:], self.learned[1:], strict=True)
+        return [*(token if learned else NO_LABEL for token, learned in following), NO_LABEL]
+
+
+def pieces_of(documents: Iterable[Document], max_length: int, split: bool) -> Iterator[Document]:
+    """Documents of at most max_length tokens with something to guess. split: a longer one becomes
+    several; else its end is lost, as a chat's second half is no chat."""
+    for number, (ids, learned, _) in enumerate(documents):
+        for start in range(0, len(ids) if split else 1, max_length):
+            piece = slice(start, start + max_length)
+            if any(learned[piece][1:]):
+                yield Document(ids[piece], learned[piece], number)
+
+
+def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
+    """Samples of whole documents: each goes into the first of the last OPEN samples that has room.
+    The same for the same documents in every cloud."""
+    samples: list[list[Document]] = []
+    room: list[int] = []
+    for document in documents:
+        size = len(document.ids)
+        first = max(0, len(samples) - OPEN)
+        place = next((i for i in range(first, len(samples)) if room[i] >= size), len(samples))
+        if place == len(samples):
+            samples.append([])
+            room.append(max_length)
+        samples[place].append(document)
+        room[place] -= size
+    return samples
+
+
+def columns_of(samples: Sequence[Sequence[Document]]) -> dict[str, TokenTable]:
+    """By field: each sample as a row, and what fills up a batch."""
+    texts = ([token for document in sample for token in document.ids] for sample in samples)
+    types = ([n for n, document in enumerate(sample) for _ in document.ids] for sample in samples)
+    labels = ([token for document in sample for token in document.labels()] for sample in samples)
+    return {
+        "text": TokenTable(texts, NO_TOKEN),
+        "types": TokenTable(types),
+        "label": TokenTable(labels, NO_LABEL),
+    }

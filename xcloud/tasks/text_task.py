@@ -1,4 +1,5 @@
-"""What tasks share: settings, checks, a rank's view; for single texts and pairs also tokenising.
+"""What tasks share: settings, checks, a rank's view; and text that every cloud has, for what all
+must compute identically without seeing private text (a pretrained start, the basis of a cut).
 
 A rank that sees no field opens no file: if task.sizes are not set, rank 0 sends them
 (xcloud/rank/loading.py). In a single process they are counted.
@@ -8,19 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.project import in_project
+from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.model import Batch, Head, TokenIds
-from xcloud.contracts.task import SPLITS, Split
-from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
-from xcloud.tasks.tables import PairTable
+from xcloud.contracts.task import SPLITS, Scores, Split
+from xcloud.demo_corpus import public_sentences
+from xcloud.tasks.corpus.folder import read_lines
+from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables, Text
+from xcloud.tasks.tables import TokenTable
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
+
+TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
 
 @settings("task", kw_only=True)
@@ -115,30 +123,14 @@ class TextTask(SourceTask):
         return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
 
 
-def pair_table(
-    tokenizer: Tokenizer, max_length: int, firsts: Sequence[str], seconds: Sequence[str] | None
-) -> PairTable:
-    """Tokenise texts or pairs. Repeated texts, such as premises, are tokenised once."""
-
-    def encoded(texts: Sequence[str]) -> list[list[int]]:
-        distinct = list(dict.fromkeys(texts))
-        ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
-        return [ids[text] for text in texts]
-
-    return PairTable.of_samples(
-        encoded(firsts), None if seconds is None else encoded(seconds), max_length,
-        tokenizer.token_ids, tokenizer.num_separators,
-    )  # fmt: skip
-
-
 T = TypeVar("T", bound=SourceTask)
-U = TypeVar("U", bound=TextTask)
 
 
 class View(Generic[T]):
     """One rank's view of a task: what all of them share (TaskData).
 
-    vocabularies: of the visible text fields. num_cut: as in TaskData.
+    tokenizers: of the visible text fields. columns: of each visible field, what a batch is made
+    of. sizes: samples by split, where they are no rows.
     """
 
     head: Head | None = None
@@ -147,14 +139,14 @@ class View(Generic[T]):
         self,
         task: T,
         corpus: Corpus,
-        rows: Mapping[Split, int],
         fields: frozenset[str],
-        vocabularies: Mapping[str, TokenIds],
-        num_cut: Mapping[str, int],
+        tokenizers: Mapping[str, Any],
+        columns: Mapping[str, Mapping[Split, TokenTable | Tensor]],
+        sizes: Mapping[Split, int] | None = None,
     ) -> None:
-        self._task, self._rows, self._fields = task, dict(rows), fields
+        self._task, self._fields, self._tokenizers = task, fields, tokenizers
+        self._columns, self._rows = columns, dict(sizes or corpus.counts)
         self._remarks, self._agreed = corpus.remarks, corpus.agreed
-        self._vocabularies, self.num_cut = vocabularies, num_cut
 
     def describe(self) -> str:
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
@@ -174,11 +166,28 @@ class View(Generic[T]):
 
     @property
     def text_fields(self) -> frozenset[str]:
-        return frozenset(self._vocabularies)
+        return frozenset(self._tokenizers)
+
+    @property
+    def num_cut(self) -> Mapping[str, int]:
+        tables = {name: self._columns[name].values() for name in self._tokenizers}
+        return {name: sum(getattr(t, "num_cut", 0) for t in of) for name, of in tables.items()}
 
     def vocabulary(self, field: str) -> TokenIds:
         self.check_visible(field, "text field")
-        return self._vocabularies[field]
+        ids: TokenIds = self._tokenizers[field].token_ids
+        return ids
+
+    def batch(self, split: Split, ids: Tensor) -> Batch:
+        batch = {"ids": ids}
+        for name, columns in self._columns.items():
+            column = columns[split]
+            batch[name] = column[ids] if isinstance(column, Tensor) else column.padded(ids)
+        return batch
+
+    def weight(self, ids: Tensor) -> float:
+        """The number of samples."""
+        return float(len(ids))
 
     def check_visible(self, field: str, kind: str = "field") -> None:
         """Raise DataError for a field, or a text field, that this rank does not see."""
@@ -197,46 +206,72 @@ class View(Generic[T]):
         if outside := [i for i in predictions if not 0 <= i < num]:
             raise ValueError(f"sample {outside[0]} is not in {split} (0..{num - 1})")
 
+    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+        """What a sample of Scores asks, if this rank sees it: texts by name."""
+        return {}
 
-class TextData(View[U]):
-    """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
-    tokenizer is None and tables is empty if text is not visible; labels likewise."""
-
-    def __init__(
-        self,
-        task: U,
-        corpus: Corpus,
-        rows: Mapping[Split, int],
-        fields: frozenset[str],
-        tokenizer: Tokenizer | None,
-        tables: Mapping[Split, PairTable],
-        labels: Mapping[Split, Tensor],
-    ) -> None:
-        self._tokenizer = tokenizer if "text" in fields else None
-        vocabularies = {} if self._tokenizer is None else {"text": self._tokenizer.token_ids}
-        num_cut = dict.fromkeys(vocabularies, sum(table.num_cut for table in tables.values()))
-        super().__init__(task, corpus, rows, fields, vocabularies, num_cut)
-        self._tables, self._labels = tables, labels
-
-    def batch(self, split: Split, ids: Tensor) -> Batch:
-        batch = {"ids": ids}
-        if self._tables:
-            columns = zip(("text", "types"), self._tables[split].padded(ids), strict=True)
-            batch |= {name: column for name, column in columns if name in self._fields}
-        if self._labels:
-            batch["label"] = self._labels[split][ids]
-        return batch
-
-    def weight(self, ids: Tensor) -> float:
-        """The number of samples."""
-        return float(len(ids))
+    def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
+        """The first samples that were scored, each with what it asks."""
+        lines = []
+        for ident, sample in islice(scores.samples.items(), count):
+            said = {name: text for name, text in sample.items() if not isinstance(text, list)}
+            entries = {**self.shown(split, ident), **said}.items()
+            lines += [f"{name:10} {text}" for name, text in entries] + [""]
+        return "\n".join(lines)
 
     def save_tokenizers(self, folder: Path) -> None:
-        """Write text_tokenizer.json if text is visible."""
-        if self._tokenizer is not None:
-            self._tokenizer.save(folder / "text_tokenizer.json")
+        """Write text_tokenizer.json, or that of any other visible text field."""
+        for field, tokenizer in self._tokenizers.items():
+            tokenizer.save(folder / f"{field}_tokenizer.json")
 
 
 def counted(counts: Mapping[Split, int]) -> str:
     """ "1,000 train, 50 dev, 50 test"."""
     return ", ".join(f"{count:,} {split}" for split, count in counts.items())
+
+
+def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
+    """The tokenizer, trained on public sentences if needed."""
+    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
+    return choice.prepare(texts, in_project(cache_dir))
+
+
+@settings("public_text")
+class PublicText:
+    """Sentences of the demo grammar, or the lines of a file that every cloud has.
+
+    tokenizer: same as the task's and the encoder's. path: one text per line, UTF-8, may be .gz;
+    null: the demo grammar. seed: selects the sentences or lines.
+    """
+
+    tokenizer: TokenizerChoice
+    path: Text | None = None
+    seed: NotNegative = 0
+
+    def describe(self) -> str:
+        return "public sentences of the demo grammar" if self.path is None else self.path
+
+    def token_ids(self, cache_dir: Path) -> TokenIds:
+        return public_tokenizer(self.tokenizer, str(cache_dir)).token_ids
+
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        return public_tokenizer(self.tokenizer, str(cache_dir)).encode(self._texts(num))
+
+    def _texts(self, num: int) -> list[str]:
+        if self.path is None:
+            return public_sentences(num, self.seed)
+        try:
+            texts = [line.strip() for line in read_lines(Path(self.path).expanduser())]
+        except DataError as error:
+            raise DataError(
+                f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
+                "every cloud, or null for the demo grammar"
+            ) from error
+        lines = [line for line in texts if line]
+        if len(lines) < num:
+            raise DataError(
+                f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
+                "lower model.split.calibration_texts (twice as many lines are read with "
+                "calibration_pairs) or the backbone's num_texts, or use a longer file"
+            )
+        return random.Random(self.seed).sample(lines, num)

@@ -20,15 +20,14 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
-from xcloud.contracts.model import Batch, TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.contracts.task import SPLITS, Scores, Split
-from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.folder import Folder, read_lines
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.scores import Vector, bootstrap_error
-from xcloud.tasks.tables import TokenTable
+from xcloud.tasks.tables import PairTable, TokenTable
 from xcloud.tasks.text_task import SourceTask, View, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
@@ -164,7 +163,7 @@ class TranslationText:
     """Encode and decode the available sides; needs no corpus."""
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
-        self._tokenizers = tokenizers
+        self._tokenizers: Mapping[str, Tokenizer] = tokenizers
         self._max_length = max_length
 
     @staticmethod
@@ -176,10 +175,6 @@ class TranslationText:
             raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
         return TranslationText(found, max_length)
 
-    def save_tokenizers(self, folder: Path) -> None:
-        for key, tokenizer in self._tokenizers.items():
-            tokenizer.save(folder / f"{key}_tokenizer.json")
-
     @property
     def vocabularies(self) -> dict[str, TokenIds]:
         return {key: tokenizer.token_ids for key, tokenizer in self._tokenizers.items()}
@@ -187,7 +182,8 @@ class TranslationText:
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
         """Rows are bos, text, eos."""
         tokenizer = self.tokenizer(key)
-        return TokenTable.of_texts(tokenizer.encode(texts), self._max_length, tokenizer.token_ids)
+        ids = tokenizer.encode(texts)
+        return PairTable(ids, None, self._max_length, tokenizer.token_ids).tokens
 
     def source_batch(self, texts: Sequence[str]) -> Tensor:
         """int64 [B, S] for texts outside the corpus."""
@@ -212,14 +208,13 @@ class TranslationData(View[Translation], TranslationText):
     ) -> None:
         TranslationText.__init__(self, tokenizers, task.max_length)
         texts = {key: {s: corpus.splits[s].texts[key] for s in SPLITS} for key in tokenizers}
-        self._tables = {
-            key: {split: self.table(key, column) for split, column in columns.items()}
-            for key, columns in texts.items()
+        columns = {
+            key: {split: self.table(key, column) for split, column in of.items()}
+            for key, of in texts.items()
         }
-        cut = {key: sum(t.num_cut for t in each.values()) for key, each in self._tables.items()}
-        fields = frozenset(tokenizers)
-        View.__init__(self, task, corpus, corpus.counts, fields, self.vocabularies, cut)
+        View.__init__(self, task, corpus, frozenset(tokenizers), tokenizers, columns)
         self._further = {key: self.table(key, corpus.further[key]) for key in tokenizers}
+        self._tables = columns
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references = texts.get("target", {})
 
@@ -230,11 +225,9 @@ class TranslationData(View[Translation], TranslationText):
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Of the training pairs, and further texts."""
         self.check_visible(field)
-        learnable = (self._tables[field]["train"], self._further[field])
-        return [row[1:-1] for table in learnable for row in table]
-
-    def batch(self, split: Split, ids: Tensor) -> Batch:
-        return {"ids": ids, **{k: each[split].padded(ids) for k, each in self._tables.items()}}
+        return [
+            row[1:-1] for t in (self._tables[field]["train"], self._further[field]) for row in t
+        ]
 
     def weight(self, ids: Tensor) -> float:
         """Target tokens to predict in these training samples: T without bos and padding."""
@@ -260,17 +253,17 @@ class TranslationData(View[Translation], TranslationText):
         return Scores(values, errors, dict(zip(order, samples, strict=True)))
 
     def signature(self) -> dict[str, str]:
-        return _signatures(self._task.language)
+        metrics = _metrics(self._task.language)
+        for metric in metrics.values():
+            metric.corpus_score(["a"], [["a"]])  # sets the reference count of the signature
+        return {name: str(metric.get_signature()) for name, metric in metrics.items()}
 
-    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        lines = []
-        for ident in sorted(predictions)[:count]:
-            if "source" in self._tables:
-                source = self._tables["source"][split][ident]
-                lines.append(f"source     {self.tokenizer('source').decode(source)}")
-            lines.append(f"reference  {self._references[split][ident]}")
-            lines.append(f"output     {self.decode(predictions[ident])}\n")
-        return "\n".join(lines)
+    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
+        return {
+            key: self.tokenizer(key).decode(self._tables[key][split][ident])
+            for key in ("source",)
+            if key in self._tables
+        }
 
 
 def _score(
@@ -306,18 +299,6 @@ def _metrics(language: str) -> dict[str, Any]:
             f"task.target={language}: sacreBLEU cuts this language into words with a library that "
             f"is not installed; run: pip install 'sacrebleu[{language}]'"
         ) from None
-
-
-@cache
-def _signatures(language: str) -> dict[str, str]:
-    for metric in _metrics(language).values():
-        metric.corpus_score(["a"], [["a"]])  # sets the reference count of the signature
-    return {name: str(metric.get_signature()) for name, metric in _metrics(language).items()}
-
-
-@settings("task", kw_only=True)
-class DemoTranslation(DemoPairs, Translation):
-    """The embedded Spanish-English demo: no files, no network."""
 
 
 @settings("task", kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcloud.comm.state import Stateful, StatefulParts
+from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.parallel.control import Reply, Signal, StageSums
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part, StepReport
@@ -125,17 +125,11 @@ class Trainer(StatefulParts):
         """From the next update on. All ranks call it between the same two."""
         self.schedule = schedule
 
-    def parts(self) -> dict[str, Stateful]:
+    def parts(self) -> StateTree:
         """Batches, learning rates and dropout follow from the seed and the number of the update;
         channels have their state in the wiring."""
-        parts: dict[str, Stateful] = {"exchange": self.exchange}
-        for number, stage in self.stages.items():
-            parts[f"stage {number}"] = stage.trained
-        return parts
-
-    @property
-    def state_owner(self) -> str:
-        return f"the trainer of rank {self.pipeline.rank}"
+        stages = {f"stage {number}": stage.trained for number, stage in self.stages.items()}
+        return {"exchange": self.exchange, **stages}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

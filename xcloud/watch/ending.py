@@ -32,11 +32,11 @@ def write_record(
     pictures = _draw(job, run_dir, run)
     known = {name: facts[name] for name in ("status", "cause", "commit")}
     summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
-    summary["compression"] = job.compression_in_force
-    if job.strategy_in_force:
-        summary["strategy"] = job.strategy_in_force
+    summary["compression"] = job.labels.compression
+    if job.labels.strategy:
+        summary["strategy"] = job.labels.strategy
     summary["link"] = job.cluster.describe()
-    summary["defences"] = job.defences_in_force
+    summary["defences"] = job.labels.defences
     summary |= predicted_of(run_dir)
     summary["lost_event_lines"] = facts["lost_event_lines"]
     summary |= _audit_wire(run_dir)
@@ -107,7 +107,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
 def facts_of(job: Job) -> dict[str, str]:
     """For the pictures of a run."""
     facts = {
-        "schedule": job.schedule_label, "link": job.cluster.describe_link(),
-        "compression": job.compression_in_force,
+        "schedule": job.labels.schedule, "link": job.cluster.describe_link(),
+        "compression": job.labels.compression,
     }  # fmt: skip
-    return {**facts, "strategy": job.strategy_in_force} if job.strategy_in_force else facts
+    return {**facts, "strategy": job.labels.strategy} if job.labels.strategy else facts

@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
     monitor.start(is_again)
-    essential, run_dir = monitor.experiment.essential_ranks, monitor.run.run_dir
+    essential, run_dir = monitor.experiment.roster.essential, monitor.run.run_dir
     attempt = monitor.attempt
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
     while os.getppid() == parent and not record.exists():

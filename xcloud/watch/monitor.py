@@ -7,10 +7,8 @@ On one machine the process that started the ranks does this; on several it is a 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from xcloud.record.events import (
     EventReader,
 )
 from xcloud.record.rank_state import SAMPLES_FILE
-from xcloud.record.summary import SUMMARY_FILE, Resumed
+from xcloud.record.summary import SUMMARY_FILE
 from xcloud.record.tracking import NullTracker, Recording, TrackedRun
 from xcloud.report.progress import ProgressLine
 
@@ -36,34 +34,38 @@ class Attempt:
     """What the ranks have said of themselves since they were last started.
 
     is_stopped: ended before its time, as it was asked to. trains: the ranks have the state that
-    they resume from. reports: any rank has reported, which they do once all have met.
+    they resume from. reports: any rank has reported, which they do once all have met. last_step,
+    steps_again: that any rank has done; that those before a resume had done beyond it.
     """
 
     def __init__(self) -> None:
         self.finished_ranks: set[int] = set()
         self.is_stopped = self.trains = self.reports = False
         self.stops_count = True
+        self.last_step = self.steps_again = 0
 
     def take(self, event: Event) -> None:
         kind = event["event"]
-        if kind == "resume":
+        if kind == "step":
+            self.last_step = max(self.last_step, event["step"])
+        elif kind == "resume":
             self.finished_ranks, self.is_stopped, self.stops_count = set(), False, True
-        if kind in ("resume", "phase"):
-            is_phase = kind == "phase"
-            self.trains = event.get("name") == "training" or (self.trains and is_phase)
-        if kind == "finish" or (kind == "stop" and self.stops_count):
+            self.trains, self.steps_again = False, max(self.last_step - event["step"], 0)
+            self.last_step = event["step"]
+        elif kind == "phase":
+            self.trains |= event.get("name") == "training"
+        elif kind == "finish" or (kind == "stop" and self.stops_count):
             self.finished_ranks.add(event["rank"])
             self.is_stopped = kind == "stop"
 
 
 class Monitor:
-    """`start()`, `poll()` often, `finish()` once. One pass over the events; what is lost when a
-    run resumes, its statistics drop themselves."""
+    """`start()`, `poll()` often, `finish()` once. What is shown follows each event; the figures
+    are those of the whole log, read once more at the end."""
 
     def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
-        self.experiment, self.attempt = experiment, Attempt()
-        self.statistics = experiment.statistics()
-        self.num_malformed = self._num_read = 0
+        self.experiment, self.attempt, self.num_malformed = experiment, Attempt(), 0
+        self._steps = experiment.statistics().collector
         tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
@@ -81,10 +83,7 @@ class Monitor:
         # "finish" is of this attempt, which may be ahead of this monitor.
         self.attempt.stops_count = is_again
         for event in self._reader:
-            self._num_read += 1
-            with contextlib.suppress(*MALFORMED):
-                self.attempt.take(event)
-        self.num_malformed = self._read_again()
+            self._take_safely(event)
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
@@ -110,7 +109,6 @@ class Monitor:
         self.attempt.reports = False
 
     def _take_safely(self, event: Event) -> None:
-        self._num_read += 1
         try:
             self._take(event)
         except MALFORMED as error:  # it must not end this run
@@ -119,37 +117,24 @@ class Monitor:
                 log.warning("skipped a malformed event (%r): %.200r", error, event)
 
     def _take(self, event: Event) -> None:
-        kind = event["event"]
-        try:
-            totals = self.statistics.feed(event)
-        except Resumed:
-            totals = None
-            self._read_again()
+        totals = self._steps.feed(event)
         self.attempt.take(event)
-        if kind == "resume":
-            event = {**event, **self.statistics.resumes[-1]}
-        if kind == "quality":
+        if self._progress is None:
+            return
+        if event["event"] == "resume":
+            event = {**event, "steps_again": self.attempt.steps_again}
+        if event["event"] == "quality":
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
                 event = {**event, "samples_text": text}
-        if self._progress is not None:
-            try:
-                self._progress.show(event)
-                if totals is not None:
-                    self._progress.update(totals)
-            except OSError as error:
-                self._progress = None
-                log.warning("the progress cannot be shown any more: %s", error)
-
-    def _read_again(self) -> int:
-        """Up to the event at hand. Returns how many are malformed."""
-        path, self.statistics = self.run.run_dir / EVENTS_FILE, self.experiment.statistics()
-
-        def read() -> Iterator[Event]:
-            return itertools.islice(EventReader(path, warn=False), self._num_read)
-
-        return self.statistics.feed_log(read)
+        try:
+            self._progress.show(event)
+            if totals is not None:
+                self._progress.update(totals)
+        except OSError as error:
+            self._progress = None
+            log.warning("the progress cannot be shown any more: %s", error)
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
@@ -170,8 +155,10 @@ class Monitor:
             with contextlib.suppress(OSError):
                 self._progress.close()
         status = "finished" if cause is None else "stopped" if is_stopped else "failed"
-        num_lost = self.lost_lines() + self.num_malformed
+        job, run_dir, statistics = self.experiment, self.run.run_dir, self.experiment.statistics()
+        num_malformed = statistics.feed_log(EventReader(run_dir / EVENTS_FILE, warn=False))
+        # The progress line and the figures mostly find the same ones.
+        num_lost = self.lost_lines() + max(num_malformed, self.num_malformed)
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": num_lost}  # fmt: skip
-        job, run_dir = self.experiment, self.run.run_dir
-        return write_record(job, run_dir, self.statistics, self._recording, facts)
+        return write_record(job, run_dir, statistics, self._recording, facts)

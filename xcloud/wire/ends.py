@@ -16,16 +16,8 @@ import torch
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
-from xcloud.cluster.link import (
-    CONTROL,
-    LineMeter,
-    LinkClock,
-    LinkLog,
-    LinkName,
-    LinkRecord,
-    MessageLog,
-)
-from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.cluster.link import CONTROL, LinkClock, LinkName, LinkRecord, MessageLog
+from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd, ignore
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import CPU, Transport
@@ -41,8 +33,7 @@ OnReport = Callable[[int, Frame], None]
 class Ends:
     """Every rank makes its ends at the same time, from the same layout.
 
-    wan_outs: the ends of links that leave the cloud; records: what they sent. meters: of real
-    lines that boundaries cross, by sender. lives: signs of life of the other ranks.
+    records: of the links that leave the cloud. lives: signs of life of the other ranks.
     """
 
     def __init__(
@@ -54,9 +45,7 @@ class Ends:
     ) -> None:
         self.layout = layout
         self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
-        self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
-        self.meters: dict[int, LineMeter] = {}
         self.lives = {
             peer: PeerLife(layout.liveness)
             for peer in range(layout.num_ranks)
@@ -110,20 +99,15 @@ class Ends:
         boundary: int = CONTROL,
     ) -> SendingEnd:
         """boundary: stage before it, for logs and records of messages between stages."""
-        record = None
-        if self.leaves_cloud(peer):
-            there = self.layout.placement(peer).cloud
-            record = LinkRecord(there, peer, None if boundary == CONTROL else boundary)
+        record = self._record(LinkName(boundary, self.rank, peer))
+        if record.to is not None:
             self.records.append(record)
         settings = OutSettings(
-            self._name(peer), capacity_bytes, self._clocks.to(peer), window,
-            self._log(LinkName(boundary, self.rank, peer), peer), record, self.lives[peer],
-            self.layout.overdue_s(self.rank, peer, capacity_bytes),
+            self._name(peer), capacity_bytes, self._clocks.to(peer), window, record,
+            self.lives[peer], self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
         end = self._transport.out(line, peer, settings)
         self._ends.append((peer, end))
-        if record is not None:
-            self.wan_outs.append(end)
         return end
 
     def incoming(
@@ -134,15 +118,15 @@ class Ends:
         window: LinkWindow,
         handlers: Handlers | None = None,
         boundary: int = CONTROL,
-        on_end: Callable[[LinkError], None] | None = None,
+        on_end: Callable[[LinkError], None] = ignore,
+        on_arrival: Callable[[Frame, float], None] = ignore,
     ) -> ReceivingEnd:
-        meter, wan = None, self.layout.wan_between(self.rank, peer)
-        if boundary != CONTROL and wan is not None and wan.is_metered:
-            meter = self.meters.setdefault(peer, LineMeter())
+        wan = self.layout.wan_between(self.rank, peer)
         settings = InSettings(
             self._name(peer), capacity_bytes, self.handled(peer, handlers or {}), window,
-            self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer],
-            self.layout.overdue_advice(self.rank, peer), meter, wan is not None and wan.emulated,
+            self._record(LinkName(boundary, peer, self.rank)), self.lives[peer],
+            self.layout.overdue_advice(self.rank, peer), wan is not None and wan.emulated, on_end,
+            on_arrival,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self._ends.append((peer, end))
@@ -201,11 +185,11 @@ class Ends:
     def leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None
 
-    def _log(self, name: LinkName, peer: int) -> LinkLog | None:
-        """Only messages between clouds are noted."""
-        if self._messages is None or not self.leaves_cloud(peer):
-            return None
-        return LinkLog(name, self._messages)
+    def _record(self, name: LinkName) -> LinkRecord:
+        """Of messages inside a cloud nothing but their number is noted."""
+        if self.layout.wan_between(name.sender, name.receiver) is None:
+            return LinkRecord(name)
+        return LinkRecord(name, self.layout.cloud_of(name.receiver), self._messages)
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"

@@ -8,7 +8,7 @@ emulated link act where it leaves a cloud; inside a cloud messages go as they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -17,8 +17,7 @@ import torch
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.link import LinkStats
-from xcloud.cluster.link_end import ReceivingEnd
+from xcloud.cluster.link_end import ignore
 from xcloud.comm.activation_cache import MEGABYTE, ActivationCache, CachingChannel
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import (
@@ -30,10 +29,9 @@ from xcloud.comm.channel import (
     SendChannel,
     Sender,
 )
-from xcloud.comm.compression import Compression, CompressionPlan
+from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
-from xcloud.comm.compressor import ChannelId
-from xcloud.comm.state import MEMORY, Marked, Stateful, StatefulParts
+from xcloud.comm.state import MEMORY, StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
@@ -41,8 +39,14 @@ from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.schedule import most_in_flight
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends, OnReport
-from xcloud.wire.replicas import PeerLinks, replica_links, tied_links
-from xcloud.wire.special_ends import Guard, Loopback
+from xcloud.wire.further_ends import (
+    Guard,
+    LineMeters,
+    Loopback,
+    PeerLinks,
+    replica_links,
+    tied_links,
+)
 
 T = TypeVar("T")
 
@@ -65,14 +69,9 @@ class Wiring(StatefulParts):
     boundaries: Boundaries
     is_elastic: bool
 
-    @property
-    def wan_stats(self) -> list[LinkStats]:
-        """Of the links in the order of `ends.records`."""
-        return [link.stats for link in self.ends.wan_outs]
-
-    def parts(self) -> Mapping[str, Stateful]:
+    def parts(self) -> StateTree:
         """What the channels carry from step to step; links and counters begin anew."""
-        return {MEMORY: Marked(self.boundaries.channels, "a rank's channels")}
+        return {MEMORY: self.boundaries.channels}
 
     def expect_signs_of_life(self) -> None:
         """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
@@ -118,13 +117,13 @@ def wire(
     replicas = None
     if layout.num_replicas > 1:
         rejoin = None
-        if job.is_elastic:
+        if job.roster.is_elastic:
             assert control is not None
             rejoin = partial(_join_peer, control, ends, on_report)
         replicas = replica_links(ends, layout, device, rejoin)
     tied = tied_links(ends, layout, device) if job.ties_ends else None
     boundaries = join_boundaries(job, ends, clock, device)
-    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.is_elastic)
+    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.roster.is_elastic)
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
@@ -183,12 +182,11 @@ pieces, and training over a boundary that no gradient crosses. More wait in the 
 @dataclass(frozen=True)
 class Boundaries:
     """ports: by the stage before the boundary. channels: every one that ends here, by its identity
-    in words. wan_sends, wan_receives: those that cross clouds."""
+    in words. wan_sends: those that cross clouds."""
 
     ports: dict[int, BoundaryPorts] = field(default_factory=dict)
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     wan_sends: list[SendChannel] = field(default_factory=list)
-    wan_receives: list[tuple[ChannelId, ReceivingEnd]] = field(default_factory=list)
     _shared: dict[type, object] = field(default_factory=dict)
 
     def shared(self, kind: type[T]) -> T:
@@ -290,7 +288,13 @@ class _Joint:
                 ) is not None:
                     outs[receiver] = Guard(channel, defence)
             return
-        inlink = ends.incoming(line, sender, capacity, window, boundary=self.stage)
+        wan = self.job.cluster.wan_between(sender, receiver)
+        measure: Callable[[Frame, float], None] = ignore
+        if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
+            measure = self.joined.shared(LineMeters).of(identity)
+        inlink = ends.incoming(
+            line, sender, capacity, window, boundary=self.stage, on_arrival=measure
+        )
         kept = self.joined.ports[self.stage].kept.get(sender)
         channel_of = (
             partial(CachingChannel, kept) if isinstance(kept, ActivationCache) else ReceiveChannel
@@ -300,8 +304,6 @@ class _Joint:
             self.job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,
         )  # fmt: skip
         self.joined.channels[str(identity)] = ins[sender] = received
-        if crosses:
-            self.joined.wan_receives.append((identity, inlink))
 
     def _crosses(self, sender: int, receiver: int) -> bool:
         return self.job.cluster.wan_between(sender, receiver) is not None

@@ -17,13 +17,13 @@ from torch import Tensor
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import Stateful, StatefulParts, whole_number, whole_numbers
+from xcloud.comm.state import Stateful, StatefulParts, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, whole_numbers
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
 from xcloud.rank.one_way.intake import POLL_S, Inbox, Intake
@@ -129,7 +129,7 @@ class ConsumerRun(StatefulParts):
             for name, value in sums.items():
                 mine.sums[SUMS.index(name)] = value
         self._intake.look(mine)
-        mine.signal[:] = checkpoints.decide(step) if self._leads else Signal.GO_ON
+        mine.signal[:] = checkpoints.signal(step) if self._leads else Signal.GO_ON
         with self._clock.during("average"):
             self._buffer.sum_over(rank.group, torch.zeros(()))
             rank.group.sum(mine.packed)
@@ -243,7 +243,7 @@ class ConsumerRank(OneWayRank):
         """What has crossed between clouds besides batches: orders, reports and the like."""
         kinds = CARRIES.keys() - {Kind.BATCH}
         both = (*self.records, *self.received.values())
-        return sum(record.bytes_of[kind] for record in both for kind in kinds)
+        return sum(record.num_bytes[kind] for record in both for kind in kinds)
 
     def send_orders(self, orders: list[Order]) -> None:
         by_source: dict[int, list[list[int]]] = {}
@@ -304,7 +304,7 @@ class ConsumerRank(OneWayRank):
 
     def _await_checkpoint(self, checkpoints: Checkpointer, plan: ConsumptionPlan) -> None:
         """Until the producers have written theirs; not for one that is stopped or has ended."""
-        checkpoints.wait()
+        checkpoints.settle()
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
         alive = [p for p, state in enumerate(plan.state) if state is not State.DEAD]
         while self.rank == 0 and checkpoints.is_pending and time.monotonic() < until_s:

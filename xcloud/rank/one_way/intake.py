@@ -20,11 +20,18 @@ from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import StatefulParts, rows_of, whole_numbers
+from xcloud.comm.state import StatefulParts
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import precision_recall
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State
+from xcloud.parallel.one_way import (
+    ConsumptionPlan,
+    Order,
+    Round,
+    State,
+    rows_of,
+    whole_numbers,
+)
 from xcloud.record.events import add_to
 from xcloud.record.reporter import Reporter
 

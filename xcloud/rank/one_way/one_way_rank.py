@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.link import LinkRecord
+from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.comm.state import Stateful
@@ -60,7 +60,8 @@ class OneWayEnds(Ends):
         if not self._keeps_record or not self.leaves_cloud(peer):
             return handlers
         here = self.layout.placement(self.rank).cloud
-        record = self.received.setdefault(peer, LinkRecord(here, self.rank, None))
+        link = LinkName(CONTROL, peer, self.rank)
+        record = self.received.setdefault(peer, LinkRecord(link, here))
         return {kind: noting(record, CARRIES[kind], take) for kind, take in handlers.items()}
 
     def await_goodbye(self, peer: int) -> None:
@@ -187,8 +188,6 @@ class OneWayRank(Role[OneWayExperiment]):
         its goodbye."""
         if self.rank != 0:
             self.ends.await_goodbye(0)
-        checkpoints.close()
-        if not self.is_stopped:
-            checkpoints.keep_newest()
+        checkpoints.close(is_finished=not self.is_stopped)
         self.reporter.flush()
         self.ends.close()

@@ -18,13 +18,13 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
-from xcloud.comm.state import State, Stateful, StatefulParts, rows_of, whole_number, whole_numbers
+from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal, code_of
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import NOBODY, Order
+from xcloud.parallel.one_way import NOBODY, Order, rows_of, whole_numbers
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
@@ -289,7 +289,7 @@ class ProducerRank(OneWayRank):
         self.context.asked.is_armed = job.checkpoint.are_made
         self.is_stopped = run.feed(checkpoints)
         self.context.asked.is_armed = False
-        checkpoints.wait()
+        checkpoints.settle()
         self.report_memory(part.parameters_module, part)
         self.export(part.finish)
         self.reporter.event("stop" if self.is_stopped else "finish")

@@ -12,7 +12,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import zip_longest
@@ -40,17 +40,39 @@ Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 Languages = Annotated[Sequence[Language], Field(min_length=1)]
 
 
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines without their ending, from plain or gzipped UTF-8. Raises DataError otherwise.
+
+    Only a line feed ends a line: a U+2028 or a lone carriage return inside a text must not
+    misalign the sides.
+    """
+    try:
+        file: IO[str]
+        if path.suffix == ".gz":
+            file = gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
+        else:
+            file = path.open(encoding="utf-8-sig", newline="\n")
+        with file:
+            for line in file:
+                yield line.removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error})") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+
+
 @dataclass(frozen=True)
 class TextFile:
-    """A Table: one file, or the files of a line pair. `name` has no suffixes.
+    """A Table: one file, or the files of a line pair. name: without suffixes.
 
     kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text,
-    which its task cuts into documents.
+    which its task cuts into documents. read: the texts of a side of a line pair.
     """
 
     name: str
     kind: FileKind
-    paths: dict[str, Path]  # language -> file for lines; "" -> file for the others
+    paths: Mapping[str, Path]  # language -> file for lines; "" -> file for the others
+    read: Callable[[Path], Iterable[str]] = read_lines
 
     @property
     def label(self) -> str:
@@ -75,101 +97,74 @@ class TextFile:
             return list(self.paths)
         if self.kind == "table":
             return next(read_lines(self.path), "").split("\t")
-        row = next((row for _, row in self.records()), None)
-        return list(row.get("translation", row)) if isinstance(row, dict) else []
+        return list(next((row for _, row in self._records()), {}))
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
         """See Table."""
-        if self.kind == "table":
-            return self._table_rows(columns, keys)
-        return self._line_rows(columns) if self.kind == "lines" else self._json_rows(columns, keys)
-
-    def records(self) -> Iterator[tuple[str, Any]]:
-        """(location, parsed value) of each non-empty line; of kind squad, of each paragraph."""
-        if self.kind != "squad":
-            lines = enumerate(read_lines(self.path), start=1)
-            for where, text in ((f"{self.path}, line {n}", t) for n, t in lines if t.strip()):
-                try:
-                    yield where, json.loads(text)
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{where}: not JSON ({error.msg}); expected one object per line"
-                    ) from error
+        if self.kind == "lines":
+            yield from self._line_rows(columns)
             return
-        try:
-            whole = json.loads("\n".join(read_lines(self.path)))
-            paragraphs = [row for article in whole["data"] for row in article["paragraphs"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(
-                f'{self.path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
-                "a file with one paragraph per line must be named .jsonl"
-            ) from error
-        yield from ((f"{self.path}, paragraph {i}", p) for i, p in enumerate(paragraphs, start=1))
-
-    def _table_rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[str, ...]]:
-        header = self.columns()
-        check_columns(self, columns, keys)
-        places = [header.index(column) for column in columns]
-        lines = enumerate(read_lines(self.path), start=1)
-        next(lines, None)
-        for number, line in lines:
-            cells = line.split("\t")
-            if len(cells) != len(header):
+        if self.kind == "table":
+            check_columns(self, columns, keys)
+        for where, row in self._records():
+            if missing := [column for column in columns if row.get(column) is None]:
                 raise DataError(
-                    f"{self.path}, line {number}: {len(cells)} columns, but the header has "
-                    f"{len(header)}; texts must not contain tabs"
+                    f"{where}: no text under {missing[0]!r}; its keys: "
+                    f"{', '.join(row) or 'none'}. Choose with {keys}"
                 )
-            yield tuple([cells[place] for place in places])
-
-    def _json_rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
-        for where, record in self.records():
-            row = record.get("translation", record) if isinstance(record, dict) else {}
-            row = row if isinstance(row, dict) else {}
-            for column in columns:
-                if row.get(column) is None:
-                    raise DataError(
-                        f"{where}: no text under {column!r}; its keys: "
-                        f"{', '.join(row) or 'none'}. Choose with {keys}"
-                    )
             yield tuple([row[column] for column in columns])
 
     def _line_rows(self, sides: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Opens only these sides. A rank that sees neither counts the rows of one."""
-        for side in sides:
-            if side not in self.paths:
-                raise DataError(f"{self.path}: its other side, {self.name}.{side}, is missing")
-        if not sides:
-            yield from (() for _ in read_lines(self.path))
-        paths = [self.paths[side] for side in sides]
-        for row in zip_longest(*map(read_lines, paths)):
+        if missing := [side for side in sides if side not in self.paths]:
+            raise DataError(f"{self.path}: its other side, {self.name}.{missing[0]}, is missing")
+        paths = [self.paths[side] for side in sides] or [self.path]
+        for row in zip_longest(*map(self.read, paths)):
             if None in row:
-                counts = {path.name: sum(1 for _ in read_lines(path)) for path in paths}
+                counts = {path.name: sum(1 for _ in self.read(path)) for path in paths}
                 raise DataError(
                     f"{self.path.parent}: the sides of a line pair differ in lines: "
                     + " and ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
                 )
-            yield row
+            yield row if sides else ()
+
+    def _records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(location, cells by column) of each row."""
+        if self.kind == "squad":
+            for number, row in enumerate(_squad_paragraphs(self.path), start=1):
+                yield f"{self.path}, paragraph {number}", row
+            return
+        lines = enumerate(read_lines(self.path), start=1)
+        header = next(lines, (0, ""))[1].split("\t") if self.kind == "table" else []
+        for where, line in ((f"{self.path}, line {number}", line) for number, line in lines):
+            if header:
+                cells = line.split("\t")
+                if len(cells) != len(header):
+                    raise DataError(
+                        f"{where}: {len(cells)} columns, but the header has {len(header)}; texts "
+                        "must not contain tabs"
+                    )
+                yield where, dict(zip(header, cells, strict=True))
+            elif line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{where}: not JSON ({error.msg}); expected one object per line"
+                    ) from error
+                row = row.get("translation", row) if isinstance(row, dict) else {}
+                yield where, row if isinstance(row, dict) else {}
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """Lines without their ending, from plain or gzipped UTF-8. Raises DataError otherwise.
-
-    Only a line feed ends a line: a U+2028 or a lone carriage return inside a text must not
-    misalign the sides.
-    """
+def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
     try:
-        file: IO[str]
-        if path.suffix == ".gz":
-            file = gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
-        else:
-            file = path.open(encoding="utf-8-sig", newline="\n")
-        with file:
-            for line in file:
-                yield line.removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error})") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+        whole = json.loads("\n".join(read_lines(path)))
+        return [row for article in whole["data"] for row in article["paragraphs"]]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise DataError(
+            f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
+            "a file with one paragraph per line must be named .jsonl"
+        ) from error
 
 
 @settings("task", kw_only=True)
@@ -322,11 +317,11 @@ def is_usual_name(name: str, split: Split) -> bool:
     return name in (DEV_NAMES if split == "dev" else ("train",))
 
 
-def list_files(folder: Path, form: Form) -> list[TextFile]:
-    """Files of these formats in the folder, sorted by name. Opens none."""
+def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFile]:
+    """Files of these formats in the folder, sorted by name. Opens none. key: for messages."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {what}; task.path must be a folder with {form.expected}")
+        raise DataError(f"{folder} {what}; {key} must be a folder with {form.expected}")
     tables: list[TextFile] = []
     pairs: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()):

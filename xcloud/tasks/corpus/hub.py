@@ -35,27 +35,29 @@ class HubTable:
     dataset: Any
     where: str
 
+    @property
+    def _names(self) -> list[str]:
+        return list(self.dataset.column_names or next(iter(self.dataset), {}))
+
     def columns(self) -> list[str]:
-        names = list(self.dataset.column_names or next(iter(self.dataset), {}))
-        if "translation" not in names:
-            return names
+        if "translation" not in self._names:
+            return self._names
         return list(next(iter(self.dataset), {"translation": {}})["translation"])
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
-        """See Table. Loads only these columns."""
+        """See Table. Loads only these columns; a rank that sees none counts the rows of any."""
         check_columns(self, columns, keys)
-        names = self.dataset.column_names or list(next(iter(self.dataset), {}))
-        nested = "translation" in names
-        # A rank that sees nothing counts the rows of any column.
-        kept = ["translation"] if nested else list(dict.fromkeys(columns)) or names[:1]
+        nested = "translation" in self._names
+        kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
         for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
-            first = batch[kept[0]]
-            if nested:
-                yield from (tuple([row.get(column) for column in columns]) for row in first)
-            elif columns:
-                yield from zip(*(batch[column] for column in columns), strict=True)
-            else:
-                yield from (() for _ in first)
+            cells = (
+                {c: [row.get(c) for row in batch[kept[0]]] for c in columns} if nested else batch
+            )
+            yield from (
+                zip(*(cells[c] for c in columns), strict=True)
+                if columns
+                else (() for _ in batch[kept[0]])
+            )
 
 
 @settings("task", kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.tasks.corpus.folder import TextFile, list_files
 from xcloud.tasks.corpus.hub import HubTable, load_hub, not_loaded
-from xcloud.tasks.corpus.rows import DEV_NAMES, Form, Text
+from xcloud.tasks.corpus.rows import DEV_NAMES, FileKind, Form, Text
 
 HELD_OUT = (*DEV_NAMES, "test")
 _cached_pairs = cache(demo_pairs)
@@ -136,53 +136,43 @@ class FolderText(TextSource):
     def _files(self, part: str) -> list[tuple[TextFile, tuple[str, ...], str | None]]:
         """The files of this part, the columns to read, and which `lang` the rows must have.
         Raises DataError if there are none."""
-        folder = Path(self.path).expanduser()
-        if not folder.is_dir():
-            what = "is a file" if folder.exists() else "does not exist"
-            raise DataError(f"{folder} {what}; text.source.path must be a folder of texts")
         languages = languages_of(part)
         if len(languages) == 1:
-            choose = partial(self._of_language, part)
-            form = Form("", {"tsv": "table", "jsonl": "json", "txt": "lines", part: "lines"})
+            kinds: dict[str, FileKind] = {"tsv": "table", "jsonl": "json"}
             expected = (
                 f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the columns "
                 "lang and text"
             )
+            form = Form(expected, {**kinds, "txt": "lines", part: "lines"})
         else:
             a, b = languages
-            choose, form = partial(_of_pair, a, b), Form("", languages=(a, b))
             expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
-        files = [f for f in list_files(folder, form) if f.path.name.split(".")[0] not in HELD_OUT]
-        chosen = [(file, *read) for file in files if (read := choose(file)) is not None]
+            form = Form(expected, languages=languages)
+        folder = Path(self.path).expanduser()
+        files = list_files(folder, form, "text.source.path")
+        files = [file for file in files if file.path.name.split(".")[0] not in HELD_OUT]
+        chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
-            names = [p.name for p in sorted(folder.iterdir()) if p.is_file()]
-            there = ", ".join(n for n in names if n.split(".")[0] not in HELD_OUT) or "none"
+            there = ", ".join(file.label for file in files) or "none"
             raise DataError(
                 f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
                 f"found: {there}"
             )
         return chosen
 
-    def _of_language(
-        self, language: str, file: TextFile
-    ) -> tuple[tuple[str, ...], str | None] | None:
-        """Columns and `lang` of a file with texts of this language; None for another file."""
-        *names, ending = file.path.name.removesuffix(".gz").split(".")
-        if file.kind == "table":
-            return (("text",), language) if {"lang", "text"} <= set(file.columns()) else None
-        if ending == language or language in names:
-            return ((self.text_key if file.kind == "json" else "",), None)
-        return None
-
-
-def _of_pair(a: str, b: str, file: TextFile) -> tuple[tuple[str, ...], str | None] | None:
-    """Columns and `lang` of a file with pairs of these languages; None for another file."""
-    columns = set(file.columns()) if file.kind == "table" else set(file.paths)
-    if {a, b} <= columns:
-        return ((a, b), None)
-    if {"lang", "text", b} <= columns:
-        return (("text", b), a)
-    return ((a, "text"), b) if {"lang", "text", a} <= columns else None
+    def _ways(
+        self, file: TextFile, languages: Sequence[str]
+    ) -> list[tuple[tuple[str, ...], str | None]]:
+        """How a file can be read for these languages: columns, and the `lang` of their rows."""
+        if len(languages) == 1 and file.kind != "table":
+            named = languages[0] in file.path.name.removesuffix(".gz").split(".")
+            return [((self.text_key if file.kind == "json" else "",), None)] if named else []
+        ways: list[tuple[tuple[str, ...], str | None]] = [(("text",), languages[0])]
+        if len(languages) == 2:
+            a, b = languages
+            ways = [((a, b), None), (("text", b), a), ((a, "text"), b)]
+        there = set(file.columns()) if file.kind == "table" else set(file.paths)
+        return [way for way in ways if {*way[0], *(["lang"] if way[1] else [])} <= there]
 
 
 @settings("text.source")
@@ -227,9 +217,9 @@ class HubText(TextSource):
         name, config = self.pairs_name or "", self.pairs_config
         if len(columns) == 1:
             columns, name, config = (self.column,), self.name, self.config
+        config = config and config.format(**keys)
+        loaded = load_hub(name, config, self.revision, self.split, streaming=True)
         try:
-            config = config and config.format(**keys)
-            loaded = load_hub(name, config, self.revision, self.split, streaming=True)
             for row in HubTable(loaded, name).rows(columns, "text.source.column"):
                 yield tuple(cell or "" for cell in row)
         except DataError:

@@ -7,7 +7,7 @@ Row numbers mean the same sample in every cloud, so no rule here may depend on a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Protocol
 
@@ -35,6 +35,12 @@ class Rows:
     def take(self, numbers: Sequence[int]) -> Rows:
         texts = {name: [column[i] for i in numbers] for name, column in self.texts.items()}
         return Rows(len(numbers), texts)
+
+    def limited(self, most: int | None, seed: int) -> Rows:
+        """A seeded sample of at most so many rows, in file order."""
+        if most is None or self.num_rows <= most:
+            return self
+        return self.take(chosen_rows(self.num_rows, most, seed))
 
     @staticmethod
     def joined(parts: Iterable[Rows]) -> Rows:
@@ -82,26 +88,9 @@ class Table(Protocol):
     def columns(self) -> list[str]:
         """Column names. May read a file's first line."""
 
-    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+    def rows(self, columns: Sequence[str], keys: str) -> Iterable[tuple[Any, ...]]:
         """The cells of these columns, mostly texts; others are dropped row by row. With no
         columns, an empty tuple for each row. keys: settings that choose columns, for messages."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """A Table in memory, of a generated corpus."""
-
-    where: str
-    cells: Mapping[str, Sequence[Any]]
-
-    def columns(self) -> list[str]:
-        return list(self.cells)
-
-    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
-        check_columns(self, columns, keys)
-        if not columns:
-            return iter([()] * len(next(iter(self.cells.values()))))
-        return zip(*(self.cells[name] for name in columns), strict=True)
 
 
 def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
@@ -200,20 +189,14 @@ class Source:
         return more if is_usual else {**more, "sampling": chosen}
 
     def arrange(
-        self,
-        tables: SplitTables,
-        rows_of: Callable[[Table], Rows],
-        dev_as_test: bool = False,
-        size: Callable[[Rows], int] = lambda rows: rows.num_rows,
-        sample: Callable[[Rows, int, int], Rows] | None = None,
-        unit: str = "rows",
+        self, tables: SplitTables, rows_of: Callable[[Table], Rows], dev_as_test: bool = False
     ) -> Corpus:
         """Read all three splits, with a remark for each one held out of train or sampled.
 
         Parts are sampled equally and interleaved, so that a prefix of a split covers all of them.
         dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
-        train, so that nothing is tuned on the reported scores. size, sample, unit: if the limits
-        do not count rows.
+        train, so that nothing is tuned on the reported scores. Rows with the same cell in a column
+        "group" are held out together.
         """
         splits: dict[Split, Sets] = {
             split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
@@ -225,47 +208,48 @@ class Source:
             remarks.append("test: the dev set, as there is no labelled test set")
         if not train.num_rows:
             raise DataError(f"{self.where}: the training set has no rows")
-        for split, numbers in self._held_out(splits, train.num_rows).items():
+        for split, numbers in self._held_out(splits, train).items():
             splits[split] = {"": train.take(numbers)}
             if split != "train":
                 remarks.append(f"{split} held out of train, seed {self.split_seed}")
         result: dict[Split, Rows] = {}
         for split in SPLITS:
             most = self.max_train_samples if split == "train" else self.max_eval_samples
-            parts, before = dict(splits[split]), sum(map(size, splits[split].values()))
-            for part, rows in parts.items():
-                if most is not None and size(rows) > most:
-                    parts[part] = (sample or limit)(rows, most, self.split_seed)
-            if sum(map(size, parts.values())) < before:
-                remarks.append(
-                    f"{split}: a sample of its {before:,} {unit}, seed {self.split_seed}"
-                )
+            parts = {
+                part: rows.limited(most, self.split_seed) for part, rows in splits[split].items()
+            }
+            before = sum(rows.num_rows for rows in splits[split].values())
+            if sum(rows.num_rows for rows in parts.values()) < before:
+                remarks.append(f"{split}: a sample of its {before:,} rows, seed {self.split_seed}")
             result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
         return Corpus(result, remarks, {**tables.facts, **self.facts()}, tables.further)
 
-    def _held_out(self, there: Iterable[Split], num_rows: int) -> dict[Split, list[int]]:
+    def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
         """Row numbers of train for each missing split and, last, for the remaining train; empty if
         none is missing. Raises DataError if train has too few rows."""
+        groups = train.texts.get("group", range(train.num_rows))
+        left = list(dict.fromkeys(groups))
         shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
         wanted = {
-            split: share if isinstance(share, int) else max(1, int(share * num_rows))
+            split: share if isinstance(share, int) else max(1, int(share * len(left)))
             for split, share in shares.items()
             if split not in there
         }
         if not wanted:
             return {}
-        if sum(wanted.values()) >= num_rows:
+        if sum(wanted.values()) >= len(left):
             raise DataError(
                 f"{self.where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but "
-                f"train has {num_rows:,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
+                f"train has {len(left):,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
             )
-        result: dict[Split, list[int]] = {}
-        left = list(range(num_rows))
+        split_of: dict[Any, Split] = {}
         for split, count in wanted.items():
-            positions = set(chosen_rows(len(left), count, self.split_seed))
-            result[split] = [row for i, row in enumerate(left) if i in positions]
-            left = [row for i, row in enumerate(left) if i not in positions]
-        return {**result, "train": left}
+            split_of |= {left[i]: split for i in chosen_rows(len(left), count, self.split_seed)}
+            left = [group for group in left if group not in split_of]
+        return {
+            split: [i for i, group in enumerate(groups) if split_of.get(group, "train") == split]
+            for split in (*wanted, "train")
+        }
 
 
 def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
@@ -273,11 +257,6 @@ def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
     draw = random.Random(seed).random  # random() alone: the same on every Python version
     keys = [draw() for _ in range(num_rows)]
     return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
-
-
-def limit(rows: Rows, most: int, seed: int) -> Rows:
-    """A seeded sample by row number, in file order."""
-    return rows.take(chosen_rows(rows.num_rows, most, seed))
 
 
 def interleaved(sets: Sets) -> Rows:

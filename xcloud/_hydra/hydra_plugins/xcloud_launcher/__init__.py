@@ -1,5 +1,5 @@
-"""Hydra's door to xcloud.sweep: composes the points of a sweep and runs one of them when asked.
-What a sweep is, and everything it says, is in xcloud/sweep; keep this file thin.
+"""Hydra's door to xcloud.sweep: composes the points of a sweep. What a sweep is, runs and says is
+in xcloud/sweep; keep this file thin.
 
 Hydra finds it because run.py puts xcloud/_hydra on the path. It is imported for tab completion
 too, so nothing heavy at the top.
@@ -8,22 +8,17 @@ too, so nothing heavy at the top.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-if TYPE_CHECKING:
-    from xcloud.sweep.points import Point
 
 
 def sweep_name(given: str | None) -> str:
@@ -60,8 +55,7 @@ class SweepLauncher(Launcher):
         from xcloud.base.errors import ConfigError
         from xcloud.sweep.runner import LauncherSettings, check_name, refuse
 
-        self.context, self.task_function, self.config = hydra_context, task_function, config
-        self.returned: dict[tuple[str, ...], JobReturn] = {}
+        self.context, self.config = hydra_context, config
         try:
             check_name(config.get("sweep"))
             self.settings = LauncherSettings(**self.given)
@@ -72,20 +66,20 @@ class SweepLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         from xcloud.sweep.points import with_also
-        from xcloud.sweep.runner import Sweep
+        from xcloud.sweep.runner import Processes, Sweep
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         also = self.settings.also or {}
         asked = with_also([tuple(overrides) for overrides in job_overrides], also)
-        self.first_index = initial_job_idx
-        sweep = Sweep(self.config.get("sweep") or folder.name, folder, self.settings)
-        code = sweep.run(asked, self._compose, self._run_here)
-        if code:
+        name, processes = (
+            self.config.get("sweep") or folder.name,
+            Processes(self.settings.parallel),
+        )
+        if code := Sweep(name, folder, self.settings, processes).run(asked, self._compose):
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
-        kept = JobReturn(status=JobStatus.COMPLETED)  # of a point that had finished before
-        return [self.returned.get(overrides, kept) for overrides in asked]
+        return [JobReturn(status=JobStatus.COMPLETED)] * len(asked)
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a point. Raises ConfigError with one line."""
@@ -96,30 +90,3 @@ class SweepLauncher(Launcher):
             return self.context.config_loader.load_sweep_config(self.config, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(in_one_line(error)) from error
-
-    def _run_here(self, point: Point, run_dir: Path) -> None:
-        """Run a point in this process, as Hydra would. Raises what the task function raised."""
-        from xcloud.base.errors import XcloudError
-
-        config: Any = point.config
-        with open_dict(config):
-            number = self.first_index + point.index
-            config.hydra.job.id = str(number)
-            config.hydra.job.num = number
-            config.hydra.sweep.dir = str(run_dir.parent)
-            config.hydra.sweep.subdir = run_dir.name
-        HydraConfig.instance().set_config(config)
-        done = run_job(
-            hydra_context=self.context,
-            task_function=self.task_function,
-            config=config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
-        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
-        self.returned[point.overrides] = done
-        if done.status == JobStatus.FAILED:
-            error = done._return_value  # return_value would print a second report of it
-            if not isinstance(error, XcloudError):
-                traceback.print_exception(error)
-            raise error

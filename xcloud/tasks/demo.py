@@ -1,4 +1,4 @@
-"""The texts of xcloud/demo_corpus as sources: no download, no files.
+"""The tasks on the texts of xcloud/demo_corpus: no download, no files.
 
 The text is public, so a digest of it can show that all clouds run the same grammar. Labels are
 drawn independently for each sample: a fixed order would reveal labels to a cloud that sees only
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -27,23 +27,31 @@ from xcloud.demo_corpus import (
     reviews,
     stories,
 )
-from xcloud.tasks.corpus.rows import Form, Given, Source, SplitTables
+from xcloud.tasks.classification import Classification, CrossLingual
+from xcloud.tasks.corpus.rows import Form, Source, SplitTables, Table, check_columns
+from xcloud.tasks.language_modelling import LanguageModelling
+from xcloud.tasks.question_answering import QuestionAnswering
+from xcloud.tasks.translation import Translation
 
 Size = Annotated[int, Field(ge=1, le=100_000)]
 
 
-def tables(
-    columns: Mapping[str, Sequence[Any]], counts: Mapping[Split, int]
-) -> dict[Split, dict[str, Sequence[Given]]]:
-    """Cut columns into consecutive splits of these sizes, in this order."""
-    result: dict[Split, dict[str, Sequence[Given]]] = {}
-    start = 0
-    for split, count in counts.items():
-        part = slice(start, start + count)
-        cells = {name: column[part] for name, column in columns.items()}
-        result[split] = {"": [Given(f"demo, {split}", cells)]}
-        start += count
-    return result
+@dataclass(frozen=True)
+class Given:
+    """A Table in memory."""
+
+    where: str
+    cells: Mapping[str, Sequence[Any]]
+
+    def columns(self) -> list[str]:
+        return list(self.cells)
+
+    def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
+        """See Table."""
+        check_columns(self, columns, keys)
+        if not columns:
+            return [()] * len(next(iter(self.cells.values())))
+        return list(zip(*(self.cells[name] for name in columns), strict=True))
 
 
 class Demo(Source):
@@ -51,6 +59,7 @@ class Demo(Source):
 
     where = "demo"
     title: ClassVar[str]
+    order: ClassVar[Sequence[Split]] = SPLITS  # in which splits take their rows
 
     def source_name(self) -> str:
         return self.title
@@ -61,6 +70,22 @@ class Demo(Source):
     def facts(self, **more: object) -> Mapping[str, object]:
         """Without columns, which are always the same."""
         return super().facts()
+
+    @property
+    def counts(self) -> dict[Split, int]:
+        """Rows of each split."""
+        return {split: getattr(self, f"num_{split}") for split in SPLITS}
+
+    def tables(self, columns: Mapping[str, Sequence[Any]]) -> dict[Split, dict[str, list[Table]]]:
+        """Cut columns into consecutive splits."""
+        result: dict[Split, dict[str, list[Table]]] = {}
+        start = 0
+        for split in self.order:
+            part = slice(start, start + self.counts[split])
+            cells = {name: column[part] for name, column in columns.items()}
+            result[split] = {"": [Given(f"demo, {split}", cells)]}
+            start = part.stop
+        return result
 
 
 @settings("task", kw_only=True)
@@ -73,19 +98,19 @@ class DemoSized(Demo):
     corpus_seed: NotNegative = 7
 
     @property
-    def counts(self) -> dict[Split, int]:
-        return {split: getattr(self, f"num_{split}") for split in SPLITS}
+    def total(self) -> int:
+        return sum(self.counts.values())
 
     def generated(
         self, columns: Mapping[str, Sequence[Any]], samples: object, **facts: object
     ) -> SplitTables:
         """The splits, of all columns. samples: the texts to agree on, beside `facts`."""
         facts["demo"] = hashlib.sha256(repr(samples).encode()).hexdigest()
-        return SplitTables(tables(columns, self.counts), facts, [f"seed {self.corpus_seed}"])
+        return SplitTables(self.tables(columns), facts, [f"seed {self.corpus_seed}"])
 
 
 @settings("task", kw_only=True)
-class DemoPairs(Demo):
+class DemoTranslation(Demo, Translation):
     """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together.
 
     No sentence occurs twice in either language, so the splits are disjoint. The same seed gives
@@ -112,12 +137,15 @@ class DemoPairs(Demo):
                 f"{MAX_PAIRS}; got {self.num_pairs}"
             )
 
+    @property
+    def num_train(self) -> int:
+        return self.num_pairs - self.num_dev - self.num_test
+
     def check_source(self, form: Form) -> None:
-        if set(form.languages) != {"es", "en"}:
-            source, target = form.languages
+        if {self.source, self.target} != {"es", "en"}:
             raise ConfigError(
-                f"the demo grammar has es and en only, got source={source!r}, target={target!r}; "
-                "for other languages set profile=files and task.path"
+                f"the demo grammar has es and en only, got source={self.source!r}, "
+                f"target={self.target!r}; for other languages set profile=files and task.path"
             )
 
     def find(self, form: Form) -> SplitTables:
@@ -125,38 +153,38 @@ class DemoPairs(Demo):
         num, extra = self.num_pairs, self.num_monolingual
         every = pairs(num + 2 * extra, self.corpus_seed)
         sides = {"es": [es for es, _ in every], "en": [en for _, en in every]}
-        train = num - self.num_dev - self.num_test
-        counts: dict[Split, int] = {"train": train, "dev": self.num_dev, "test": self.num_test}
         digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in every).encode())
         facts = {"demo_grammar": digest.hexdigest(), "seed": self.corpus_seed}
         remarks = [f"{extra:,} further sentences in each language"] if extra else []
         # Of the other pairs one half lends its Spanish, the other half its English.
         further = {"es": sides["es"][num : num + extra], "en": sides["en"][num + extra :]}
         remarks.append(f"seed {self.corpus_seed}")
-        return SplitTables(tables(sides, counts), facts, remarks, further=further)
+        return SplitTables(self.tables(sides), facts, remarks, further=further)
 
 
 @settings("task", kw_only=True)
-class DemoLabelled(DemoSized):
-    """Film reviews (label 1 is positive, 0 negative), or questions with sentences (entailment if
-    the sentence answers the question)."""
+class DemoClassification(DemoSized, Classification):
+    """Film reviews (label 1 is positive, 0 negative), also for sst2; for qnli questions with
+    sentences (entailment if the sentence answers the question)."""
 
-    @property
-    def pairs(self) -> bool:
-        """Whether questions with sentences are generated."""
-        return False
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name not in ("classification", "sst2", "qnli"):
+            raise ConfigError(
+                f"task.name={self.name}: the demo has sst2 and qnli only; for {self.name} use "
+                "profile=files with task.path=DIR, or profile=paper"
+            )
 
     def source_name(self) -> str:
-        return "demo questions and sentences" if self.pairs else "demo film reviews"
+        return "demo questions and sentences" if self.name == "qnli" else "demo film reviews"
 
     def find(self, form: Form) -> SplitTables:
-        total = sum(self.counts.values())
-        if not self.pairs:
-            samples = reviews(total, self.corpus_seed)
+        if self.name != "qnli":
+            samples = reviews(self.total, self.corpus_seed)
             label = [str(int(positive)) for _, positive in samples]
             columns = {"sentence": [text for text, _ in samples], "label": label}
             return self.generated(columns, samples, seed=self.corpus_seed)
-        asked = answers(total, self.corpus_seed)
+        asked = answers(self.total, self.corpus_seed)
         columns = {
             "question": [question for question, _, _ in asked],
             "sentence": [sentence for _, sentence, _ in asked],
@@ -166,7 +194,7 @@ class DemoLabelled(DemoSized):
 
 
 @settings("task", kw_only=True)
-class DemoByLanguage(DemoSized):
+class DemoCrossLingual(DemoSized, CrossLingual):
     """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
     set has num_test pairs per language."""
 
@@ -174,11 +202,14 @@ class DemoByLanguage(DemoSized):
     train_language: Literal["en", "es"] = "en"
     languages: Annotated[Sequence[Literal["en", "es"]], Field(min_length=1)] | None = None
 
-    def find(self, form: Form) -> SplitTables:
-        samples = inferences(sum(self.counts.values()), self.corpus_seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name != "xnli":
+            raise ConfigError(f"task.name={self.name}: the demo has xnli only; use profile=files")
 
-        here = self.train_language
-        made = {
+    def find(self, form: Form) -> SplitTables:
+        samples, here = inferences(self.total, self.corpus_seed), self.train_language
+        made: dict[str, SplitTables] = {
             language: self.generated(
                 {
                     "premise": [texts[language][0] for texts, _ in samples],
@@ -188,14 +219,14 @@ class DemoByLanguage(DemoSized):
                 samples,
                 seed=self.corpus_seed,
             )
-            for language in sorted(("en", "es"), key=lambda x: (x != here, x))
+            for language in (here, "es" if here == "en" else "en")
         }
-        test = {language: made[language].tables["test"][""] for language in self.languages or made}
+        test = {x: made[x].tables["test"][""] for x in self.languages or made}
         return replace(made[here], tables={**made[here].tables, "test": test})
 
 
 @settings("task", kw_only=True)
-class DemoParagraphs(DemoSized):
+class DemoQuestionAnswering(DemoSized, QuestionAnswering):
     """Short generated stories with three questions each; the sizes count questions, rounded up."""
 
     title = "demo stories"
@@ -205,10 +236,10 @@ class DemoParagraphs(DemoSized):
 
     @property
     def counts(self) -> dict[Split, int]:
-        return {s: math.ceil(getattr(self, f"num_{s}") / STORY_QUESTIONS) for s in SPLITS}
+        return {s: math.ceil(n / STORY_QUESTIONS) for s, n in super().counts.items()}
 
     def find(self, form: Form) -> SplitTables:
-        told = stories(sum(self.counts.values()), self.corpus_seed)
+        told = stories(self.total, self.corpus_seed)
         asked = [
             [
                 {"question": question, "answers": [{"text": answer, "start": start}]}
@@ -216,23 +247,21 @@ class DemoParagraphs(DemoSized):
             ]
             for story in told
         ]
-        texts = [story.text for story in told]
-        parts = tables({"story": told}, self.counts)
-        by_split = {split: part[""][0].cells["story"] for split, part in parts.items()}
-        return self.generated({"context": texts, "qas": asked}, by_split)
+        ends = [sum(list(self.counts.values())[:n]) for n in range(len(SPLITS) + 1)]
+        by_split = {s: told[ends[n] : ends[n + 1]] for n, s in enumerate(SPLITS)}
+        return self.generated({"context": [story.text for story in told], "qas": asked}, by_split)
 
 
 @settings("task", kw_only=True)
-class DemoStories(DemoSized):
+class DemoLanguageModelling(DemoSized, LanguageModelling):
     """Embedded English paragraphs of four events."""
 
     title = "demo stories"
+    order = ("dev", "test", "train")
     num_train: Size = 3_000
     num_dev: Size = 200
     num_test: Size = 400
 
     def find(self, form: Form) -> SplitTables:
-        order: tuple[Split, ...] = ("dev", "test", "train")
-        counts = {split: self.counts[split] for split in order}
-        texts = [story.text for story in stories(sum(counts.values()), self.corpus_seed)]
-        return SplitTables(tables({"text": texts}, counts), {})
+        texts = [story.text for story in stories(self.total, self.corpus_seed)]
+        return SplitTables(self.tables({"text": texts}), {})
