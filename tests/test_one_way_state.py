@@ -121,7 +121,7 @@ def test_a_plan_goes_on_with_the_same_orders(order: Any, num_steps: int) -> None
 
 def test_a_plan_of_other_producers_is_refused() -> None:
     plans = [ConsumptionPlan(feeding([1.0] * n, [1] * n), 2, Feed(8)) for n in (2, 3)]
-    with pytest.raises(ValueError, match=r"whole numbers 'states' of shape \[3\], got .*\(2,\)"):
+    with pytest.raises(ValueError, match="saved with other producers or ranks"):
         plans[1].load_state_dict(plans[0].state_dict())
 
 

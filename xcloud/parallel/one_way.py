@@ -12,12 +12,13 @@ producer makes nothing that was not ordered.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import StatefulParts, whole_number
+from xcloud.comm.state import StatefulParts
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
@@ -129,6 +130,11 @@ class Round:
         self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
 
 
+_KEPT = (
+    "state", "has_started", "turns", "_used_before", "_num_slots", "_num_skipped", "_num_used",
+)  # fmt: skip
+
+
 class ConsumptionPlan(StatefulParts):
     """num_batches: that the consumer will use in all; only Order.num_planned needs it.
 
@@ -139,16 +145,7 @@ class ConsumptionPlan(StatefulParts):
     batches. promised: Order.num_planned, by producer and number.
     """
 
-    own_names = (
-        "states",
-        "counts",
-        "slots",
-        "numbers",
-        "has_started",
-        "turns",
-        "used_before",
-        "promised",
-    )
+    own_names = ("plan",)
 
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
@@ -339,53 +336,34 @@ class ConsumptionPlan(StatefulParts):
 
     def own(self) -> Saved:
         """Between two steps."""
-        slots = [(c, source) for c, some in enumerate(self.slots) for source in some]
-        return {
-            "states": torch.tensor([int(state) for state in self.state]),
-            "counts": torch.tensor(self._counts),
-            "slots": rows_of(2, slots),
-            "numbers": torch.tensor([self._num_slots, self._num_skipped, self._num_used]),
-            "has_started": int(self.has_started),
-            "turns": torch.tensor(self.turns, dtype=torch.float64),
-            "used_before": torch.tensor(self._used_before),
-            "promised": rows_of(3, [(*key, number) for key, number in self.promised.items()]),
+        plan = {name: getattr(self, name) for name in _KEPT}
+        plan |= {
+            "counts": self._counts.tolist(),
+            "slots": [[*slots] for slots in self.slots],
+            "promised": [(*key, number) for key, number in self.promised.items()],
         }
+        return {"plan": packed(plan)}
 
     def take(self, own: Saved) -> None:
-        states = whole_numbers(own, "states", len(self.state)).tolist()
-        self.state = [State(number) for number in states]
-        self._counts[:] = whole_numbers(own, "counts", *self._counts.shape).numpy()
+        plan = unpacked(own, "plan")
+        if np.shape(plan["counts"]) != self._counts.shape:
+            raise ValueError("the plan was saved with other producers or ranks of the consumer")
+        for name in _KEPT:
+            setattr(self, name, plan[name])
+        self.state = [State(number) for number in self.state]
+        self._counts[:] = plan["counts"]
         self.numbers = self.ordered.sum(1)
-        for slots in self.slots:
-            slots.clear()
-        for consumer, source in whole_numbers(own, "slots", -1, 2).tolist():
-            self.slots[consumer].append(source)
-        numbers = whole_numbers(own, "numbers", 3).tolist()
-        self._num_slots, self._num_skipped, self._num_used = numbers
-        self.has_started = bool(whole_number(own, "has_started"))
-        self.turns = torch.as_tensor(own["turns"]).tolist()
-        self._used_before = whole_numbers(own, "used_before", len(self.state)).tolist()
-        promised = whole_numbers(own, "promised", -1, 3).tolist()
-        self.promised = {(p, number): num_planned for p, number, num_planned in promised}
+        self.slots = [deque(slots) for slots in plan["slots"]]
+        self.promised = {(p, number): num_planned for p, number, num_planned in plan["promised"]}
 
 
-def whole_numbers(state: Saved, name: str, *shape: int) -> Tensor:
-    """An int64 tensor of this shape, -1 for any length. Raises ValueError if there is none."""
-    value = state.get(name)
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype != torch.int64
-        or value.dim() != len(shape)
-        or any(n not in (-1, m) for n, m in zip(shape, value.shape, strict=True))
-    ):
-        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        raise ValueError(
-            f"a state needs whole numbers {name!r} of shape {list(shape)}, got {found}; it was "
-            "saved with other settings"
-        )
-    return value
+def packed(value: object) -> Tensor:
+    """Numbers in lists and dicts as a value of a state; see `unpacked`."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def rows_of(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """int64 [len(rows), width], of no rows too, for `whole_numbers`."""
-    return torch.tensor(rows, dtype=torch.int64).view(-1, width)
+def unpacked(own: Saved, name: str) -> Any:
+    """What was `packed`. Raises ValueError if there is none."""
+    if not isinstance(value := own.get(name), Tensor):
+        raise ValueError(f"a state needs {name!r}, got {sorted(own)}; other settings saved it")
+    return json.loads(value.numpy().tobytes())

@@ -23,7 +23,7 @@ from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, whole_numbers
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
 from xcloud.rank.one_way.intake import POLL_S, Inbox, Intake
@@ -59,11 +59,10 @@ class ConsumerRun(StatefulParts):
     def own(self) -> Saved:
         """Between two steps, once every batch that was ordered is here."""
         taken = [self._intake.taken[p] for p in range(len(self._names))]
-        return {"step": self._step, "taken": torch.tensor(taken)}
+        return {"step": self._step, "taken": packed(taken)}
 
     def take(self, own: Saved) -> None:
-        taken = whole_numbers(own, "taken", len(self._names)).tolist()
-        self._intake.taken = Counter(dict(enumerate(taken)))
+        self._intake.taken = Counter(dict(enumerate(unpacked(own, "taken"))))
         self._step = whole_number(own, "step")
 
     def load_state_dict(self, state: Saved) -> None:

@@ -24,14 +24,7 @@ from xcloud.comm.state import StatefulParts
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import precision_recall
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way import (
-    ConsumptionPlan,
-    Order,
-    Round,
-    State,
-    rows_of,
-    whole_numbers,
-)
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.record.events import add_to
 from xcloud.record.reporter import Reporter
 
@@ -71,7 +64,7 @@ class Inbox(StatefulParts):
     gone is no part of it: a resumed run is connected anew.
     """
 
-    own_names = ("last_numbers", "batches", "payloads")
+    own_names = ("batches", "payloads")
 
     def __init__(
         self, layout: OneWayLayout, max_payload_bytes: int, lives: Mapping[int, PeerLife],
@@ -212,21 +205,17 @@ class Inbox(StatefulParts):
             waiting = [one for box in self._boxes for one in box.waiting]
             rows = [(a.source, a.number, len(a.payload), a.num_bytes) for a in waiting]
             payloads = [torch.empty(0, dtype=torch.uint8), *(a.payload for a in waiting)]
-            return {
-                "last_numbers": torch.tensor([box.last_number for box in self._boxes]),
-                "batches": rows_of(4, rows),
-                "payloads": torch.cat(payloads),
-            }
+            batches = packed([[box.last_number for box in self._boxes], rows])
+            return {"batches": batches, "payloads": torch.cat(payloads)}
 
     def take(self, own: Saved) -> None:
         """Before anything arrives. Raises ValueError for the state of other sources."""
-        last_numbers = whole_numbers(own, "last_numbers", len(self._boxes)).tolist()
-        batches = whole_numbers(own, "batches", -1, 4)
-        pieces = torch.split(torch.as_tensor(own["payloads"]), batches[:, 2].tolist())
+        last_numbers, rows = unpacked(own, "batches")
+        pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, _, size, _ in rows])
         for box, last_number in zip(self._boxes, last_numbers, strict=True):
             box.last_number = last_number
             box.waiting.clear()
-        for (source, number, _, num_bytes), payload in zip(batches.tolist(), pieces, strict=True):
+        for (source, number, _, num_bytes), payload in zip(rows, pieces, strict=True):
             box = self._boxes[source]
             box.waiting.append(Arrived(box.producer, source, number, payload.clone(), num_bytes))
 

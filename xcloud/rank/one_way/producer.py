@@ -24,7 +24,7 @@ from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal, code_of
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import NOBODY, Order, rows_of, whole_numbers
+from xcloud.parallel.one_way import NOBODY, Order, packed, unpacked
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
@@ -170,15 +170,15 @@ class ProducerRun(StatefulParts):
         return {
             "number": self.number,
             "num_planned": self._num_planned,
-            "kept": rows_of(2, [(number, len(p)) for number, p in self.kept.items()]),
+            "kept": packed([(number, len(p)) for number, p in self.kept.items()]),
             "payloads": torch.cat([torch.empty(0, dtype=torch.uint8), *self.kept.values()]),
         }
 
     def take(self, own: State) -> None:
         self.number = whole_number(own, "number")
-        kept = whole_numbers(own, "kept", -1, 2)
-        pieces = torch.split(torch.as_tensor(own["payloads"]), kept[:, 1].tolist())
-        self.kept = {n: p.clone() for n, p in zip(kept[:, 0].tolist(), pieces, strict=True)}
+        kept = unpacked(own, "kept")
+        pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, size in kept])
+        self.kept = {n: p.clone() for (n, _), p in zip(kept, pieces, strict=True)}
         if num_planned := whole_number(own, "num_planned"):
             self._replan(num_planned)
 
