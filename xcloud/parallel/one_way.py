@@ -38,11 +38,9 @@ stand at the same number; it is kept until a rank of the consumer wants it."""
 
 @settings("feed")
 class Feed:
-    """How a consumer takes from its producers.
-
-    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. It must
-        cover what one step takes and what the round trip of the link takes meanwhile. null = twice
-        what one producer alone would have to give for a step, at least 8.
+    """run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. They
+        must cover what a step takes, and the round trip of the link meanwhile. null = twice what
+        one producer alone would have to give for a step, at least 8.
     order: fixed = in turn by share, the same in every run of the same seed (bit-equal in one cloud
         and across clouds as long as no producer is slow or lost); arrival = whoever has a batch
         ready, nearest to the shares.
@@ -80,8 +78,8 @@ class Feed:
         if self.run_ahead is not None and self.run_ahead < needed:
             raise ConfigError(
                 f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
-                f"{batches_per_step} batches of a step with {fewest} ranks; set it to at least "
-                f"{needed}, better {2 * needed}"
+                f"{batches_per_step} batches of a step; set it to {needed} or more, better "
+                f"{2 * needed}"
             )
         if self.min_producers is not None and self.min_producers > len(layout.producers):
             raise ConfigError(
@@ -115,10 +113,8 @@ class Order(NamedTuple):
 
 class Round:
     """What happened in an attempt at a step: of one rank of the consumer, and, once `packed` is
-    added up, of all. The others are views of it.
-
-    ready: in how many ranks the producer is there, or is no longer behind. slow, dead: likewise.
-    consumed, skipped: batches, by source and rank. sums: of the consumer's part. signal: of the
+    added up, of all. The others are views of it: sums of the consumer's part; in how many ranks a
+    producer is ready, slow, dead; batches consumed and skipped, by source and rank; signal of the
     first rank, what all do after the step.
     """
 
@@ -260,8 +256,7 @@ class ConsumptionPlan(StatefulParts):
     def _promise(self, p: int, number: int) -> int:
         """Batches that each rank of an active producer will have made at the end: what it gave,
         and its share of what is left among those that feed. The same for all ranks that make this
-        number, whenever each gets its order: ranks that average gradients need one learning rate.
-        """
+        number: ranks that average gradients need one learning rate."""
         is_whole = len(self.active) == len(self._shares)
         together = 1.0 if is_whole else self._together(self.active)  # a sum may be rounded
         num_left = max(0, self._num_batches - self._num_used)
@@ -319,9 +314,8 @@ class ConsumptionPlan(StatefulParts):
         return state
 
     def readmit_lost(self) -> list[int]:
-        """Producers that were lost are there again in a resumed run, perhaps without what they had
-        learned: they take part once they are ready. What they owed is not waited for, and their
-        numbers continue. Returns them."""
+        """Producers that were lost are there again in a resumed run, and take part once they are
+        ready. What they owed is not waited for, and their numbers continue. Returns them."""
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
             self.state[p], sources = State.ABSENT, self._sources[p]
