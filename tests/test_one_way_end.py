@@ -25,9 +25,9 @@ from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.one_way import NOBODY, Order
 from xcloud.rank.memory import MemoryMeter
+from xcloud.rank.one_way import OneWayEnds
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.intake import Inbox
-from xcloud.rank.one_way.one_way_rank import OneWayEnds
 from xcloud.rank.one_way.producer import OrderBook, ProducerRank, ProducerRun
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals

@@ -21,7 +21,7 @@ from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import Strategy
-from xcloud.rank.privacy import account
+from xcloud.rank.gradient_parts import account
 from xcloud.security.privacy import (
     CloudPrivacy,
     Privacy,

@@ -18,8 +18,8 @@ from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
+from xcloud.rank.one_way import CARRIES, noting
 from xcloud.rank.one_way.intake import Inbox
-from xcloud.rank.one_way.one_way_rank import CARRIES, noting
 from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
 

@@ -87,7 +87,7 @@ def observed(
 ) -> dict[int, BoundaryPorts]:
     """The same ports, whose messages from and to other clouds the observer takes notes of."""
 
-    def of(side: Mapping[int, Any]) -> dict[int, Any]:
+    def of(side: Mapping[int, Any]) -> Any:
         return {
             peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
             for peer, end in side.items()

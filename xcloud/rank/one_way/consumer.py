@@ -26,8 +26,8 @@ from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.evaluation import report_scores
+from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.one_way.intake import POLL_S, Inbox, Intake
-from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import failure_of
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage

@@ -26,7 +26,7 @@ from xcloud.parallel.control import Signal, code_of
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way import NOBODY, Order, packed, unpacked
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
+from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.rank_state import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
