@@ -42,8 +42,8 @@ _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 
 class MergeRecord(NamedTuple):
-    """A merge: at which step, the step of the one before, how much each replica counted (0: left
-    out), and the merged change as it was sent: nothing where the merge was left out."""
+    """before: step of the merge before. weights: how much each replica counted, 0: left out.
+    parts: the merged change as it was sent; nothing where the merge was left out."""
 
     step: int
     before: int
@@ -82,9 +82,8 @@ class MergeLog:
 
 @dataclass
 class _End(Averager):
-    """What hub and members have in common. codec: of what a replica sends; merged: of what the hub
-    answers. Both are decoded by whoever did not encode them. known: the step of the newest merge
-    that this replica's values contain."""
+    """codec: of what a replica sends; merged: of what the hub answers. known: the step of the
+    newest merge that this replica's values contain."""
 
     links: ReplicaLinks
     codec: TensorCodec

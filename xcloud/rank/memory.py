@@ -21,7 +21,7 @@ from xcloud.training.trainer import Trainer
 
 
 class MemoryMeter:
-    """`first_step` goes around every step, `describe` ends it. All figures are bytes:
+    """`first_step` goes around every step; `describe` says in bytes:
 
     peak: most resident memory of the process since the first step began, libraries and network
         buffers included; where the system cannot forget an earlier peak (no Linux, or not
