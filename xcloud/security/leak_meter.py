@@ -295,7 +295,7 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     positives = torch.nonzero(is_positive_N).flatten()
     spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
     found = []
-    for known in positives[spread].unique().tolist():
+    for known in sorted({*positives[spread].tolist()}):
         others = torch.arange(len(unit)) != known
         found.append(auc(unit[others] @ unit[known], is_positive_N[others]))
     return sum(found) / len(found)
