@@ -28,7 +28,7 @@ from xcloud.launch import local
 from xcloud.launch import processes as launch
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.segments import CHECKPOINTS_DIR
+from xcloud.record.files import CHECKPOINTS_DIR
 from xcloud.survive.resume import check_can_go_on
 
 ROOT = Path(__file__).resolve().parent.parent

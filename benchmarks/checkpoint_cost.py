@@ -24,7 +24,7 @@ from benchmarks.machine import ran_on
 from tests.pipelines import in_threads
 from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
-from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
+from xcloud.cluster.liveness import DEFAULT_LIVENESS, heartbeat
 from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
@@ -63,7 +63,7 @@ def seconds_of(
     def one(rank: Rank, checkpoints: Checkpointer) -> float:
         control = rank.wiring.control
         assert control is not None
-        alive = Heartbeat(BEAT_S, control.say_alive) if beats else contextlib.nullcontext()
+        alive = heartbeat(BEAT_S, control.say_alive) if beats else contextlib.nullcontext()
         with alive:
             started_s = time.perf_counter()
             for step in range(begin, begin + STEPS):

@@ -48,7 +48,7 @@ def main() -> None:
     bench = Bench(SMALL)
     plan = Plan("pipeline", (BLOCKS // 2, BLOCKS), GPipe(given.micro_batches), NO_COMPRESSION)
     line = LinkProfile(1e9)
-    named = dict(crossings(step_at(bench.pricer(line), plan), CODECS))
+    named = crossings(step_at(bench.pricer(line), plan), CODECS)
     seen: dict[str, dict[float, StepRatio]] = {name: {} for name in CODECS}
     points = []
     for mbit in given.mbit:

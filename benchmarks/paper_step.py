@@ -12,7 +12,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
 from xcloud.parallel.schedule import Action, Schedule
 from xcloud.plan.costs import FREE, Costs, Direction, Transfer
-from xcloud.plan.engine import NEVER, Moments, Program, _Lines
+from xcloud.plan.engine import NEVER, Lines, Moments, Program
 from xcloud.plan.prediction import Prediction, Simulator
 
 NUM_BYTES = 125  # of a message
@@ -60,7 +60,7 @@ def run_blocking(
     rank begins nothing before what it has posted is over (not its latency). Of what could begin at
     the same moment, transfers do before operations, and first the one that was begun to be
     computed first."""
-    state = _Lines(program, num_bytes, lines)
+    state = Lines(program, num_bytes, lines)
     missing = list(program.counts)
     ready_s = [0.0] * len(missing)
     sleepers: dict[int, list[int]] = {}

@@ -57,7 +57,7 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Profile, profile_from
+from xcloud.plan.profile import Profile, from_table
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
@@ -223,7 +223,7 @@ def stretched(profile: Profile, factor: float) -> Profile:
             return [multiplied(entry) for entry in value]
         return value * factor if is_time else value
 
-    return profile_from(multiplied(asdict(profile)))  # type: ignore[call-overload]
+    return from_table("profile", Profile, multiplied(asdict(profile)))  # type: ignore[call-overload]
 
 
 def reference_s(lasting_s: float = REFERENCE_S) -> float:

@@ -39,9 +39,7 @@ from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict
-from xcloud.join.compared import table_of
-from xcloud.join.joining import join, meet_here
+from xcloud.join.agreement import Verdict, meet_here, table_of
 from xcloud.launch import rank_process
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
@@ -51,6 +49,7 @@ from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
+from xcloud.rank.roles import join
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker

@@ -28,7 +28,7 @@ from xcloud.launch.local import run
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.rank.parts import Features
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.rank_state import state_file
+from xcloud.record.files import state_file
 from xcloud.watch.monitor import Monitor
 
 ROOT = Path(__file__).parent.parent

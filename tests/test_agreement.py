@@ -24,8 +24,18 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import Meeting
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.join.agreement import MAX_BYTES, Verdict, agree, decode_table, encode_table
-from xcloud.join.compared import MAX_VALUE, PATH, Table, compared_settings, table_of
+from xcloud.join.agreement import (
+    MAX_BYTES,
+    MAX_VALUE,
+    PATH,
+    Table,
+    Verdict,
+    agree,
+    compared_settings,
+    decode_table,
+    encode_table,
+    table_of,
+)
 from xcloud.launch import processes as launch
 from xcloud.survive.resume import newest_common
 

@@ -1,4 +1,4 @@
-"""Going on with something changed: every cell of survive/changes.TABLE, on small jobs in threads,
+"""Going on with something changed: every cell of survive/resume.TABLE, on small jobs in threads,
 over links in memory where there is one, and else on what decides."""
 
 from collections.abc import Callable
@@ -29,9 +29,17 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive import changes as table
-from xcloud.survive.changes import COLUMNS, TABLE, changes, outcome_of
-from xcloud.survive.resume import RankCheckpoints, check_can_go_on, is_marked, newest_common
+from xcloud.survive import resume as table
+from xcloud.survive.resume import (
+    COLUMNS,
+    TABLE,
+    RankCheckpoints,
+    changes,
+    check_can_go_on,
+    is_marked,
+    newest_common,
+    outcome_of,
+)
 from xcloud.survive.saving import about_part
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import project_root
 from xcloud.claims import pages, reproduce
 from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
@@ -180,7 +180,7 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 
 
 def test_missing_data_and_unknown_claims_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
         reproduce, "read_claims", lambda path: {"front": claim(needs=["multi30k"])}
@@ -190,8 +190,8 @@ def test_missing_data_and_unknown_claims_are_one_line(
         (["front", "--data", str(tmp_path)], "needs"),
         (["behind"], "no claim 'behind'"),
     ):
-        assert reproduce.main(words) == 1
-        assert said in capsys.readouterr().err
+        with pytest.raises(XcloudError, match=said):
+            reproduce.main(words)
 
 
 def quotes() -> Iterator[tuple[str, str, str]]:

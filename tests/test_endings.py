@@ -25,7 +25,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import EXIT_PEER_LOST
-from xcloud.record.rank_state import failure_of
+from xcloud.record.files import failure_of
 
 pytestmark = pytest.mark.slow
 

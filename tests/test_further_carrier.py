@@ -29,9 +29,9 @@ from xcloud.cluster.link_end import (
 from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.join.compared import table_of
-from xcloud.join.joining import join, meet_here
+from xcloud.join.agreement import meet_here, table_of
 from xcloud.launch import rank_process
+from xcloud.rank.roles import join
 from xcloud.survive.saving import StopSignal
 
 _LENGTH = struct.Struct("<Q")

@@ -189,13 +189,13 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
     results = run_pair(
         tmp_path,
         """
-        from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
+        from xcloud.cluster.liveness import heartbeat, Liveness, PeerLife
         from xcloud.cluster.link_profile import LinkWindow
         life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
         if rank == 0:
             settings = OutSettings(name, 1000, None, window, life=life, overdue_s=1.0)
             link = GlooOutLink(Peer(group, peer), settings)
-            with Heartbeat(0.2, life.note):
+            with heartbeat(0.2, life.note):
                 for i in range(200):
                     link.send(key(i), ())
             print("all taken")

@@ -12,7 +12,7 @@ from xcloud.base.errors import FrameError, LinkClosed, RunFailed
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import EXIT_FAILED, EXIT_PEER_LOST, first_cause, write_failure
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.record.rank_state import failure_of, ready_file, state_file
+from xcloud.record.files import failure_of, ready_file, state_file
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import torch.distributed as dist
 from tests.pipelines import in_threads
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.cluster.gloo_pairs import of_this_attempt
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import Meeting, meeting_store
-from xcloud.join import failure_detector as failure_detector
-from xcloud.join.failure_detector import FailureDetector, _Line, _Word
-from xcloud.join.restarts import _life, _watch, of_this_attempt
-
-STORE_TIMEOUT = timedelta(seconds=30)
+from xcloud.join import restarts
+from xcloud.join.restarts import FailureDetector, Line, Word, life_of, watch
 
 
 class Ranks:
@@ -28,7 +25,6 @@ class Ranks:
 
     def __init__(self, lost_after_s: float = 30.0) -> None:
         self.store = dist.HashStore()
-        self.store.set_timeout(STORE_TIMEOUT)
         self.lost: dict[int, LinkError] = {}
         self.joined: dict[int, FailureDetector] = {}
         self.begun: set[int] = set()
@@ -41,17 +37,17 @@ class Ranks:
         self._sign_in(rank, self.joined[rank].watch)
         return self.joined[rank]
 
-    def come_by_hand(self, rank: int) -> _Line:
+    def come_by_hand(self, rank: int) -> Line:
         """A rank that sends no heartbeat but those that the test gives."""
-        lines: list[_Line] = []
-        self._sign_in(rank, lambda peer, store: lines.append(_Line(store, 1, 30.0)))
+        lines: list[Line] = []
+        self._sign_in(rank, lambda peer, store: lines.append(Line(store, 1, 30.0)))
         wait_for(lambda: bool(lines), 20)
         return lines.pop()
 
     def _sign_in(self, rank: int, watch: Callable[[int, dist.Store], None]) -> None:
         def meet() -> None:
             with contextlib.suppress(LinkTimeout):  # of those that nobody waits for any more
-                of_this_attempt(self.store, rank, 3, watch)
+                of_this_attempt(self.store, rank, range(3), 30.0, watch)
                 self.begun.add(rank)
 
         threading.Thread(target=meet, daemon=True).start()
@@ -70,8 +66,8 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         begin(self, *args, **settings)
 
     monkeypatch.setattr(FailureDetector, "__init__", noted)
-    monkeypatch.setattr(failure_detector, "BEAT_S", 0.02)
-    monkeypatch.setattr(failure_detector, "GRACE_S", 0.1)
+    monkeypatch.setattr(restarts, "BEAT_S", 0.02)
+    monkeypatch.setattr(restarts, "GRACE_S", 0.1)
     yield
     for each in made:  # or its threads would be in torch when Python ends
         each.close()
@@ -113,7 +109,7 @@ def test_only_rank_0_tells_that_another_rank_is_lost() -> None:
     wait_for(lambda: ranks.begun >= {2}, 20)
 
     liar.receive("rank 0")
-    liar.send(_Word.ENDED, 2)
+    liar.send(Word.ENDED, 2)
 
     wait_for(lambda: 0 in ranks.lost, 20)
     assert str(ranks.lost[0]) == "rank 1 calls rank 2 lost"
@@ -165,10 +161,10 @@ def test_a_rank_that_others_can_do_without_may_fall_silent_and_come_back() -> No
     wait_for(lambda: 2 in ranks.lost, 20)
     assert "rank 1 sent no heartbeat" in str(ranks.lost[2])
     line.receive("rank 0")
-    line.send(_Word.ALIVE, 1)
+    line.send(Word.ALIVE, 1)
     wait_for(lambda: 1 not in joined[0]._lost, 20)
     line.receive("rank 0")
-    line.send(_Word.LEFT, 1)
+    line.send(Word.LEFT, 1)
     assert not ranks.lost.keys() & {0}
 
 
@@ -202,7 +198,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
         mine = FailureDetector(
             rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
         )
-        _watch(meeting(rank), mine, layout)
+        watch(meeting(rank), mine, layout)
         return mine
 
     def meeting(rank: int) -> Meeting:
@@ -214,7 +210,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
     for _ in range(2):
         begin(1)
         gone = meeting(2)
-        line = _Line(_life(gone.store, 2, gone.beginning), 1, 30.0)
+        line = Line(life_of(gone.store, 2, gone.beginning), 1, 30.0)
         wait_for(lambda: 1 in ranks.lost, 20)
         assert "rank 2 sent no heartbeat" in str(ranks.lost.pop(1))
         del line
@@ -225,19 +221,19 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
 def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure_detector, "GRACE_S", 20.0)
+    monkeypatch.setattr(restarts, "GRACE_S", 20.0)
     ranks = Ranks()
     hub = ranks.come(0)
     other = ranks.come_by_hand(2)
     line = ranks.come_by_hand(1)
     line.receive("rank 0")
-    assert other.receive("rank 0") == (_Word.ALIVE, 0)
+    assert other.receive("rank 0") == (Word.ALIVE, 0)
     del line
     wait_for(lambda: 1 in hub._lost, 20)
 
-    def hear() -> tuple[_Word, int]:
-        other.send(_Word.ALIVE, 2)
+    def hear() -> tuple[Word, int]:
+        other.send(Word.ALIVE, 2)
         return other.receive("rank 0")
 
-    assert in_threads([hub.close, hear])[1] == (_Word.ENDED, 1)
+    assert in_threads([hub.close, hear])[1] == (Word.ENDED, 1)
     assert not ranks.lost

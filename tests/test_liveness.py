@@ -15,7 +15,8 @@ from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife, Silence
+from xcloud.cluster.liveness import Liveness, PeerLife, heartbeat
+from xcloud.join.restarts import Silence
 from xcloud.launch.several_machines import await_monitor
 from xcloud.parallel.control import Control, note_ages
 
@@ -59,7 +60,7 @@ def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not(
     started_s = time.monotonic()
 
     def busy() -> None:
-        with Heartbeat(QUICK.interval_s, lambda: ranks[0].lives[2].note()):
+        with heartbeat(QUICK.interval_s, lambda: ranks[0].lives[2].note()):
             time.sleep(1.5)
 
     def wait() -> str:
@@ -116,7 +117,7 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
         life = PeerLife(Liveness(0.1, lost_after_s))
         life.beats = True
         end, started_s = ReceivingEnd(InSettings("rank 1", 1000, life=life)), time.monotonic()
-        beating = Heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.note())
+        beating = heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.note())
         with beating, pytest.raises(LinkTimeout) as raised:
             end.recv(MessageKey(Kind.GRADIENT, 3), overdue_s)
         return time.monotonic() - started_s, str(raised.value)

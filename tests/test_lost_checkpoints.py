@@ -22,7 +22,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.state import states_of
 from xcloud.record import checkpoints
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.segments import AGREED_FILE
+from xcloud.record.files import AGREED_FILE
 from xcloud.survive import saving
 from xcloud.training.settings import Checkpoints
 

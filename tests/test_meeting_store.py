@@ -1,19 +1,17 @@
 """Ranks that are started again in a store that has outlived the earlier ones."""
 
-from datetime import timedelta
-
 import pytest
 import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import LinkTimeout
-from xcloud.join.restarts import attempt_of, of_this_attempt
+from xcloud.cluster.gloo_pairs import of_this_attempt
+from xcloud.join.restarts import attempt_of
 
 
 def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:
-    return in_threads(
-        [lambda r=rank: of_this_attempt(store, r, num_ranks) for rank in range(num_ranks)]
-    )
+    ranks = range(num_ranks)
+    return in_threads([lambda r=rank: of_this_attempt(store, r, ranks, 60.0) for rank in ranks])
 
 
 def test_every_attempt_has_a_part_of_its_own() -> None:
@@ -32,13 +30,13 @@ def test_a_rank_that_comes_first_does_not_take_the_word_of_a_dead_one() -> None:
     order: list[int] = []
 
     def late() -> dist.Store:
-        while not store.check(["xcloud.attempt.1.1"]):
+        while not store.check(["attempt.1.1"]):
             pass
         order.append(0)
-        return of_this_attempt(store, 0, 2)
+        return of_this_attempt(store, 0, range(2), 60.0)
 
     def early() -> dist.Store:
-        found = of_this_attempt(store, 1, 2)
+        found = of_this_attempt(store, 1, range(2), 60.0)
         order.append(1)
         return found
 
@@ -50,9 +48,8 @@ def test_a_rank_that_comes_first_does_not_take_the_word_of_a_dead_one() -> None:
 
 def test_ranks_that_do_not_come_are_named_with_the_setting() -> None:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(LinkTimeout, match=r"ranks 1, 2 have not come .*liveness\.join_within_s"):
-        of_this_attempt(store, 0, 3)
+        of_this_attempt(store, 0, range(3), 0.2)
 
 
 def test_a_rank_that_finds_the_store_of_an_attempt_that_ends_looks_again() -> None:
@@ -65,7 +62,7 @@ def test_a_rank_that_finds_the_store_of_an_attempt_that_ends_looks_again() -> No
         return store
 
     def rank_0() -> dist.Store:
-        return of_this_attempt(store, 0, 2)
+        return of_this_attempt(store, 0, range(2), 60.0)
 
     def rank_1() -> dist.Store:
         return attempt_of(connect, 1, 2, lambda peer, line: None, 60.0)

@@ -14,7 +14,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LinkName, LinkRecord
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
+from xcloud.cluster.liveness import Liveness, PeerLife, heartbeat
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compression import Compression
@@ -115,7 +115,7 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
         assert wiring.control is not None
         if rank:
             wiring.control.report(f"rank {rank}\n".encode())
-        with Heartbeat(0.01, wiring.control.say_alive):
+        with heartbeat(0.01, wiring.control.say_alive):
             time.sleep(0.01 * rank)
             wiring.meet()
         wiring.control.say_alive()

@@ -19,7 +19,7 @@ from xcloud.job import config as configs
 from xcloud.launch import local
 from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.rank_state import error_file
+from xcloud.record.files import error_file
 from xcloud.record.summary import read_summary
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import audit_file

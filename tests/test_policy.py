@@ -68,7 +68,7 @@ def refused(read: Reader, file: Path) -> str:
         ("pathlib.Path.write_text", {"self": "OWNED", "data": "x"}),
         ("distutils.spawn.spawn", {"cmd": ["touch", "OWNED"]}),
         ("torch.load", {"f": "OWNED", "weights_only": False}),
-        ("xcloud.record.segments.Path.write_text", {"self": "OWNED", "data": "x"}),
+        ("xcloud.record.files.Path.write_text", {"self": "OWNED", "data": "x"}),
         ("xcloud.comm.precision.Cast.__init__", {}),
         ("evil_module.Anything", {}),
         (["os.system"], {}),

@@ -46,7 +46,7 @@ cache_dir: .cache
 """
 WORDS = [
     "null", "???", ".", "..", "../..", "/etc/passwd", "~root", "a\0b", "\x1b]0;x\a", "http://x",
-    "os.system", "xcloud.", "xcloud.record.segments.Path.write_text",
+    "os.system", "xcloud.", "xcloud.record.files.Path.write_text",
     "xcloud.comm.precision.Cast",
     "${oc.env:HOME}", "tests.toy.ToyTask", "free", "INT8", "a" * 300,
 ]  # fmt: skip

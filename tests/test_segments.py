@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from xcloud.record import segments
+from xcloud.record import files
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.reporter import EventFile
 
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 200)
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 200)
 
 
 def note(number: int) -> bytes:
@@ -128,7 +128,7 @@ def test_a_process_that_dies_at_any_moment_leaves_each_event_once(
     assert numbers(reader) == list(range(5))
     kill(path)
 
-    assert segments.has_events(tmp_path)
+    assert files.has_events(tmp_path)
     assert numbers(reader) == [] and numbers(EventReader(path)) == list(range(5))
     write(path, range(5, 20))
     assert numbers(reader) == list(range(5, 20))

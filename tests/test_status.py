@@ -21,14 +21,14 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.parallel.exchange import RankGroup
-from xcloud.record.rank_state import (
+from xcloud.record.files import (
     LAUNCHER_FILE,
-    RankState,
     error_file,
     forget_launcher,
     note_attempt,
     state_file,
 )
+from xcloud.record.reporter import RankState
 from xcloud.watch.status import culprits, describe, main, ranks_of
 
 

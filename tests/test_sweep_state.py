@@ -12,9 +12,8 @@ from tests.sweep_runs import FakeRuns, compose, points, run_sweep
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.sweep.points import Point, name_points
+from xcloud.sweep.points import Decision, Point, SweepState, code_fingerprint, name_points
 from xcloud.sweep.runner import OUTPUT_FILE, Processes, check_name
-from xcloud.sweep.state import Decision, SweepState, code_fingerprint
 
 GRID = ["seed=1", "seed=2", "seed=3"]
 
@@ -196,7 +195,7 @@ def test_ctrl_c_counts_points_of_older_code_that_were_still_to_come(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_sweep(folder, GRID, FakeRuns())
-    monkeypatch.setattr("xcloud.sweep.state.code_fingerprint", lambda: "other")
+    monkeypatch.setattr("xcloud.sweep.points.code_fingerprint", lambda: "other")
 
     assert run_sweep(folder, GRID, FakeRuns(fail=["interrupt"])) == 130
     assert "interrupted, 3 of 3 points are left" in capsys.readouterr().out
@@ -233,7 +232,7 @@ def test_a_change_of_code_is_said_and_the_point_runs_again(
 ) -> None:
     run_sweep(folder, GRID[:1], FakeRuns())
     capsys.readouterr()
-    monkeypatch.setattr("xcloud.sweep.state.code_fingerprint", lambda: "other code")
+    monkeypatch.setattr("xcloud.sweep.points.code_fingerprint", lambda: "other code")
     again = FakeRuns()
 
     assert run_sweep(folder, GRID[:1], again) == 0
@@ -246,7 +245,7 @@ def test_code_that_decides_nothing_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = partial(code_digests, tmp_path)
-    monkeypatch.setattr("xcloud.sweep.state.code_digests", digests)
+    monkeypatch.setattr("xcloud.sweep.points.code_digests", digests)
     (tmp_path / "sweep").mkdir()
     (tmp_path / "a.py").write_text("1")
     before = code_fingerprint()

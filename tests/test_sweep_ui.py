@@ -12,7 +12,7 @@ import pytest
 
 from tests.chromium import browser, chromium
 from tests.runs import completed
-from xcloud.report.ui import UI_HOST
+from xcloud.record.mlflow_store import UI_HOST
 
 pytestmark = [
     pytest.mark.slow,

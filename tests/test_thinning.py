@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from xcloud.record.tracking import Buckets, Point, Thinner
+from xcloud.record.tracking import Point, Thinner
 
 
 def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[Point]:
-    thinner, found = Thinner(Buckets(points, num_steps)), []
+    thinner, found = Thinner(points, num_steps), []
     for step, value in curve.items():
         found += thinner.feed(step, {"loss": value}, 0.0)
     return found + thinner.close()

@@ -279,7 +279,7 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
     modules = "record.events report.progress record.summary report.run_table record.tracking"
-    modules += " record.mlflow_tracker report.ui base.project __main__"
+    modules += " record.mlflow_tracker base.project __main__"
     code = f"""
 import importlib, sys
 for name in {modules.split()}:
@@ -339,7 +339,7 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
             loss = 99.0 if step in (650, 1221) else 1.0 / step
             append_step(folder, step, loss, t=float(step))
         if is_killed:  # else MLflow would hear of an end
-            wait_for(lambda: is_down.is_set() or tracker._read_step == steps[-1])
+            wait_for(lambda: is_down.is_set() or tracker._until.get("train/step_s") == steps[-1])
             is_down.set()
         tracker.finish("finished", SUMMARY)
 

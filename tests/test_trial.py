@@ -169,12 +169,12 @@ def test_a_second_run_cuts_the_model_so_that_blocks_ends_and_calls_tell_apart(
     job: Any = configs.job_from_config(config)
     job = replace(job, plan=None, model=BlockModel())
     candidates = {"none": Compression(), "int4": Compression()}
-    trial = TrialRun(config, job, ClusterLayout(clouds, "free"), "none", candidates, [4], 80)
+    trial = TrialRun(config, job, ClusterLayout(clouds, "free"), candidates, [4], 80)
 
     assert trial.blocks == own and trial.layout.num_stages == len(own)
     assert [found.parts for found in trial.others] == ([] if cut is None else [cut])
     for other in trial.others:
-        assert sum(other.blocks) == BLOCKS == sum(own) and other.names == ["none"]
+        assert sum(other.blocks) == BLOCKS == sum(own) and [*other.candidates] == ["none"]
         held = [len(cloud.stages or ()) for cloud in other.layout.clouds.values()]
         assert sum(held) == len(other.blocks) == len(own) + 1 and other.num_steps == 40
 

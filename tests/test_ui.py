@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import blank_store
-from xcloud.report import ui
+from xcloud.base.errors import ConfigError
+from xcloud.record import mlflow_store as ui
 
 
 @pytest.fixture
@@ -23,22 +24,18 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_says_so_when_nothing_is_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ui.main(["--root", str(tmp_path)]) == 1
-    assert f"No runs are recorded yet: {tmp_path / 'mlflow.db'}" in capsys.readouterr().err
+def test_says_so_when_nothing_is_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"No runs are recorded yet: {tmp_path / 'mlflow.db'}"):
+        ui.main(["--root", str(tmp_path)])
 
 
-def test_says_so_when_the_port_is_taken(
-    tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_says_so_when_the_port_is_taken(tmp_path: Path, port: int) -> None:
     (tmp_path / "mlflow.db").touch()
     with socket.socket() as other:
         other.bind((ui.UI_HOST, port))
         other.listen()
-        assert ui.main(["--root", str(tmp_path), "--port", str(port)]) == 1
-    assert f"--port {port + 1}" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=f"--port {port + 1}"):
+            ui.main(["--root", str(tmp_path), "--port", str(port)])
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.job import config as configs
 from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
-from xcloud.join import joining
+from xcloud.join import agreement
 from xcloud.join.agreement import Verdict
 from xcloud.launch import failures, rank_process, several_machines, torchrun, worker
+from xcloud.rank import roles
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
@@ -103,7 +104,7 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
     monkeypatch.setattr(rank_process, "meet_here", lambda *all: called.append("join"))
-    monkeypatch.setattr(joining, "agree", agree)
+    monkeypatch.setattr(roles, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
     CheckpointFolder(tmp_path).write(1, 0, {}, {})
@@ -161,7 +162,7 @@ def test_ranks_meet_in_their_run_folder_whatever_its_name(name: str, tmp_path: P
     run_dir = tmp_path / name
     run_dir.mkdir()
     job = job_from_config(OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)})))
-    joining.meet_here(job, 0, run_dir).write("here", "yes")
+    agreement.meet_here(job, 0, run_dir).write("here", "yes")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "rendezvous" in {path.name for path in run_dir.iterdir()}

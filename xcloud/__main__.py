@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 
 TABLE = """
-report.ui.main | ui | show the recorded runs in the browser (MLflow)
+record.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
 sweep.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
 claims.pages.main | claims | list what is claimed with its state; write docs/paper.md
 claims.reproduce.main | reproduce demo --quick | run one claim, judge it, write a record

@@ -32,7 +32,7 @@ from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
-from xcloud.record.segments import check_is_run
+from xcloud.record.files import check_is_run
 from xcloud.tasks.language_modelling import CausalTokenizer
 from xcloud.tasks.translation import TranslationText
 

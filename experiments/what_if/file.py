@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import NotNegativeFloat, Positive, settings
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.boundary import Boundary, BoundaryField
@@ -28,7 +28,6 @@ from xcloud.plan.profile import (
     CompressorCosts,
     Curve,
     DirectionCurves,
-    Number,
     Piece,
     Profile,
     from_table,
@@ -230,8 +229,8 @@ class Prices:
     """In any currency. rank_hour: by cloud. egress_per_gb: by pair, else by the cloud it leaves,
     else "*"; a GB is 10^9 bytes."""
 
-    rank_hour: Mapping[str, Number] = field(default_factory=dict)
-    egress_per_gb: Mapping[str, Number] = field(default_factory=dict)
+    rank_hour: Mapping[str, NotNegativeFloat] = field(default_factory=dict)
+    egress_per_gb: Mapping[str, NotNegativeFloat] = field(default_factory=dict)
 
     def hour_of(self, cloud: str) -> float:
         return self.rank_hour.get(cloud, self.rank_hour.get(ALL, 0.0))

@@ -27,7 +27,7 @@ from xcloud.claims.claims import (
 )
 from xcloud.claims.reproduce import FOLDER, Record
 from xcloud.report.figures import LINES, canvas, plain, save
-from xcloud.report.site import Page, Picture, Table, rendered, write_site
+from xcloud.report.tables import Page, Picture, Table, rendered, write_site
 
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
 PAPER = Path("docs", "paper.md")

@@ -26,11 +26,11 @@ from typing import Any
 
 import pandas as pd
 
-from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
+from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.project import commit, project_root
 from xcloud.claims.claims import FILE, Claim, ResultRow, judge, read_claims
 from xcloud.record.summary import read_summary
-from xcloud.report.site import cell_text, rendered
+from xcloud.report.tables import cell_text, rendered
 
 FOLDER, RECORD_FILE = "records", "record.json"
 README = Path(__file__).with_name("record.md")
@@ -49,14 +49,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
     parser.add_argument("--out", type=Path, help=f"default: {FOLDER}/CLAIM; with --quick outputs/")
     given = parser.parse_args(words)
-    try:
-        return _reproduce(given)
-    except XcloudError as error:
-        print(f"xcloud: {error}", file=sys.stderr)
-        return 1
-
-
-def _reproduce(given: argparse.Namespace) -> int:
     claims = read_claims(project_root() / FILE)
     if given.claim not in claims:
         raise ConfigError(f"no claim {given.claim!r} in {FILE}; there are {', '.join(claims)}")

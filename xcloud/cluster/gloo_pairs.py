@@ -5,7 +5,8 @@ two for each direction of each link.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class PairTransport(Transport):
         self._store = meeting.store
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
         self._num_groups = 0
-        self._met: dict[tuple[int, ...], int] = {}  # beginnings of the first rank, by group
+        self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         newest = {peer: self._count(peer) for peer in ranks}
@@ -84,43 +85,14 @@ class PairTransport(Transport):
         self._num_groups += 1
         if len(ranks) == 1 or self.rank not in ranks:
             return None
-        number = self._meet(tuple(ranks))
-        name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {number}"
-        store = PrefixStore(name, self._store)
+        if tuple(ranks) not in self._parts:
+            own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", self._store)
+            part = of_this_attempt(own, self.rank, ranks, self.meeting.within_s)
+            self._parts[tuple(ranks)] = part
+        store = PrefixStore(f"group {self._num_groups}", self._parts[tuple(ranks)])
         place = list(ranks).index(self.rank)
         group = dist.ProcessGroupGloo(store, place, len(ranks), FOREVER)
         return GroupCollectives(group, ranks)
-
-    def _meet(self, ranks: tuple[int, ...]) -> int:
-        """How often the first of these ranks has begun. All of them begin together, but may have
-        begun unequally often: one may be lost before it has counted. So the first waits until the
-        newest beginning of every other knows of its own, and then writes so."""
-        first, *others = ranks
-        until_s = time.monotonic() + self.meeting.within_s
-        if ranks not in self._met:
-            mine = others if self.rank == first else [self.rank]
-            while missing := [other for other in mine if not self._has_met(first, other)]:
-                if time.monotonic() > until_s:
-                    others = missing if self.rank == first else [first]
-                    raise LinkTimeout(
-                        f"ranks {', '.join(map(str, others))} of this rank's cloud have not come "
-                        f"in {self.meeting.within_s:g} s (cluster.liveness.join_within_s)"
-                    )
-                time.sleep(_LOOK_S)
-            self._met[ranks] = self.meeting.beginning if self.rank == first else self._count(first)
-            if self.rank == first:
-                for other in others:
-                    self._store.set(f"met {self._both(first, other)}", "")
-        return self._met[ranks]
-
-    def _has_met(self, first: int, other: int) -> bool:
-        if self.rank == first:
-            return self._store.check([f"come {self._both(first, other)}"])
-        self._store.set(f"come {self._both(first, other)}", "")
-        return self._store.check([f"met {self._both(first, other)}"])
-
-    def _both(self, first: int, other: int) -> str:
-        return f"{other}.{self._count(other)} to {first}.{self._count(first)}"
 
     def _count(self, rank: int) -> int:
         return (
@@ -136,3 +108,59 @@ class PairTransport(Transport):
         ]
         name = f"{line} {sender}.{counts[0]}-{receiver}.{counts[1]}"
         return Pair(self._store, name, int(self.rank == receiver))
+
+
+def of_this_attempt(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    within_s: float,
+    watch: Callable[[int, Store], None] = lambda peer, line: None,
+) -> Store:
+    """A part of the store that no earlier attempt of `ranks` to begin together has used. Every one
+    of them calls it.
+
+    The first of them numbers the attempt, the others sign in for it, and it begins once the first
+    has named all of them: a rank that was signed in and has died is not among those who wait for
+    that word.
+
+    watch: called in the first rank with every other one that has come, in these with the first,
+    and with a part of the store for the two. Ranks that have not come are waited for within_s;
+    then raises LinkTimeout naming them.
+    """
+    first, *missing = ranks
+    names: dict[int, str] = {}
+    mine, until_s = uuid.uuid4().hex, time.monotonic() + within_s
+    if rank == first:
+        part = f"attempt.{store.add('attempt.count', 1)}"
+        store.set("attempt", part)
+    else:
+        part, missing = "", [first]
+    while time.monotonic() < until_s:
+        if rank == first:
+            for other in [r for r in missing if store.check([f"{part}.{r}"])]:
+                missing.remove(other)
+                names[other] = store.get(f"{part}.{other}").decode()
+                watch(other, _line(store, part, names[other]))
+            if not missing:
+                store.set(f"{part}.all", ",".join(names.values()))
+                return PrefixStore(part, store)
+        elif store.check(["attempt"]):
+            current = store.get("attempt").decode()
+            if store.check([f"{current}.all"]):
+                if mine in store.get(f"{current}.all").decode().split(","):
+                    return PrefixStore(current, store)
+            elif current != part:
+                part = current
+                store.set(f"{part}.{rank}", mine)
+                watch(first, _line(store, part, mine))
+        time.sleep(_LOOK_S)
+    who = ", ".join(map(str, missing))
+    raise LinkTimeout(
+        f"ranks {who} have not come in {within_s:g} s (cluster.liveness.join_within_s)"
+    )
+
+
+def _line(store: Store, part: str, name: str) -> Store:
+    # A client of its own: whoever waits in a store keeps others of that client waiting.
+    return PrefixStore(f"{part}.line.{name}", store.clone())  # type: ignore[attr-defined]

@@ -7,11 +7,11 @@ step a message has a deadline too (`overdue_s`), which the link or the policy se
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.settings import PositiveFloat, settings
@@ -101,58 +101,21 @@ class PeerLife:
         return min(self.deadline_s(started_s, overdue_s), overdue_at_s)
 
 
-class Silence:
-    """Which peers, of those heard at least once, have been silent for lost_after_s. Not
-    thread-safe. A rank that does not look itself for half that time was stopped or its machine
-    suspended: it could hear nobody meanwhile, and counts that as nobody's silence."""
+@contextmanager
+def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
+    """While the block lasts beat() is called in the background every interval_s seconds, until it
+    raises LinkError (which the main thread will meet itself)."""
+    stop = threading.Event()
 
-    def __init__(self, lost_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lost_after_s, self._clock = lost_after_s, clock
-        self._looked_s = clock()
-        self._heard_s: dict[int, float] = {}
+    def run() -> None:
+        with contextlib.suppress(LinkError):
+            while not stop.wait(interval_s):
+                beat()
 
-    def hear(self, peer: int) -> None:
-        self._heard_s[peer] = self._clock()
-
-    def forget(self, peer: int) -> None:
-        """Until it is heard again."""
-        self._heard_s.pop(peer, None)
-
-    def look(self) -> list[int]:
-        """To be called several times in lost_after_s."""
-        now_s = self._clock()
-        missed_s, self._looked_s = now_s - self._looked_s, now_s
-        if missed_s > self._lost_after_s / 2:
-            self._heard_s = {peer: at_s + missed_s for peer, at_s in self._heard_s.items()}
-        heard = sorted(self._heard_s.items())
-        return [peer for peer, at_s in heard if now_s - at_s > self._lost_after_s]
-
-
-class Heartbeat:
-    """`with Heartbeat(interval_s, beat):` calls beat() in the background every interval_s seconds,
-    until the block ends or beat() raises LinkError (which the main thread will meet itself)."""
-
-    def __init__(self, interval_s: float, beat: Callable[[], None]) -> None:
-        self._interval_s, self._beat = interval_s, beat
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            try:
-                self._beat()
-            except LinkError:
-                return
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

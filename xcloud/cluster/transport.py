@@ -47,7 +47,7 @@ def num_cores() -> int:
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
-# machine (launch/processes.py), by heartbeats on several (join/failure_detector.py).
+# machine (launch/processes.py), by heartbeats on several (join/restarts.py).
 FOREVER = timedelta(days=30)
 
 
@@ -91,7 +91,7 @@ def meeting_store(
 ) -> Store:
     """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
     there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
-    live (join/failure_detector.py); a server that ends is noticed at once."""
+    live (join/restarts.py); a server that ends is noticed at once."""
     store: Store
     if host is None:
         # Not by its URL, which would end at a '#' or '?' in the path.

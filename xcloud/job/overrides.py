@@ -32,7 +32,7 @@ from xcloud.job.config import (
 )
 from xcloud.job.job import PipelineJob
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.record.segments import EVENTS_FILE, check_is_run
+from xcloud.record.files import EVENTS_FILE, check_is_run
 from xcloud.record.summary import read_summary
 
 

@@ -1,30 +1,76 @@
-"""Before anything else, all ranks compare what they are about to run. A difference ends the run in
-every rank with the same message: the setting, its values, and the ranks and clouds that have them.
-The data are checked later, by fingerprint (loading.py).
+"""Before anything else, all ranks meet and compare what they are about to run. A difference ends
+the run in every rank with the same message: the setting, its values, and the ranks and clouds that
+have them. The data are checked later, by fingerprint (loading.py).
 
 Clouds draw batches, learning rates and dropout from the experiment file alone. So another `seed`
 pairs samples that do not belong together, another `clip_norm` makes one rank wait for a norm that
 is never sent, and another layout hangs the process groups. So the comparison comes before wiring
 and loading: every rank with rank 0, by what they write into the store where they meet.
 
-What is compared is defined in compared.py. Tables of other ranks are not trusted: they are limited
-in bytes, lines and text, and to printable ASCII.
+Compared, and a difference is an error:
+  settings   every key of the resolved experiment file, as dotted name and value
+  release    xcloud.__version__
+  code       a digest of every .py file of xcloud, and of each module outside it that the
+             experiment names as a _target_ (line ends do not count)
+  draws      a digest of numbers from torch's CPU generator: the order of the samples is drawn in
+             every cloud, so it must be the same everywhere
+Compared, and a difference is only noted:
+  torch      its version: clouds with and without GPUs need different builds, and nothing but the
+             draws above must be bit-equal across clouds
+
+Neither compared nor sent, because it may differ without changing results:
+  - names: name, sweep, label, profile, cluster.name; the tracker; follow_up, which runs
+    afterwards; launch, which starts the ranks of one machine
+  - the machine: hydra, every cache_dir, the device of a cloud
+  - places of files: path, paths, folder, files, *_path, *_file, *_dir, and any value that looks
+    like a path (/..., ~..., ./...). name_or_path is compared as long as it is the name of a
+    checkpoint in both clouds. Of a tokenizer's file the contents are compared, by digest.
+  - task.sizes, which only clouds that read no data give (loading.py compares the sizes)
+
+Tables of other ranks are not trusted: they are limited in bytes, lines and text, and to printable
+ASCII.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from torch._C._distributed_c10d import HashStore
 
+import xcloud
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.cluster.transport import Meeting
+from xcloud.base.project import code_digests, commit, file_digest
+from xcloud.cluster.transport import Meeting, meeting_store
 from xcloud.job.job import Job
-from xcloud.join.compared import MAX_VALUE, PATH, Table
+
+Table = Mapping[str, Mapping[str, str]]
+"""Section (setting, code, fact, info) -> dotted key or file -> value as JSON text."""
+
+PATH = "(a path)"
+"""In place of a value that is a path: not sent, and equal to anything."""
+
+_UNCOMPARED = {
+    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cache_dir",
+    "cluster.name", "task.sizes",
+}  # fmt: skip
+MAX_VALUE = 160
+"""Characters; a longer value is cut and followed by its digest."""
+
+_DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
+_PLACE = re.compile(r"(.*_)?(path|paths|file|files|folder|folders|dir|dirs)")
+_LOOKS_LIKE_PATH = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]|file:")
 
 MAX_BYTES = 1 << 18
 _MAX_LINES = 8192
@@ -65,11 +111,24 @@ class Verdict:
 _VERDICT = TypeAdapter(Verdict)
 
 
+def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
+    """On one machine, in a file of the run folder. Where ranks may begin at any time, also again,
+    at a server in rank 0 if MASTER_ADDR and MASTER_PORT are set."""
+    num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
+    if not job.roster.is_elastic:
+        store = meeting_store(rank, run_dir, None, 0) if num_ranks > 1 else HashStore()
+        return Meeting(rank, num_ranks, store, within_s)
+    host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+    port += "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves at that port itself
+    store = meeting_store(rank, run_dir, host, port, within_s)
+    return Meeting(rank, num_ranks, store, within_s, True, int(store.add(f"beginnings.{rank}", 1)))
+
+
 def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -> Verdict:
     """Compare with all ranks; where ranks may begin at any time, with those that save, and the
     others with rank 0. Every rank calls it first.
 
-    mine: what this rank runs (compared.table_of). Raises ConfigError in every rank that cannot go
+    mine: what this rank runs (table_of). Raises ConfigError in every rank that cannot go
     on, but in one that is `refused`, which must still join the wiring before it may leave.
     """
     rank, everyone = meeting.rank, range(meeting.num_ranks)
@@ -78,10 +137,9 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
     if rank in compared:
         meeting.write(f"table.{rank}", encode_table(mine))
 
-    def name_of(rank: int) -> str:
-        return rank_name(job, rank)
+    name_of = partial(rank_name, job)
 
-    def table_of(rank: int) -> Table:
+    def read(rank: int) -> Table:
         return decode_table(meeting.read(f"table.{rank}", rank), name_of(rank))
 
     if rank == 0:
@@ -89,7 +147,7 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
         unread: dict[int, str] = {}
         for peer in sorted({*compared} - {0}):
             try:
-                tables[peer] = table_of(peer)
+                tables[peer] = read(peer)
             except FrameError as error:  # the other ranks must be told too
                 unread[peer] = str(error)
         told = judge(tables, unread, name_of, job.refused_with)
@@ -98,7 +156,7 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
         told = replace(told, text=_printable(told.text), attempt=time.time_ns())
         meeting.write("verdict", json.dumps(asdict(told)))
     elif rank not in compared:
-        own = judge({0: table_of(0), rank: mine}, {}, name_of, job.refused_with)
+        own = judge({0: read(0), rank: mine}, {}, name_of, job.refused_with)
         if own.kind == "stop":
             raise ConfigError(own.text)
     verdict = decode_verdict(meeting.read("verdict", 0))
@@ -210,25 +268,125 @@ def encode_table(table: Table) -> str:
 
 def decode_table(text: str, sender: str) -> Table:
     """Raises FrameError for anything but what encode_table makes."""
-    try:
-        return _TABLE.validate_json(text if len(text) <= MAX_BYTES else "")  # type: ignore
-    except ValidationError as error:
-        raise FrameError(
-            f"{sender} sent no table of settings and digests: {_why(error)}"
-        ) from None
+    found: Table = _decoded(_TABLE, text, f"{sender} sent no table of settings and digests")
+    return found
 
 
 def decode_verdict(text: str) -> Verdict:
+    found: Verdict = _decoded(_VERDICT, text, "rank 0 sent no verdict on what the ranks run")
+    return found
+
+
+def _decoded(adapter: TypeAdapter[Any], text: str, what: str) -> Any:
     try:
-        return _VERDICT.validate_json(text, strict=True)
-    except ValidationError as error:
-        raise FrameError(f"rank 0 sent no verdict on what the ranks run: {_why(error)}") from None
-
-
-def _why(error: ValidationError) -> str:
-    """The first reason, without what was sent."""
-    return str(error.errors()[0]["msg"])
+        return adapter.validate_json(text if len(text) <= MAX_BYTES else "", strict=True)
+    except ValidationError as error:  # the first reason, without what was sent
+        raise FrameError(f"{what}: {error.errors()[0]['msg']}") from None
 
 
 def _printable(text: str) -> str:
     return "".join(c if " " <= c <= "~" else "?" for c in text)[:_MAX_TEXT]
+
+
+def table_of(settings: Mapping[str, Any]) -> Table:
+    """Everything of this rank that is compared. All of it is ASCII.
+
+    settings: the resolved experiment file as plain containers.
+    """
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.randperm(1000, generator=generator)
+    return {
+        "setting": compared_settings(settings),
+        "code": _code(settings),
+        "fact": {
+            "release of xcloud": _text_of(xcloud.__version__),
+            "digest of torch's random numbers": _digest(repr(draws.tolist()).encode()),
+        },
+        "info": {"torch": _text_of(torch.__version__), "commit": _text_of(commit())},
+    }
+
+
+def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> value as JSON text, of every setting that must be equal in all ranks."""
+    found: dict[str, str] = {}
+
+    def walk(node: Any, key: str) -> None:
+        leaf = key.rsplit(".", 1)[-1]
+        if key in _UNCOMPARED or leaf == "cache_dir" or _DEVICE.fullmatch(key):
+            return
+        if key.endswith("tokenizer.path"):
+            found[key] = _contents(node)
+        elif leaf == "name_or_path":
+            found[key] = PATH if _is_place(node) else _text_of(node)
+        elif _PLACE.fullmatch(leaf):
+            return
+        elif isinstance(node, Mapping) and node:
+            if key and "_target_" not in node:  # the order of members may count
+                found[key] = _text_of(list(node))
+            for name, entry in node.items():
+                walk(entry, f"{key}.{name}" if key else str(name))
+        elif isinstance(node, list | tuple) and node:
+            for index, entry in enumerate(node):
+                walk(entry, f"{key}[{index}]")
+        elif isinstance(node, str) and _LOOKS_LIKE_PATH.match(node):
+            found[key] = PATH
+        else:
+            found[key] = _text_of(node)
+
+    walk(settings, "")
+    return {json.dumps(key)[1:-1]: value for key, value in found.items()}
+
+
+def _is_place(value: object) -> bool:
+    """A folder or file, not the name of a checkpoint ("minilm", "owner/name")."""
+    if not isinstance(value, str):
+        return False
+    return (
+        bool(_LOOKS_LIKE_PATH.match(value))
+        or value.count("/") > 1
+        or "\\" in value
+        or Path(value).exists()
+    )
+
+
+def _contents(path: object) -> str:
+    """Digest of a file; PATH where this machine has none."""
+    file = Path(path) if isinstance(path, str) else None
+    if file is None or not file.is_file():
+        return PATH
+    return f'"(contents {_digest(file.read_bytes())})"'
+
+
+def _code(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Digest of every file of the package, and of each other module that a _target_ is of."""
+    found = {f"xcloud/{file}": digest for file, digest in code_digests().items()}
+    for target in sorted(_targets(settings)):
+        module = sys.modules.get(target.rsplit(".", 1)[0])
+        file_name = getattr(module, "__file__", None)
+        if target.startswith("xcloud.") or not file_name or not Path(file_name).is_file():
+            continue
+        found[f"module {target.rsplit('.', 1)[0]}"] = file_digest(Path(file_name))
+    return found
+
+
+def _targets(node: Any) -> set[str]:
+    if isinstance(node, Mapping):
+        own = {str(node["_target_"])} if "_target_" in node else set()
+        return own.union(*(_targets(entry) for entry in node.values()))
+    if isinstance(node, list | tuple):
+        return set[str]().union(*(_targets(entry) for entry in node))
+    return set()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _text_of(value: object) -> str:
+    """JSON, in ASCII; 2 and 2.0 are one number."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = json.dumps(value, default=str)
+    if len(text) > MAX_VALUE:
+        text = f"{text[: MAX_VALUE - 40]}... (digest {_digest(text.encode())})"
+    return text

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import FrameError, LinkError, XcloudError
-from xcloud.record.rank_state import error_file, failure_of, state_file
+from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first

@@ -17,10 +17,9 @@ from omegaconf import DictConfig
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.compared import compared_settings
+from xcloud.join.agreement import compared_settings
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.record.rank_state import forget_launcher, note_attempt
-from xcloud.record.segments import CheckpointSteps, has_events
+from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.watch.monitor import Monitor
 

@@ -20,7 +20,7 @@ import psutil
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
 from xcloud.launch.failures import first_cause, lost_clouds, named_failures, own_failures
-from xcloud.record.rank_state import error_file, ready_file
+from xcloud.record.files import error_file, ready_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0

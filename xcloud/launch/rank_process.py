@@ -25,18 +25,15 @@ from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict
-from xcloud.join.compared import Table, table_of
-from xcloud.join.joining import join, meet_here
+from xcloud.join.agreement import Table, Verdict, meet_here, table_of
 from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.roles import role_of
+from xcloud.rank.roles import join, role_of
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.files import error_file, has_events
 from xcloud.record.intake import Intake
-from xcloud.record.rank_state import RankState, error_file
-from xcloud.record.reporter import EventFile, Reporter
-from xcloud.record.segments import has_events
+from xcloud.record.reporter import EventFile, RankState, Reporter
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 from xcloud.survive.saving import StopSignal
 

@@ -20,8 +20,7 @@ from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
-from xcloud.join.failure_detector import FailureDetector
-from xcloud.join.restarts import meet_under_torchrun
+from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, write_failure
 from xcloud.launch.rank_process import RankProcess
 from xcloud.rank.role import Role, is_needed
@@ -64,7 +63,7 @@ class TorchrunProcess(RankProcess):
         self.detector.leave()
 
     def stand_aside(self) -> None:
-        self.detector.stand_aside()
+        self.detector.over.set()
 
     @property
     def detector(self) -> FailureDetector:

@@ -33,7 +33,7 @@ class Traits:
     is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
     late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
     the run. every: updates that a contribution of a replica sums up. equal_every: updates after
-    which all replicas are equal; 0 = only after the last. column: of survive/changes.TABLE.
+    which all replicas are equal; 0 = only after the last. column: of survive/resume.TABLE.
     changes_results: what is learned differs from what one process would learn.
     For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
     hidden_steps: that pass while one crosses. num_copies: of the trained values, kept in each

@@ -27,19 +27,23 @@ def lines_of(
     for here, there in permutations(layout.clouds, 2):
         pair, turned = f"{here}-{there}", f"{there}-{here}"
         own = layout.wan_of(here, there)
-        wan = given.get(pair, given.get(turned, given.get("*", own)))
-        if not wan.has_numbers:
-            raise ConfigError(
-                f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
-                "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
-                'names "*" or this pair'
-            )
-        line = wan.profile or FREE
+        line = _profile(given.get(pair, given.get(turned, given.get("*", own))), here, there)
         if bandwidth is not None:
             line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
         found[pair] = line
     inside = {f"{name}-{name}" for name in layout.clouds} & set(given)
     return found | {pair: given[pair] for pair in inside}
+
+
+def _profile(wan: Wan, here: str, there: str) -> LinkProfile:
+    """Raises ConfigError for a real network, which has no numbers."""
+    if not wan.has_numbers:
+        raise ConfigError(
+            f"nobody says what the real network from {here!r} to {there!r} can do; choose a "
+            "profile (cluster/wan=…), or give plan.profile a file whose `lines` name "
+            f"'{here}-{there}' or \"*\""
+        )
+    return wan.profile or FREE
 
 
 class Transfer(NamedTuple):
@@ -113,21 +117,14 @@ class Costs:
         return table[message.boundary] if table else _NOTHING
 
     def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
-        """Raises ConfigError for a real network, which has no numbers."""
+        """wan: of the layout; None inside a cloud."""
         if (found := self.lines.get(f"{here}-{there}")) is not None:
             return found
-        if wan is None or wan.has_numbers:
-            return FREE if wan is None else wan.profile or FREE
-        raise ConfigError(
-            f"nobody says what the real network from {here!r} to {there!r} can do; give the costs "
-            f"a line named '{here}-{there}', or the layout a link profile"
-        )
+        return FREE if wan is None else _profile(wan, here, there)
 
     def update(self, rank: int, stages: Sequence[int]) -> Update:
-        if not self.updates:
-            return Update()
         factor = self.slowdown.get(rank, 1.0)
-        mine = [self.updates[stage] for stage in stages]
+        mine = [self.updates[stage] for stage in stages] if self.updates else []
         return Update(
             factor * sum(entry.fetch_s for entry in mine),
             sum(entry.average_s for entry in mine),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ class Moments:
         return len(self.begin_s[rank]) == len(program.needs[rank])
 
 
-class _Lines:
+class Lines:
     """State of all routes during one simulation."""
 
     def __init__(
@@ -126,13 +127,9 @@ class _Lines:
         self._num_bytes = num_bytes
         steady = [not (p.trace or p.outages or p.outage_every_s) for p in self.lines]
         self._odd = [not s or p.jitter_s > 0 for s, p in zip(steady, self.lines, strict=True)]
-        known: dict[tuple[int, int], float] = {}
-        self._line_s = []
-        for parcel, size in zip(program.parcels, num_bytes, strict=True):
-            key = parcel.route, size
-            if key not in known:
-                known[key] = self.lines[parcel.route].line_s(size)
-            self._line_s.append(known[key])
+        line_s = cache(lambda route, size: self.lines[route].line_s(size))
+        sizes = zip(program.parcels, num_bytes, strict=True)
+        self._line_s = [line_s(parcel.route, size) for parcel, size in sizes]
 
     def carry(self, number: int, route: int, now_s: float) -> Passage:
         """Take the route's line for this parcel from now on, or when it is free."""
@@ -165,13 +162,11 @@ def run(
     seconds: by rank and operation. num_bytes: by parcel. lines: by route, None = free. A rank
     whose token never comes stops there: see Moments.has_ended.
     """
-    return _Run(program, seconds, _Lines(program, num_bytes, lines)).carried_out()
+    return _Run(program, seconds, Lines(program, num_bytes, lines)).carried_out()
 
 
 class _Run:
-    def __init__(
-        self, program: Program, seconds: Sequence[Sequence[float]], lines: _Lines
-    ) -> None:
+    def __init__(self, program: Program, seconds: Sequence[Sequence[float]], lines: Lines) -> None:
         self.program, self.seconds, self.lines = program, seconds, lines
         num_ranks = len(program.needs)
         self.missing = list(program.counts)  # of each token

@@ -9,7 +9,7 @@ Source: Pan et al., ZTE Technology Journal 2023(4), section 1.1, (1) and (2); (2
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, permutations
@@ -21,7 +21,7 @@ from xcloud.parallel.one_forward_one_backward import most_kept
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Averaging
 from xcloud.plan.plans import Arranged, Plan
-from xcloud.plan.profile import AveragingCodec, Profile
+from xcloud.plan.profile import AveragingCodec, Piece, Profile
 
 
 def bubble_of_a_free_link(p: int, m: int) -> float:
@@ -50,9 +50,9 @@ def step_of_overlapped_transfers(
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange, of which there are `per_step` in a step. hides_s: how long it may go on beside
-    other work, in steps: 0 = ranks wait for it. where: its slowest line. num_bytes: by "a-b",
-    that leave cloud a for b."""
+    """What replicas average, of a step. codec_s, wire_s: of one exchange, of which there are
+    `per_step` in a step. hides_steps: how long it may go on beside other work; 0 = ranks wait for
+    it. where: its slowest line. num_bytes: by "a-b", that leave cloud a for b."""
 
     codec_s: float = 0.0
     wire_s: float = 0.0
@@ -111,26 +111,27 @@ def exchange_of(
             size, mergers = whole / num_replicas, clouds
             codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
         codec_s += around_s * share / num_ranks
-        took = {}
-        for a, b in permutations(clouds, 2):
-            if not mergers or a in mergers or b in mergers:
-                line = lines[f"{a}-{b}"]
-                took[f"{a}-{b}"] = line.line_s(round(size)) + line.latency_s
+        took = {
+            (a, b): lines[f"{a}-{b}"].transfer_s(round(size))
+            for a, b in permutations(clouds, 2)
+            if not mergers or a in mergers or b in mergers
+        }
         where = max(took, key=lambda pair: took[pair])
-        wire_s = max((_there_and_back_s(took, m, clouds) for m in mergers), default=took[where])
+        wire_s = max((_there_and_back_s(took, m) for m in mergers), default=took[where])
         # Each way once, and where all merge once more.
         for pair in took:
-            num_bytes[pair] += size * (2 if len(mergers) > 1 else 1)
+            num_bytes["-".join(pair)] += size * (2 if len(mergers) > 1 else 1)
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
-            slowest = Exchange(codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, where)
+            slowest = Exchange(
+                codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, "-".join(where)
+            )
     return replace(slowest, num_bytes=dict(num_bytes))
 
 
-def _there_and_back_s(took: Mapping[str, float], merger: str, clouds: Sequence[str]) -> float:
+def _there_and_back_s(took: Mapping[tuple[str, str], float], merger: str) -> float:
     """The longest way to a merging cloud, and the longest from it."""
-    others = [cloud for cloud in clouds if cloud != merger]
-    to = max(took[f"{cloud}-{merger}"] for cloud in others)
-    return to + max(took[f"{merger}-{cloud}"] for cloud in others)
+    ends = [max(s for pair, s in took.items() if pair[end] == merger) for end in (0, 1)]
+    return sum(ends)
 
 
 def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], list[int]]:
@@ -156,52 +157,47 @@ class Sums(NamedTuple):
     @staticmethod
     def of(profile: Profile, b: float) -> Sums:
         """b: samples of a micro-batch."""
-        pieces = profile.pieces
-        # What was measured of a block may be a difference, and more than its whole.
-        late_s = [min(piece.weights_s.at(b), piece.backward_s.at(b)) for piece in pieces]
+
+        def summed(value: Callable[[Piece], float]) -> list[float]:
+            return [0.0, *accumulate(map(value, profile.pieces))]
+
         return Sums(
-            [0.0, *accumulate(piece.forward_s.at(b) for piece in pieces)],
-            [0.0, *accumulate(piece.backward_s.at(b) for piece in pieces)],
-            [0.0, *accumulate(late_s)],
-            [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
-            [0.0, *accumulate(piece.put_off_bytes.at(b) for piece in pieces)],
-            [0.0, *accumulate(piece.splitting_s.change_at(b) for piece in pieces)],
+            summed(lambda piece: piece.forward_s.at(b)),
+            summed(lambda piece: piece.backward_s.at(b)),
+            # What was measured of a block may be a difference, and more than its whole.
+            summed(lambda piece: min(piece.weights_s.at(b), piece.backward_s.at(b))),
+            summed(lambda piece: piece.activation_bytes.at(b)),
+            summed(lambda piece: piece.put_off_bytes.at(b)),
+            summed(lambda piece: piece.splitting_s.change_at(b)),
         )
 
 
 def memory_of(plan: Plan, arranged: Arranged, profile: Profile, sums: Sums) -> dict[str, int]:
     """Bytes of the fullest rank, by cloud. sums: at the plan's samples of a micro-batch."""
-    layout, found = arranged.layout, dict[str, int]()
+    layout, found, p = arranged.layout, dict[str, int](), len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
+
+    def stage_bytes(stage: int) -> float:
+        start, end = plan.spans[stage]
+        pieces = profile.pieces[start:end]
+        trained = sum(piece.trained_bytes for piece in pieces)
+        num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
+        activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
+        held = _most_kept(plan.schedule, stage, p, num_ranks, activations, put_off)
+        # Gradients and two moments beside the weights.
+        return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
+
     for name, cloud in layout.clouds.items():
-        held = [0] if arranged.is_whole else list(cloud.stages or ())
-        each = [_stage_bytes(plan, layout, profile, stage, sums, copies) for stage in held]
+        each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())
         found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
     return found
 
 
-def _stage_bytes(
-    plan: Plan, layout: ClusterLayout, profile: Profile, stage: int, sums: Sums, copies: int
-) -> float:
-    start, end = (0, *plan.ends)[stage], plan.ends[stage]
-    pieces = profile.pieces[start:end]
-    trained = sum(piece.trained_bytes for piece in pieces)
-    num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
-    activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
-    held = _most_kept(plan.schedule, stage, len(plan.ends), num_ranks, activations, put_off)
-    # Gradients and two moments beside the weights.
-    return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
-
-
 @lru_cache(maxsize=65536)
 def _most_kept(
-    schedule: Schedule,
-    stage: int,
-    num_stages: int,
-    num_ranks: int,
-    activations: float,
+    schedule: Schedule, stage: int, num_stages: int, num_ranks: int, activations: float,
     put_off: float,
-) -> float:
+) -> float:  # fmt: skip
     """Bytes that a rank keeps for backwards to come."""
     return most_kept(schedule.actions(stage, num_stages), num_ranks, activations, put_off)

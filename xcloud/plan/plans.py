@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from xcloud.cluster.layout import ClusterLayout
@@ -24,6 +24,11 @@ class Plan(NamedTuple):
     compression: str
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each stage: its first piece, and the one after its last."""
+        return list(pairwise((0, *self.ends)))
+
+    @property
     def micro_batches(self) -> int:
         return self.schedule.num_micro_batches
 
@@ -40,8 +45,7 @@ class Plan(NamedTuple):
         """Of one of so many replicas of the pipeline."""
         if num_replicas == 1:
             return self.schedule
-        own = self.micro_batches_of(replica, num_replicas)
-        return share_of(self.schedule, own, num_replicas)
+        return share_of(self.schedule, self.micro_batches_of(replica, num_replicas), num_replicas)
 
 
 @runtime_checkable
@@ -95,8 +99,10 @@ class Arranged:
         found = replicas_of(self.layout)
         if not self.is_whole:
             return found
-        one_stage = [{n: replace(c, stages=(0,)) for n, c in r.clouds.items()} for r in found]
-        return [replace(r, clouds=own) for r, own in zip(found, one_stage, strict=True)]
+        return [
+            replace(one, clouds={n: replace(c, stages=(0,)) for n, c in one.clouds.items()})
+            for one in found
+        ]
 
     @property
     def is_whole(self) -> bool:
@@ -114,11 +120,8 @@ def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
     found = []
     for number in range(layout.num_replicas):
         own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}
-        links = {
-            f"{a}-{b}": layout.links[f"{a}-{b}"]
-            for a, b in permutations(own, 2)
-            if f"{a}-{b}" in layout.links
-        }
+        pairs = ("-".join(pair) for pair in permutations(own, 2))
+        links = {pair: layout.links[pair] for pair in pairs if pair in layout.links}
         found.append(replace(layout, clouds=own, links=links))
     return found
 
@@ -140,10 +143,10 @@ def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
 def share_of(schedule: Schedule, num_micro_batches: int, num_replicas: int) -> Schedule:
     """The part that one of several replicas of the pipeline carries out. Settings named num_in_*
     count micro-batches of all replicas."""
-    given = {entry.name: getattr(schedule, entry.name) for entry in fields(schedule)}  # type: ignore[arg-type]
+    names = [entry.name for entry in fields(schedule)]  # type: ignore[arg-type]
     shared = {
-        name: math.ceil(value / num_replicas)
-        for name, value in given.items()
-        if name.startswith("num_in_") and value is not None
+        name: math.ceil(number / num_replicas)
+        for name in names
+        if name.startswith("num_in_") and (number := getattr(schedule, name)) is not None
     }
     return replace(schedule, **shared, num_micro_batches=num_micro_batches)  # type: ignore[type-var]

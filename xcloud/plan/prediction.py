@@ -6,16 +6,16 @@ Everything but the moments themselves is worked out when it is asked for.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.engine import Moments
-from xcloud.plan.step_program import Op, StepProgram
+from xcloud.plan.costs import Costs
+from xcloud.plan.engine import Moments, Parcel, run
+from xcloud.plan.step_program import CONTROL, Op, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 
 _FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
@@ -37,7 +37,6 @@ class LineUse(NamedTuple):
 
     here: str
     there: str
-    num_messages: int
     num_bytes: int
     busy_s: float
 
@@ -69,12 +68,11 @@ class Prediction:
     def ranks(self) -> list[RankUse]:
         found = []
         for rank in self._all:
-            total: Counter[str] = Counter()
-            for box in self._spans(rank):
-                total[box.what] += box.until_s - box.from_s  # type: ignore[assignment]
+            total = defaultdict[str, float](float)
+            for span in self._spans(rank):
+                total[span.what] += span.until_s - span.from_s
             compute_s = sum(total[what] for what in COMPUTING)
-            codec_s = total["compress"] + total["decompress"]
-            average_s = total["average"]
+            codec_s, average_s = total["compress"] + total["decompress"], total["average"]
             idle_s = self._span_s(rank) - compute_s - codec_s - average_s
             found.append(RankUse(rank, compute_s, codec_s, average_s, idle_s))
         return found
@@ -82,18 +80,17 @@ class Prediction:
     @cached_property
     def links(self) -> list[LineUse]:
         """Between clouds, by direction."""
-        num, size, busy = Counter[int](), Counter[int](), Counter[int]()
-        for number in self._parcels():
-            passage = self.moments.passages[number]
-            route = self.step.program.parcels[number].route
-            num[route] += 1
-            size[route] += self.num_bytes[number]
-            busy[route] += passage.until_s - passage.from_s  # type: ignore[assignment]
-        return [
-            LineUse(route.here, route.there, num[index], size[index], busy[index])
+        found = {
+            index: LineUse(route.here, route.there, 0, 0.0)
             for index, route in enumerate(self.step.routes)
             if route.here != route.there
-        ]
+        }
+        for number in self._parcels():
+            passage, index = self.moments.passages[number], self._parcel(number).route
+            if (use := found.get(index)) is not None:
+                size, busy_s = use.num_bytes, use.busy_s + passage.until_s - passage.from_s
+                found[index] = use._replace(num_bytes=size + self.num_bytes[number], busy_s=busy_s)
+        return list(found.values())
 
     @cached_property
     def critical_s(self) -> dict[str, float]:
@@ -122,44 +119,31 @@ class Prediction:
         def us(moment_s: float) -> int:
             return round(1e6 * (moment_s - zero_s))
 
-        lanes = tuple(
-            Lane(
-                rank,
-                self.step.placements[rank].cloud,
-                us(self._started_s(rank)),
-                us(self._started_s(rank) + self._span_s(rank)),
-                tuple(
-                    box
-                    for span in self._spans(rank)
-                    if (box := Box(span.what, *span.place, us(span.from_s), us(span.until_s)))
-                    and box.until_us > box.from_us
-                ),
-            )
-            for rank in self._all
-        )
-        flights: dict[tuple[str, str], list[Flight]] = {}
+        lanes = []
+        for rank in self._all:
+            from_s, cloud = self._started_s(rank), self.step.placements[rank].cloud
+            spans = (Box(s.what, *s.place, us(s.from_s), us(s.until_s)) for s in self._spans(rank))
+            boxes = tuple(box for box in spans if box.until_us > box.from_us)
+            lanes.append(Lane(rank, cloud, us(from_s), us(from_s + self._span_s(rank)), boxes))
+        flights = defaultdict[tuple[str, str], list[Flight]](list)
         for number in self._parcels():
-            parcel = self.step.program.parcels[number]
+            parcel = self._parcel(number)
             route = self.step.routes[parcel.route]
             if route.here == route.there:
                 continue
-            transfer = self._transfer(number)
+            transfer = self.step.transfers[number % len(self.step.transfers)]
             moments = (us(moment) for moment in self.moments.passages[number])
-            flights.setdefault((route.here, route.there), []).append(
+            flights[route.here, route.there].append(
                 Flight(
                     parcel.sender, parcel.receiver, _FLIGHT_KIND[transfer.direction],
                     transfer.micro_batch, self.num_bytes[number], *moments,
                 )
             )  # fmt: skip
-        return Timeline(
-            self.step.num_steps,
-            lanes,
-            {
-                direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
-                for direction in sorted(flights)
-            },
-            "predicted",
-        )
+        ordered = {
+            direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
+            for direction in sorted(flights)
+        }
+        return Timeline(self.step.num_steps, tuple(lanes), ordered, "predicted")
 
     @property
     def _all(self) -> range:
@@ -192,10 +176,9 @@ class Prediction:
         return self._ended_s(rank) - self._started_s(rank)
 
     def _spans(self, rank: int) -> Iterator[_Span]:
-        at_s = self._started_s(rank)
-        first = self._first(rank)
-        for offset, op in enumerate(self.step.ops[rank]):
-            begin_s = self.moments.begin_s[rank][first + offset]
+        at_s, first = self._started_s(rank), self._first(rank)
+        for index, op in enumerate(self.step.ops[rank], first):
+            begin_s = self.moments.begin_s[rank][index]
             place = _OUTSIDE if op.action is None else op.action
             if begin_s > at_s:
                 what = "average" if op.what in ("average", "shared") else "wait"
@@ -206,7 +189,7 @@ class Prediction:
                 if took_s > 0:
                     yield _Span(what, place, at_s, at_s + took_s)
                     at_s += took_s
-            at_s = self._end_s(rank, first + offset)
+            at_s = self._end_s(rank, index)
         until_s = self._started_s(rank) + self._span_s(rank)
         if until_s > at_s:
             yield _Span("wait", _OUTSIDE, at_s, until_s)
@@ -216,8 +199,8 @@ class Prediction:
         each = len(self.step.transfers)
         return range(each * (self.step.num_steps - 1), each * self.step.num_steps)
 
-    def _transfer(self, number: int) -> Transfer:
-        return self.step.transfers[number % len(self.step.transfers)]
+    def _parcel(self, number: int) -> Parcel:
+        return self.step.program.parcels[number]
 
     # The chain of causes, from the end on.
 
@@ -249,19 +232,20 @@ class Prediction:
             yield "averaging" if op.what == "average" else "update", begin_s, middle_s
 
     def _passage_causes(self, parcel: int) -> Iterator[tuple[str, float, float]]:
-        route = self.step.routes[self.step.program.parcels[parcel].route]
+        route = self.step.routes[self._parcel(parcel).route]
         passage = self.moments.passages[parcel]
         yield f"latency {route.here} to {route.there}", passage.until_s, passage.arrived_s
         yield f"link {route.here} to {route.there}", passage.queued_s, passage.until_s
 
 
-_Place = tuple[str, int, int]  # direction, stage, micro-batch
-_OUTSIDE: _Place = ("", -1, -1)
+_OUTSIDE = "", -1, -1
 
 
 class _Span(NamedTuple):
+    """place: direction, stage, micro-batch."""
+
     what: str
-    place: _Place
+    place: tuple[str, int, int]
     from_s: float
     until_s: float
 
@@ -281,5 +265,22 @@ class Simulator(StepProgram):
     Not modelled: ranks that slow each other down on one machine, and threads of links that do.
     """
 
+    engine = staticmethod(run)
+
     def run(self, costs: Costs) -> Prediction:
-        return Prediction(self, costs, *self.carry_out(costs))
+        seconds = [
+            [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
+            for rank, ops in enumerate(self.ops)
+        ]
+        num_bytes = [
+            costs.control_bytes if transfer is CONTROL else costs.direction(transfer).num_bytes
+            for transfer in self.transfers
+        ] * self.num_steps
+        lines = [
+            costs.line(route.here, route.there, self.layout.wan_between(*route.sample))
+            for route in self.routes
+        ]
+        moments = self.engine(self.program, seconds, num_bytes, lines)
+        if not all(moments.has_ended(self.program, rank) for rank in range(len(seconds))):
+            raise self.deadlock()
+        return Prediction(self, costs, seconds, num_bytes, lines, moments)

@@ -89,17 +89,15 @@ class Pricer:
             by_count: dict[int, Prediction] = {}
             for number in numbers:
                 count = self._num_own(plan, number)
-                if count not in by_count:
-                    by_count[count] = self.predict(plan, number)
+                by_count[count] = by_count.get(count) or self.predict(plan, number)
                 parts.append((by_count[count], replicas[number]))
         slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
-        spent = dict(slowest.critical_s)
-        if exchange.codec_s_per_step > 0:
-            spent["codec of averaging"] = exchange.codec_s_per_step
         waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
-        if waits_s > 1e-12:
-            spent[f"averaging over link {exchange.where}"] = waits_s
+        spent = slowest.critical_s | {
+            "codec of averaging": exchange.codec_s_per_step,
+            f"averaging over link {exchange.where}": waits_s,
+        }
         after_s = step_s - exchange.codec_s_per_step
         uses = [(use, after_s - part.step_s) for part, _ in parts for use in part.ranks]
         compute_s = sum(use.compute_s for use, _ in uses)
@@ -115,20 +113,20 @@ class Pricer:
             idle_s / compute_s if compute_s else 0.0,
             num_bytes,
             self.memory(plan),
-            dict(sorted(spent.items(), key=lambda entry: -entry[1])),
+            dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1])),
             compute_s,
         )
 
     def estimate_s(self, plan: Plan) -> float:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
-        b, longest_s, starts = self.samples(plan), 0.0, (0, *plan.ends[:-1])
+        b, longest_s = self.samples(plan), 0.0
         sums, call_s = self._sums(b), sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
             through_s = busiest_s = 0.0
             out = back = Direction()
-            for (start, end), at in zip(zip(starts, plan.ends, strict=True), stages, strict=True):
+            for (start, end), at in zip(plan.spans, stages, strict=True):
                 work_s = sum(s[end] - s[start] for s in (sums.forward, sums.backward))
                 own_s = at.slowdown * (work_s + call_s)
                 own_s += out.decompress_s + back.compress_s
@@ -170,12 +168,19 @@ class Pricer:
         return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
 
     def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
-        b = self.samples(plan)
-        sums = self._sums(b)
-        starts = (0, *plan.ends[:-1])
-        pairs = list(zip(starts, plan.ends, strict=True))
-        updates = []
-        for stage, (start, end) in enumerate(pairs):
+        b, num_stages = self.samples(plan), len(plan.ends)
+        sums, calls_s = self._sums(b), self._calls_s(b)
+        forward_s, backward_s, weights_s, updates = [], [], [], []
+        for stage, (start, end) in enumerate(plan.spans):
+            # A stage is called once for a micro-batch, whatever its pieces.
+            own_s = calls_s[0] + sums.forward[end] - sums.forward[start]
+            forward_s.append(own_s * self.crossing.get(stage, 1.0))
+            own_s = calls_s[1] + sums.backward[end] - sums.backward[start]
+            if _splits(schedule, stage, num_stages):
+                own_s = max(0.0, own_s + sums.splitting[end] - sums.splitting[start])
+            backward_s.append(own_s)
+            # Differences of long sums.
+            weights_s.append(min(own_s, sums.weights[end] - sums.weights[start]))
             num_ranks = len(layout.ranks_of(stage))
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
             pieces = self.profile.pieces[start:end]
@@ -183,36 +188,16 @@ class Pricer:
             average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, trained)
             optimizer_s = sum(piece.optimizer_s for piece in pieces)
             updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
-        # A stage is called once for a micro-batch, whatever its pieces.
-        forward_s, backward_s, weights_s, splitting_s = (
-            [call_s + of[end] - of[start] for start, end in pairs]
-            for of, call_s in zip(
-                (sums.forward, sums.backward, sums.weights, sums.splitting),
-                (*self._calls_s(b), 0.0, 0.0),
-                strict=True,
-            )
-        )
-        for stage, share in self.crossing.items():
-            forward_s[stage] *= share
-        for stage in range(len(pairs)):
-            if _splits(schedule, stage, len(pairs)):
-                backward_s[stage] = max(0.0, backward_s[stage] + splitting_s[stage])
+        slowdown = {
+            rank: cloud.slowdown
+            for name, cloud in layout.clouds.items()
+            if cloud.slowdown != 1
+            for rank in layout.ranks_in(name)
+        }
         return Costs(
-            forward_s,
-            backward_s,
-            [out for out, _ in ways],
-            [back for _, back in ways],
-            updates,
-            {
-                rank: cloud.slowdown
-                for name, cloud in layout.clouds.items()
-                if cloud.slowdown != 1
-                for rank in layout.ranks_in(name)
-            },
-            self._lines[plan.strategy],
-            self.profile.control_bytes,
-            list(map(min, weights_s, backward_s)),  # differences of long sums
-        )
+            forward_s, backward_s, [out for out, _ in ways], [back for _, back in ways], updates,
+            slowdown, self._lines[plan.strategy], self.profile.control_bytes, weights_s,
+        )  # fmt: skip
 
     def _calls_s(self, b: float) -> tuple[float, float]:
         return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
@@ -228,6 +213,7 @@ class Pricer:
         return 2 * (num_ranks - 1) * inside.transfer_s(math.ceil(num_bytes / num_ranks))
 
     def _exchange(self, plan: Plan) -> Exchange:
+        """Of its strategy, cut and compression: the same whatever its schedule."""
         key = plan.strategy, plan.ends, plan.compression
         if key not in self._exchanges:
             self._exchanges[key] = self._new_exchange(plan)
@@ -244,15 +230,11 @@ class Pricer:
                 f"the profile says nothing of what {plan.compression} costs when replicas "
                 "average; measure it, or leave strategies out of plan.search"
             )
-        whole, starts = max(1, self.profile.trained_bytes), (0, *plan.ends[:-1])
-        shares = [
-            sum(piece.trained_bytes for piece in self.profile.pieces[a:b]) / whole
-            for a, b in zip(starts, plan.ends, strict=True)
-        ]
-        profile = self.profile
-        is_apart = averaging.traits.is_apart
+        profile, lines = self.profile, self._lines[plan.strategy]
+        whole, is_apart = max(1, profile.trained_bytes), averaging.traits.is_apart
+        trained = (sum(p.trained_bytes for p in profile.pieces[a:b]) for a, b in plan.spans)
+        shares = [own / whole for own in trained]
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
-        lines = self._lines[plan.strategy]
         return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
 
     # What crosses.

@@ -17,12 +17,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Seconds, settings
+from xcloud.base.settings import (
+    NotNegative,
+    NotNegativeFloat,
+    PositiveFloat,
+    Seconds,
+    settings,
+)
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Direction
 
-Number = Annotated[float, Field(ge=0.0)]
-Point = tuple[Annotated[float, Field(gt=0.0)], float]
+Point = tuple[PositiveFloat, float]
 
 
 @settings("curve")
@@ -154,7 +159,7 @@ class Profile:
     fetch_s: OfSamples = Curve()
     lines: Mapping[str, LinkProfile] = field(default_factory=dict)
     control_bytes: NotNegative = 128
-    tokens_per_sample: Number = 0.0
+    tokens_per_sample: NotNegativeFloat = 0.0
     around_gradients_s: Seconds = 0.0
     around_changes_s: Seconds = 0.0
     train_samples: NotNegative = 0
@@ -198,23 +203,19 @@ def write_profile(path: Path, profile: Profile) -> None:
 def read_profile(path: Path) -> Profile:
     """Raises ConfigError, naming the file, for anything that is no profile."""
     try:
-        return profile_from(json.loads(path.read_text(encoding="utf-8")))
+        return from_table("profile", Profile, json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"plan.profile: {path} cannot be read: {error.strerror}") from None
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"plan.profile: {path}: {error}") from None
 
 
-def profile_from(table: Any) -> Profile:
-    """From plain containers. Raises ConfigError."""
-    return from_table("profile", Profile, table)
-
-
 T = TypeVar("T")
 
 
 def from_table(name: str, kind: type[T], table: object) -> T:
-    """table: plain containers; checked against the annotations of `kind`, a settings class."""
+    """table: plain containers; checked against the annotations of `kind`, a settings class. Raises
+    ConfigError that names the key, after `name`."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(table, default=str))
     except ValidationError as error:

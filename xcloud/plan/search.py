@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import NamedTuple
+
+from scipy.optimize import brentq
 
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan import formulas
@@ -30,6 +32,14 @@ TRIES, REFINED = 24, 4  # of a search; see fastest
 NEAR = 12  # plans that differ from the job's own in one thing
 WORTH = 0.98  # a change that leaves more of a step is no advice
 BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
+REMEDIES = {
+    "compute of": "more ranks or faster ones there",
+    "codec": "a cheaper compressor",
+    "link": "a stronger compressor, or a faster line",
+    "latency": "more in flight, or fewer and larger messages",
+    "averaging over": "fewer merges, or a stronger compressor",
+}
+"""By how the name of what bounds a step begins."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +57,13 @@ class Space:
 
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
         """Every plan, with the schedule of `own`."""
-        for strategy in self._or("strategy", list(self.splits), self.own.strategy):
+        varies, own = self.varies, self.own
+        names = self.compressions if "compression" in varies else [own.compression]
+        for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
             splits, counts = self.splits[strategy], self.counts(arranged[strategy])
-            if "split" not in self.varies and self.own.ends in splits:
-                splits = [self.own.ends]
-            schedules = [with_micro_batches(self.own.schedule, m) for m in counts]
-            names = self._or("compression", self.compressions, self.own.compression)
+            if "split" not in varies and own.ends in splits:
+                splits = [own.ends]
+            schedules = [with_micro_batches(own.schedule, m) for m in counts]
             for ends, schedule, compression in product(splits, schedules, names):
                 yield Plan(strategy, ends, schedule, compression)
 
@@ -69,9 +80,6 @@ class Space:
         kinds = [*self.schedules, self.own.schedule]
         tried = dict.fromkeys(s for kind in kinds for s in variants_of(kind, p, m))
         return [plan._replace(schedule=schedule) for schedule in tried]
-
-    def _or(self, dimension: str, all_of_them: Sequence[str], own: str) -> Sequence[str]:
-        return all_of_them if dimension in self.varies else [own]
 
 
 @dataclass(frozen=True)
@@ -133,28 +141,26 @@ def _even_split(
     work = [0.0]
     for piece in pieces:
         work.append(work[-1] + piece.forward_s.at(1.0) + piece.backward_s.at(1.0))
-    ends = [*cuts, len(pieces)]
-    best = {end: (slowness[0] * work[end], -1) for end in ends}  # slowest stage, cut before it
-    chosen = []
-    for slower in slowness[1:]:
-        best = {
-            end: min(
-                (max(slowest, slower * (work[end] - work[cut])), cut)
-                for cut, (slowest, _) in best.items()
+
+    @cache
+    def best(stage: int, end: int) -> tuple[float, tuple[int, ...]]:
+        """Of the stages up to this one: the slowest, and the cuts between them."""
+        if stage == 0:
+            return slowness[0] * work[end], ()
+        return min(
+            (
+                (max(slowest, slowness[stage] * (work[end] - work[cut])), (*before, cut))
+                for cut in cuts
                 if cut < end
-            )
-            for end in ends
-            if any(cut < end for cut in best)
-        }
-        chosen.append({end: cut for end, (_, cut) in best.items()})
-    found = [len(pieces)]
-    for cut_before in reversed(chosen):
-        found.append(cut_before[found[-1]])
-    return tuple(reversed(found[1:]))
+                for slowest, before in [best(stage - 1, cut)]
+            ),
+            default=(math.inf, ()),
+        )
+
+    return best(len(slowness) - 1, len(pieces))[1]
 
 
-@dataclass(frozen=True)
-class Fastest:
+class Fastest(NamedTuple):
     """best: the fastest first. num_plans: in the space; num_simulated: of these."""
 
     best: list[Plan]
@@ -171,9 +177,6 @@ def fastest(
 
     Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
     simulated with the first schedule that fits, and the fastest `refined` of them with all."""
-    pairs: dict[tuple[str, str], list[Plan]] = {}
-    for plan in space.groups(pricer.arranged):
-        pairs.setdefault((plan.strategy, plan.compression), []).append(plan)
 
     @cache
     def shapes(num_stages: int, num_micro_batches: int) -> list[Schedule]:
@@ -181,41 +184,35 @@ def fastest(
         plan = space.own._replace(ends=(0,) * num_stages, schedule=schedule)
         return [option.schedule for option in space.with_schedules(plan)]
 
-    def options(plan: Plan) -> list[Plan]:
+    def options(plan: Plan) -> Iterator[Plan]:
+        """With all schedules that fit."""
         schedules = shapes(len(plan.ends), plan.micro_batches)
-        return [plan._replace(schedule=schedule) for schedule in schedules]
+        return filter(fits, (plan._replace(schedule=schedule) for schedule in schedules))
 
-    found: list[tuple[float, tuple[int, str, str], Plan]] = []
-    num_simulated = 0
+    pairs: dict[tuple[str, str], list[Plan]] = {}
+    for plan in space.groups(pricer.arranged):
+        pairs.setdefault((plan.strategy, plan.compression), []).append(plan)
+    found: list[_Timed] = []
+    num_plans = num_simulated = 0
     for groups in pairs.values():
-        firsts = []
-        for plan in sorted(groups, key=pricer.estimate_s):
-            first = next(filter(fits, options(plan)), None)
-            if first is not None:
-                firsts.append(_timed(pricer, first))
-            if len(firsts) == tries:
-                break
-        firsts.sort()
-        tried = dict.fromkeys(plan for *_, plan in firsts)
-        others = [
-            plan
-            for *_, first in firsts[:refined]
-            for plan in options(first)
-            if plan not in tried and fits(plan)
-        ]
-        num_simulated += len(firsts) + len(others)
-        timed = sorted([*firsts, *(_timed(pricer, plan) for plan in others)])
-        best: dict[object, tuple[float, tuple[int, str, str], Plan]] = {}
-        for entry in timed:  # one for each cut and number of micro-batches
+        num_plans += sum(len(shapes(len(plan.ends), plan.micro_batches)) for plan in groups)
+        likely = (next(options(plan), None) for plan in sorted(groups, key=pricer.estimate_s))
+        firsts = list(islice(filter(None, likely), tries))
+        timed = sorted(_timed(pricer, plan) for plan in firsts)
+        others = [other for *_, plan in timed[:refined] for other in options(plan)]
+        timed += [_timed(pricer, plan) for plan in dict.fromkeys(others) if plan not in firsts]
+        num_simulated += len(timed)
+        best: dict[object, _Timed] = {}
+        for entry in sorted(timed):  # one for each cut and number of micro-batches
             best.setdefault((entry[2].ends, entry[2].micro_batches), entry)
         found += [*best.values()][: 1 if len(pairs) > 1 else keep]
-    num_plans = sum(
-        len(shapes(len(plan.ends), plan.micro_batches)) for own in pairs.values() for plan in own
-    )
     return Fastest([plan for *_, plan in sorted(found)[:keep]], num_plans, num_simulated)
 
 
-def _timed(pricer: Pricer, plan: Plan) -> tuple[float, tuple[int, str, str], Plan]:
+_Timed = tuple[float, tuple[int, str, str], Plan]
+
+
+def _timed(pricer: Pricer, plan: Plan) -> _Timed:
     """Of plans that take equally long: fewer micro-batches."""
     return pricer.step_s(plan), (plan.micro_batches, plan.compression, plan.schedule.label), plan
 
@@ -234,14 +231,6 @@ def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     )
 
 
-class Crossing(NamedTuple):
-    """pays_below: bits per second up to which a step with this compressor takes less than without;
-    inf = on every line, 0 = on none."""
-
-    compression: str
-    pays_below: float
-
-
 StepAt = Callable[[str, float], float]
 """Step time with a compressor over lines of a bandwidth, everything else as in one plan."""
 
@@ -251,29 +240,24 @@ def step_at(pricer: Pricer, plan: Plan) -> StepAt:
     return cache(lambda name, rate: there(rate).step_s(plan._replace(compression=name)))
 
 
-def crossings(step_s: StepAt, compressions: Sequence[str]) -> list[Crossing]:
-    """Where there are several for a compressor, the highest bandwidth."""
+def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
+    """Bits per second up to which a step with a compressor takes less than without, by compressor;
+    inf = on every line, 0 = on none. Where there are several, the highest."""
 
-    def gain_s(name: str, bandwidth: float) -> float:
-        return step_s(NO_COMPRESSION, bandwidth) - step_s(name, bandwidth)
+    def gain_s(log_rate: float, name: str) -> float:
+        rate = math.exp(log_rate)
+        return step_s(NO_COMPRESSION, rate) - step_s(name, rate)
 
-    found = []
+    found, rates = dict[str, float](), [*map(math.log, BANDWIDTHS)]
     for name in compressions:
         if name == NO_COMPRESSION:
             continue
-        pays = [gain_s(name, bandwidth) > 0 for bandwidth in BANDWIDTHS]
-        if not any(pays):
-            found.append(Crossing(name, 0.0))
-            continue
-        last = max(n for n, does in enumerate(pays) if does)
-        if last == len(BANDWIDTHS) - 1:
-            found.append(Crossing(name, math.inf))
-            continue
-        low, high = math.log(BANDWIDTHS[last]), math.log(BANDWIDTHS[last + 1])
-        while high - low > 1e-3:
-            middle = (low + high) / 2
-            low, high = (middle, high) if gain_s(name, math.exp(middle)) > 0 else (low, middle)
-        found.append(Crossing(name, math.exp(low)))
+        last = max((n for n, rate in enumerate(rates) if gain_s(rate, name) > 0), default=-1)
+        if 0 <= last < len(rates) - 1:
+            between = brentq(gain_s, rates[last], rates[last + 1], (name,), xtol=1e-3)
+            found[name] = math.exp(between)
+        else:
+            found[name] = 0.0 if last < 0 else math.inf
     return found
 
 
@@ -356,14 +340,4 @@ def _changes(mine: Plan, other: Plan) -> list[str]:
 
 
 def _remedy(bound: str) -> str:
-    if bound.startswith("compute of"):
-        return "more ranks or faster ones there"
-    if bound.startswith("codec"):
-        return "a cheaper compressor"
-    if bound.startswith("link"):
-        return "a stronger compressor, or a faster line"
-    if bound.startswith("latency"):
-        return "more in flight, or fewer and larger messages"
-    if bound.startswith("averaging over"):
-        return "fewer merges, or a stronger compressor"
-    return "-"
+    return next((text for begins, text in REMEDIES.items() if bound.startswith(begins)), "-")

@@ -9,9 +9,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, check
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan import engine
 from xcloud.plan.costs import Costs, Transfer
@@ -33,9 +31,6 @@ class Route(NamedTuple):
     sample: tuple[int, int]  # a sender and a receiver on it
 
 
-Carried = tuple[list[list[float]], list[int], list[LinkProfile], engine.Moments]
-"""Seconds, bytes and lines that the engine was given, and what it found."""
-
 MARKS = ("arrive", "answer", "shared")
 CONTROL = Transfer("norm", -1, 0, -1, -1)
 
@@ -52,10 +47,8 @@ class StepProgram:
     without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
     without_rows: boundaries over which nothing goes forward, either.
 
-    Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
+    Raises ValueError, here or when it is run, if the schedule waits for itself.
     """
-
-    engine = staticmethod(engine.run)
 
     def __init__(
         self,
@@ -68,13 +61,11 @@ class StepProgram:
         without_gradient: Container[int] = (),
         without_rows: Container[int] = (),
     ) -> None:
-        check("simulator.num_passes", num_passes, Positive)
         if layout.num_replicas > 1:
             raise ConfigError(
                 f"the simulator knows one pipeline, and this layout has {layout.num_replicas} "
                 "replicas of it: what they average is not modelled; simulate one of them"
             )
-        check("simulator.num_steps", num_steps, Positive)
         self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
         self.num_passes, self.num_steps = num_passes, num_steps
         self._without = {"forward": without_rows, "backward": without_gradient}
@@ -95,38 +86,13 @@ class StepProgram:
         self._build_update(agrees)
         self.program = self._one.repeated(num_steps)
 
-    def carry_out(self, costs: Costs) -> Carried:
-        seconds = [
-            [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
-            for rank, ops in enumerate(self.ops)
-        ]
-        num_bytes = [
-            costs.control_bytes if transfer is CONTROL else costs.direction(transfer).num_bytes
-            for transfer in self.transfers
-        ] * self.num_steps
-        lines = [
-            costs.line(route.here, route.there, self.layout.wan_between(*route.sample))
-            for route in self.routes
-        ]
-        moments = self.engine(self.program, seconds, num_bytes, lines)
-        for rank in range(self.layout.num_ranks):
-            if not moments.has_ended(self.program, rank):
-                raise self.deadlock()
-        return seconds, num_bytes, lines, moments
-
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
         """Seconds of decompressing, of the thing itself, of compressing."""
         if op.action is None:
             if op.what in MARKS:
                 return 0.0, 0.0, 0.0
             update = costs.update(rank, self.placements[rank].stages)
-            own = {
-                "fetch": update.fetch_s,
-                "average": update.average_s,
-                "clip": update.norm_s,
-                "optimizer": update.optimizer_s,
-            }
-            return 0.0, own[op.what], 0.0
+            return 0.0, getattr(update, "norm_s" if op.what == "clip" else f"{op.what}_s"), 0.0
         before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
         behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, op.action)
@@ -172,13 +138,15 @@ class StepProgram:
                 if actions:
                     self._add(rank, Op("fetch"))
                 for action in actions:
-                    received, sent = self._received(action, first), self._sent(action, first)
+                    kind, stage = action.kind, action.stage
+                    received = self._transfer(stage - (kind == "forward"), action, first)
+                    sent = self._transfer(stage - (kind == "backward"), action, first)
                     need = -1 if received is None else tokens[received]
                     posts: tuple[int, ...] = ()
                     if sent is not None:
                         posts = (self._post(sent, sent.sender, sent.receiver, tokens[sent]),)
                     named = action._replace(micro_batch=first + action.micro_batch)
-                    self._add(rank, Op(action.kind, named, received, sent), need, posts)
+                    self._add(rank, Op(kind, named, received, sent), need, posts)
 
     def _build_update(self, agrees: bool) -> None:
         gathered: dict[tuple[int, ...], int] = {}
@@ -230,14 +198,6 @@ class StepProgram:
             self.routes.append(Route(here, there, (sender, receiver)))
         self.transfers.append(transfer)
         return self._one.parcel(sender, receiver, self._route_of[shared], token)
-
-    def _received(self, action: Action, first: int) -> Transfer | None:
-        boundary = action.stage - (action.kind == "forward")
-        return self._transfer(boundary, action, first)
-
-    def _sent(self, action: Action, first: int) -> Transfer | None:
-        boundary = action.stage - (action.kind == "backward")
-        return self._transfer(boundary, action, first)
 
     def _transfer(self, boundary: int, action: Action, first: int) -> Transfer | None:
         """The message over `boundary`; None at the ends and between stages of one rank."""

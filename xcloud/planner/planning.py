@@ -89,7 +89,8 @@ class Planner:
         assert isinstance(job.compression, Compression | Phased), (
             "autopilot is refused with a plan"
         )
-        self.own_compression, self.candidates = self._candidates(job.compression)
+        self.candidates = self._candidates(job.compression)
+        self.own_compression = next(iter(self.candidates))
         self.not_planned: dict[str, str] = {}
         self.schedules = self._schedules()
         self.arranged = self._arranged()
@@ -105,13 +106,8 @@ class Planner:
         return found, found.differs_from(trial.of)
 
     def trial(self, config: Any) -> TrialRun:
-        cluster = self.cluster
-        if cluster.num_replicas > 1:
-            cluster = replicas_of(cluster)[0]
-        return TrialRun(
-            config, self.job, cluster, self.own_compression, self.candidates, self.counts,
-            self.plan.trial_steps,
-        )  # fmt: skip
+        cluster, num_steps = replicas_of(self.cluster)[0], self.plan.trial_steps
+        return TrialRun(config, self.job, cluster, self.candidates, self.counts, num_steps)
 
     def report(self, profile: Profile, notes: Sequence[str] = ()) -> Report:
         """Search, and whatever is shown of it. notes: why the profile may not hold."""
@@ -190,16 +186,12 @@ class Planner:
             ends = tuple(accumulate(counts))
         return Plan(job.strategy.name, ends, job.schedule, self.own_compression)
 
-    def _candidates(
-        self, own: Compression | Phased
-    ) -> tuple[str, dict[str, Compression | Phased]]:
-        """The name of the job's own compressor, and all by name."""
-        found: dict[str, Compression | Phased] = {NO_COMPRESSION: Compression()}
-        found |= self.plan.compressors
-        for name, other in found.items():
-            if repr(other) == repr(own) or (own.is_identity and name == NO_COMPRESSION):
-                return name, found
-        return own.label, found | {own.label: own}
+    def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
+        """By name, the job's own first."""
+        found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
+        same = (name for name, other in found.items() if repr(other) == repr(own))
+        name = NO_COMPRESSION if own.is_identity else next(same, own.label)
+        return {name: found.get(name, own)} | found
 
     def _schedules(self) -> list[Schedule]:
         """Those beside the job's own that the job allows."""
@@ -233,13 +225,12 @@ class Planner:
                 continue
             if layout.num_replicas == 1 and strategy.averaging is not None:
                 self.not_planned[name] = "there is one replica, so nothing is averaged"
-                continue
-            if self._takes_texts_elsewhere(other):
+            elif self._takes_texts_elsewhere(other):
                 self.not_planned[name] = (
                     "each of two clouds has texts that the other has not, and would need these"
                 )
-                continue
-            found[name] = Arranged(strategy, layout)
+            else:
+                found[name] = Arranged(strategy, layout)
         return found or {own.name: Arranged(own, self.job.cluster)}
 
     def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:

@@ -62,14 +62,13 @@ LEAST_TURNS = 3  # of the tour, of which the first warms caches up
 
 @dataclass(frozen=True)
 class TrialRun:
-    """cluster: as written, without a strategy. candidates: compressions, the job's own first;
+    """cluster: as written, of one pipeline. candidates: compressions, the job's own first;
     counts: of micro-batches that plans may have. num_steps: about so many updates. cut: by the
     clouds' own stages, the blocks of each stage of the trial; empty = as the job has it."""
 
     config: Any
     job: PipelineJob
     cluster: ClusterLayout
-    own: str
     candidates: Mapping[str, Compression | Phased]
     counts: Sequence[int]
     num_steps: int
@@ -151,18 +150,18 @@ class TrialRun:
         clouds = self.cluster.clouds.values()
         if not counts or any(c.one_stage_per_rank or c.shard for c in clouds):
             return []
-        cut = [[count] for count in counts]
-        if len(counts) > 1 and counts[0] > 2:
-            cut[0], cut[-1] = [1, counts[0] - 2], [counts[-1] + 1]
-        elif len(counts) > 1 and counts[-1] > 2:
-            cut[0], cut[-1] = [counts[0] + 1], [counts[-1] - 2, 1]
-        elif counts[0] > 1:
-            cut[0] = [1, counts[0] - 1]
-        elif counts[-1] > 1:
-            cut[-1] = [counts[-1] - 1, 1]
+        cut, (first, last) = [[count] for count in counts], (counts[0], counts[-1])
+        if len(counts) > 1 and first > 2:
+            cut[0], cut[-1] = [1, first - 2], [last + 1]
+        elif len(counts) > 1 and last > 2:
+            cut[0], cut[-1] = [first + 1], [last - 2, 1]
+        elif first > 1:
+            cut[0] = [1, first - 1]
+        elif last > 1:
+            cut[-1] = [last - 1, 1]
         else:
             return []
-        own = {self.own: self.candidates[self.own]}
+        own = dict([next(iter(self.candidates.items()))])
         return [replace(self, candidates=own, num_steps=-(-self.num_steps // 2), cut=cut)]
 
     @cached_property
@@ -177,10 +176,9 @@ class TrialRun:
         counts = list(map(len, self.parts)) or [1] * self.cluster.num_stages
         ends = [0, *accumulate(counts)]
         for name, cloud in self.cluster.clouds.items():
-            if cloud.replica == 0:
-                stages = [s for k in cloud.stages or () for s in range(ends[k], ends[k + 1])]
-                device = "auto" if cloud.device == "cuda" and not has_gpu else cloud.device
-                clouds[name] = replace(cloud, stages=stages, slowdown=1.0, device=device)
+            stages = [s for k in cloud.stages or () for s in range(ends[k], ends[k + 1])]
+            device = "auto" if cloud.device == "cuda" and not has_gpu else cloud.device
+            clouds[name] = replace(cloud, stages=stages, slowdown=1.0, device=device)
         return replace(self.cluster, clouds=clouds, wan="free", links={})
 
     @cached_property
@@ -219,16 +217,14 @@ class TrialRun:
         return True
 
     @cached_property
-    def names(self) -> list[str]:
-        return [self.own, *(name for name in self.candidates if name != self.own)]
-
-    @cached_property
     def legs(self) -> list[tuple[Schedule, str]]:
+        """The job's compression with every schedule, others with the largest and the smallest
+        micro-batch."""
+        own, *others = self.candidates
         whole = [s for s in self.shapes if not _splits(s)]
         ends = (pick(whole, key=lambda s: s.num_micro_batches) for pick in (min, max))
-        others = product(self.names[1:], dict.fromkeys(ends))
-        own = [(shape, self.own) for shape in self.shapes]
-        return own + [(shape, name) for name, shape in others]
+        found = [(shape, own) for shape in self.shapes]
+        return found + [(shape, name) for name, shape in product(others, dict.fromkeys(ends))]
 
     @property
     def _num_updates(self) -> int:
@@ -240,13 +236,12 @@ class TrialRun:
         """Without what no step's prediction holds: lines, averages, kept rows, phases of
         compression but the last; and without all that stands around the steps."""
         given = configs.plain_settings(self.config, without=("hydra",))
-        tables = dict(given["plan"]["compressors"])
-        tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}, **tables}
-        tables.setdefault(self.own, given["compression"])
-        choices = {name: _last_phase(tables[name], self.candidates[name]) for name in self.names}
+        names = list(self.candidates)
+        tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
+        tables |= {names[0]: given["compression"]} | given["plan"]["compressors"]
+        choices = {n: _last_phase(tables[n], made) for n, made in self.candidates.items()}
         clouds = {name: table_of(cloud) for name, cloud in self.layout.clouds.items()}
-        n = len(self.names)
-        legs = [self.shapes.index(s) * n + self.names.index(name) for s, name in self.legs]
+        legs = [self.shapes.index(s) * len(names) + names.index(name) for s, name in self.legs]
         settings = {
             "plan": None,
             "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
@@ -256,7 +251,7 @@ class TrialRun:
             "cluster.clouds": clouds,
             "strategy": table_of(Strategy()),
             "schedule": table_of(self.shapes[0]),
-            "compression": choices[self.own],
+            "compression": choices[names[0]],
             "security.meter": None,
             "security.privacy": None,
             "training.max_steps": self._num_updates,
@@ -295,7 +290,7 @@ class TrialRun:
                 Leg(self._pass_samples / s.num_micro_batches, name, _splits(s), typical(steps))
                 for (s, name), steps in zip(self.legs, costs, strict=True)
             ],
-            self.own,
+            next(iter(self.candidates)),
             facts,
             [(own, len(layout.ranks_of(own[0]))) for own in held],
             self._pass_samples,

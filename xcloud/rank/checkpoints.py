@@ -9,9 +9,8 @@ from xcloud.comm.state import StateTree, load_states, states_of
 from xcloud.parallel.control import Control
 from xcloud.rank.role import RankContext
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.changes import Changes
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.resume import Changes, RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, Timing, about_part, bytes_to_copy
 from xcloud.training.settings import Checkpoints
 

@@ -19,7 +19,7 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.record.rank_state import SAMPLES_FILE, SCORES_FILE
+from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.reporter import Reporter
 
 

@@ -31,7 +31,7 @@ from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
 from xcloud.rank.role import RankContext
 from xcloud.rank.typical_step import TypicalStep
-from xcloud.record.rank_state import ready_file
+from xcloud.record.files import ready_file
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard

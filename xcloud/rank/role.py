@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.link import LinkRecord
-from xcloud.cluster.liveness import Heartbeat, PeerLife
+from xcloud.cluster.liveness import PeerLife, heartbeat
 from xcloud.cluster.transport import Transport
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
@@ -96,7 +96,7 @@ class Role(ABC, Generic[JobT]):
         """While the block lasts the other ranks are sent heartbeats."""
         if self.control is None:
             return nullcontext()
-        return Heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
+        return heartbeat(self.job.cluster.liveness.interval_s, self.control.say_alive)
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye."""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.record.segments import AGREED_FILE, CheckpointSteps, numbers, sync_names, write_whole
+from xcloud.record.files import AGREED_FILE, CheckpointSteps, numbers, sync_names, write_whole
 
 State = Mapping[str, Tensor | int]
 

@@ -1,7 +1,7 @@
 """Follow a run's event log and join the ranks' reports into steps. What is kept of them is in
 summary.py.
 
-`events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
+`events.jsonl` (long: with finished segments before it, files.py) is append-only, one JSON
 object per line; all have "event", "rank", "cloud", "t" and what intake.py says. Rank 0 writes it
 for all ranks, the parent follows. A step is complete when every rank has reported it, but those
 of clouds that are gone. A run that was interrupted continues in the same file: "resume" names the
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xcloud.record import segments
-from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
+from xcloud.record import files
+from xcloud.record.files import EVENTS_FILE as EVENTS_FILE
 
 LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
@@ -80,8 +80,8 @@ class EventReader:
         is_finished = True
         while is_finished and not self._lines:
             try:
-                new, is_finished = segments.read(self.path, self._segment, self._offset)
-            except segments.DAMAGED as error:
+                new, is_finished = files.read(self.path, self._segment, self._offset)
+            except files.DAMAGED as error:
                 new, is_finished = b"", True
                 if self._warn:
                     log.warning(
@@ -89,7 +89,7 @@ class EventReader:
                         *(self._segment, self.path, error),
                     )
             self._offset += len(new)
-            if is_finished and len(new) < segments.SEGMENT_BYTES:
+            if is_finished and len(new) < files.SEGMENT_BYTES:
                 self._segment, self._offset = self._segment + 1, 0
                 new += b"\n"  # a segment ends with a whole line, unless the machine died
             # Split bytes, not text: the data read may end inside a UTF-8 character.

@@ -11,7 +11,6 @@ not arrived. There is one warning; what MLflow still lacks at the end of the run
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import logging
 import re
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
@@ -33,14 +33,12 @@ from xcloud.record.mlflow_store import (
     ALL_RUNS,
     COSTS,
     Store,
-    SystemMeter,
     prepare_environment,
     ui_command,
     view_of_sweep,
 )
 from xcloud.record.tracking import (
     MAX_VALUE_CHARACTERS,
-    Buckets,
     Point,
     Status,
     Thinner,
@@ -57,6 +55,7 @@ MAX_PER_BATCH = 100  # params
 MAX_METRICS_PER_BATCH = 1000
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
 RETRY_AFTER_S = 5.0
+SYSTEM_EVERY_S = 10.0
 MODEL_FIGURES = (*COSTS, "compression_ratio")  # of a model, beside its scores
 TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
 REPLACED_FILE = "mlflow_run_replaced.json"  # which one it takes the place of, if it begins again
@@ -95,7 +94,6 @@ class MlflowTracker:
 
     def start(self, run: TrackedRun) -> Sender:
         sender = Sender(self, run)
-        sender.put("tags", sender.log_tags, run.tags)
         sender.start()
         return sender
 
@@ -112,36 +110,38 @@ class Sender(threading.Thread):
         # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
-        self._read_step = -1  # the last one of the curves of training
-        self._scored: dict[str, set[int]] = {}  # steps of the scores' curves
+        self._until: dict[str, int] = {}  # the last step that was read, of each curve
         self._started_at_s = time.time()
+        self._load_due_s = 0.0  # since the start
         self._closing = threading.Event()
-        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
-        self._thinner = Thinner(Buckets(tracker.points, run.num_steps))
+        self._thinner = Thinner(tracker.points, run.num_steps)
         self._unsent: list[Point] = []  # read from the event file, not yet taken by MLflow
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()  # sent after those
         self._last_step = 0  # whose values MLflow has
         self._refused: list[str] = []
         self._trouble = ""  # why the last attempt failed
         self._warned = self._complete = False
-        self._meter = SystemMeter()
+        self._put("tags", self._log_tags, run.tags)
 
-    def put(self, what: str, send: Callable[[Any], object], value: object) -> None:
-        """Queue send(value). what: names it in messages, should it be refused."""
-        self._waiting.append((what, partial(send, value)))
+    def _put(self, what: str, send: Callable[..., object], *values: object) -> None:
+        """Queue send(*values). what: names it in messages, should it be refused."""
+        self._waiting.append((what, partial(send, *values)))
 
     def artifact(self, path: Path) -> None:
-        self.put(path.name, self.log_artifact, path.absolute())
+        path = path.absolute()
+        self._put(path.name, lambda: self._store.keep(self._client, str(self.run_id), path))
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Send the rest and the final values; takes at most `finish_timeout_s`."""
         facts = ("commit", "profile", "cause")
         tags = {key: summary[key] for key in facts if summary.get(key) is not None}
-        self.put("final tags", self.log_tags, {"status": status, **tags})
+        self._put("final tags", self._log_tags, {"status": status, **tags})
         num_steps, now_s = int(summary.get("num_steps") or 0), time.time()
-        final = points_of(final_metrics(summary), now_s, num_steps)
-        self.put("final values", self.log_metrics, final)
+        self._put(
+            "final values", self._log_metrics, points_of(final_metrics(summary), now_s, num_steps)
+        )
         if status == "finished":
-            self.put("the model", self.log_model, (summary, now_s))
+            self._put("the model", self._log_model, summary, now_s)
         self._status, self._ended_at_s = MLFLOW_STATUS[status], now_s
         self._closing.set()
         self.join(self._tracker.finish_timeout_s)
@@ -162,7 +162,7 @@ class Sender(threading.Thread):
 
     @property
     def missing(self) -> str:
-        """After `close`: a description of what MLflow lacks; empty if nothing."""
+        """After `finish`: a description of what MLflow lacks; empty if nothing."""
         parts = [f"{what}, which it refused" for what in self._refused]
         if not self._complete:
             late = f"all after step {self._last_step}" if self.run_id else "everything"
@@ -187,16 +187,14 @@ class Sender(threading.Thread):
         try:
             if self.run_id is None:
                 self._create_run()
-            self._send_figures()  # left over from when the store was down
-            second, load = self._meter.figures()
-            self._unsent += points_of(load, time.time(), second)
+            self._unsent += self._load()
+            self._send_curves()  # left over from when the store was down
             for event in self._events:  # after an outage there are many
                 self._unsent += self._curves(event)
                 if len(self._unsent) > MAX_METRICS_PER_BATCH:
-                    self._send_figures()
-            if last:
-                self._unsent += self._thinner.close()
-            self._send_figures()
+                    self._send_curves()
+            self._unsent += self._thinner.close() if last else []
+            self._send_curves()
             while self._waiting:
                 self._attempt(*self._waiting[0])
                 self._waiting.popleft()
@@ -216,13 +214,14 @@ class Sender(threading.Thread):
         if earlier is not None and self._reopen(client, earlier):
             self._client, self.run_id = client, earlier
             return
-        started_ms, tags = int(1000 * self._started_at_s), {"mlflow.user": _user()}
+        started_ms = int(1000 * self._started_at_s)
+        tags = {"mlflow.user": psutil.Process().username()}
         run = client.create_run(self.experiment_id, started_ms, tags, run_name=self._run.name)
         self._client, self.run_id = client, run.info.run_id
         if (replaced := self._recorded_in(REPLACED_FILE)) is not None:
-            self._waiting.append(("the earlier run", partial(client.delete_run, replaced)))
+            self._put("the earlier run", client.delete_run, replaced)
         # Not those of a later attempt: MLflow cannot change a parameter.
-        params = partial(self.log_params, self._run.params)
+        params = partial(self._log_params, self._run.params)
         self._waiting.appendleft(("parameters", params))
         with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
             tracked = {"run_id": self.run_id, "store": self._store.tracking_uri}
@@ -243,8 +242,8 @@ class Sender(threading.Thread):
             data = client.get_run(run_id).data
             for tag in {"status", "cause"} & data.tags.keys():  # of how it ended before
                 client.delete_tag(run_id, tag)
-            steps = {
-                key: {metric.step for metric in client.get_metric_history(run_id, key)}
+            self._until = {
+                key: max(metric.step for metric in client.get_metric_history(run_id, key))
                 for key in data.metrics
                 if key == _STEP_CURVE or is_score(key)
             }
@@ -252,33 +251,50 @@ class Sender(threading.Thread):
             if not _is_refusal(error):
                 raise
             return False
-        self._read_step = max(steps.pop(_STEP_CURVE, ()), default=-1)
-        self._last_step, self._scored = max(self._read_step, 0), steps
+        self._last_step = self._until.get(_STEP_CURVE, 0)
         return True
 
+    def _load(self) -> list[Point]:
+        """Of the machine, now and then, as MLflow's page of system metrics names it; a step is a
+        second since the start."""
+        now_s = time.time()
+        second = now_s - self._started_at_s
+        if second < self._load_due_s:
+            return []
+        self._load_due_s = second + SYSTEM_EVERY_S
+        memory = psutil.virtual_memory()
+        load = {
+            "system/cpu_utilization_percentage": psutil.cpu_percent(),
+            "system/system_memory_usage_megabytes": memory.used / 1e6,
+            "system/system_memory_usage_percentage": memory.percent,
+        }
+        return points_of(load, now_s, int(second))
+
     def _curves(self, event: Event) -> list[Point]:
-        # Of steps that were done again MLflow keeps the first values: it cannot replace one.
+        if event["event"] == "data":
+            self._put("data sets", self._log_data, event)
         points = []
         totals = self._run.steps.feed(event)
-        if totals is not None and totals.step > self._read_step:
-            self._read_step = totals.step
+        if totals is not None and self._is_new(_STEP_CURVE, totals.step):
             values = step_metrics(totals)
             # It comes last, so once MLflow has it, MLflow has all of the bucket.
             values[_STEP_CURVE] = values.pop(_STEP_CURVE)
             points = self._thinner.feed(totals.step, values, event["t"])
-        if event["event"] == "data":
-            self.put("data sets", self.log_data, event)
         if event["event"] == "quality":
-            for point in points_of(quality_metrics(event), event["t"], event["step"]):
-                if point.step not in (steps := self._scored.setdefault(point.key, set())):
-                    steps.add(point.step)
-                    points.append(point)
+            scores = points_of(quality_metrics(event), event["t"], event["step"])
+            points += [point for point in scores if self._is_new(point.key, point.step)]
         return points
 
-    def _send_figures(self) -> None:
+    def _is_new(self, key: str, step: int) -> bool:
+        """Of steps that were done again MLflow keeps the first values: it cannot replace one."""
+        is_new = step > self._until.get(key, -1)
+        self._until[key] = max(step, self._until.get(key, -1))
+        return is_new
+
+    def _send_curves(self) -> None:
         while batch := self._unsent[:MAX_METRICS_PER_BATCH]:
             steps = f"steps {batch[0].step} to {batch[-1].step}"
-            self._attempt(steps, partial(self.log_metrics, batch))
+            self._attempt(steps, partial(self._log_metrics, batch))
             self._last_step = batch[-1].step
             del self._unsent[: len(batch)]
 
@@ -292,13 +308,13 @@ class Sender(threading.Thread):
             self._refused.append(what)
             self._warn(f"{what}: {error}")
 
-    def log_metrics(self, points: Sequence[Point]) -> None:
+    def _log_metrics(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
         metrics = [Metric(p.key, p.value, int(1000 * p.at_s), p.step) for p in points]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def log_params(self, params: Mapping[str, object]) -> None:
+    def _log_params(self, params: Mapping[str, object]) -> None:
         """Long values are cut: the complete file is logged as an artifact."""
         from mlflow.entities import Param
 
@@ -307,7 +323,13 @@ class Sender(threading.Thread):
         for i in range(0, len(entries), MAX_PER_BATCH):
             self._client.log_batch(self.run_id, params=entries[i : i + MAX_PER_BATCH])
 
-    def log_data(self, event: Event) -> None:
+    def _log_tags(self, tags: Mapping[str, object]) -> None:
+        from mlflow.entities import RunTag
+
+        said = [RunTag(legal_name(k), str(v)[:MAX_VALUE_CHARACTERS]) for k, v in tags.items()]
+        self._client.log_batch(self.run_id, tags=said)
+
+    def _log_data(self, event: Event) -> None:
         """The splits of the corpus as the run's inputs, from a "data" event. The digest is of
         settings, sizes and what the corpus is known by, not of private text."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -323,15 +345,13 @@ class Sender(threading.Thread):
             tags = [InputTag("mlflow.data.context", split)]
             self._client.log_inputs(self.run_id, [DatasetInput(data, tags)])
 
-    def log_model(self, ended: tuple[Mapping[str, Any], float]) -> None:
-        """The finished model with its scores, what a step took, and where its record lies. ended:
-        the summary, and the time of the run's final values, so that none is in the run twice."""
+    def _log_model(self, summary: Mapping[str, Any], at_s: float) -> None:
+        """The finished model with its scores, what a step took, and where its record lies. at_s:
+        the time of the run's final values, so that none is in the run twice."""
         from mlflow.entities import Metric
 
-        (summary, at_s), run = ended, self._run
-        scores, data = summary.get("quality", {}), summary.get("data") or {}
-        corpus = data.get("name", "")
-        folder = str(run.run_dir.absolute())
+        run, scores, data = self._run, summary.get("quality", {}), summary.get("data") or {}
+        corpus, folder = data.get("name", ""), str(run.run_dir.absolute())
         note = f"Record: `{folder}` (experiment.yaml, summary.json, events.jsonl)"
         model = self._client.create_logged_model(
             self.experiment_id, re.sub(r"""[/:.%"'\s]+""", "_", run.name),
@@ -350,15 +370,6 @@ class Sender(threading.Thread):
         self._client.log_batch(self.run_id, metrics=metrics)
         self._client.finalize_logged_model(model.model_id, "READY")
 
-    def log_tags(self, tags: Mapping[str, object]) -> None:
-        from mlflow.entities import RunTag
-
-        said = [RunTag(legal_name(k), str(v)[:MAX_VALUE_CHARACTERS]) for k, v in tags.items()]
-        self._client.log_batch(self.run_id, tags=said)
-
-    def log_artifact(self, path: Path) -> None:
-        self._store.keep(self._client, str(self.run_id), path)
-
     def _warn(self, reason: str) -> None:
         """Warn once, however many attempts fail."""
         self._trouble = reason[:400]
@@ -373,13 +384,6 @@ class Sender(threading.Thread):
 
 def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
     return [Point(key, value, at_s, step) for key, value in metrics.items()]
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # In a container the user id may have no name.
-        return "unknown"
 
 
 def _is_refusal(error: Exception) -> bool:

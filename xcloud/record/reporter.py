@@ -1,4 +1,9 @@
-"""Send a rank's events to rank 0 and append them to events.jsonl; survive a full disk."""
+"""Send a rank's events to rank 0 and append them to events.jsonl; survive a full disk.
+
+What a rank does at the moment stands in a small file of its run folder, rankN.state.json, which
+`python -m xcloud status` reads. A rank that is stopped or dead leaves an old one, so the age of
+the file is that of its last heartbeat.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,22 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from xcloud.record import segments
+from xcloud.cluster.liveness import PeerLife
+from xcloud.record import files
 from xcloud.record.events import LOST_LINES_FILE
-from xcloud.record.rank_state import RankState
+from xcloud.record.files import replace_text, state_file
 
 FLUSH_EVERY_S = 1.0
+WRITE_EVERY_S = 1.0
 FINISH_WITHIN_S = 10.0  # a segment, at the end of a run
 _MAX_CHUNK_BYTES = 1 << 17
 
@@ -39,7 +47,7 @@ class EventFile:
         self._path = path
         self._file = open(path, "ab", buffering=0)
         self._is_torn = _ends_inside_a_line(path)
-        self._num_bytes, self._finish_at = self._file.tell(), segments.SEGMENT_BYTES
+        self._num_bytes, self._finish_at = self._file.tell(), files.SEGMENT_BYTES
         self._finishing = threading.Thread()
         self._lost_finish: list[int] = []
         self.num_lost_lines = 0
@@ -87,12 +95,12 @@ class EventFile:
             with self._lock:
                 if self._is_torn:
                     return
-                old, self._file = self._file, segments.finish(self._path)
+                old, self._file = self._file, files.finish(self._path)
                 self._num_bytes = 0
                 old.close()
-            segments.compress(self._path)
+            files.compress(self._path)
         except (OSError, ValueError) as error:  # ValueError: closed
-            self._finish_at += segments.SEGMENT_BYTES
+            self._finish_at += files.SEGMENT_BYTES
             log.debug("%s could not be finished as a segment: %s", self._path, error)
 
     def _lose(self, data: bytes, error: Exception) -> None:
@@ -114,6 +122,68 @@ def _ends_inside_a_line(path: Path) -> bool:
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
+
+
+class RankState:
+    """`lives` is set once the rank has links: their ends note there what they wait for.
+
+    phase: what the rank does, or how it has ended. step: of its last finished update. torchrun:
+    it has started the rank. says: each phase on standard output.
+    """
+
+    def __init__(
+        self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
+    ) -> None:
+        self.lives: Mapping[int, PeerLife] = {}
+        self._path, self._rank, self.says = state_file(run_dir, rank), rank, says
+        self._facts: dict[str, Any] = {"torchrun": torchrun}
+        self.may_leave = False  # the run can do without this rank, which may come back
+        self.enter("joining the others")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="state", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str) -> None:
+        self._facts |= {"phase": phase, "phase_since": time.time()}
+        if self.says:
+            print(f"rank {self._rank}: {phase}", flush=True)
+
+    def hear(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Each event that the rank reports."""
+        if event == "phase":
+            self.enter(str(fields["name"]))
+        elif event in ("step", "fed") and "step" in fields:
+            self._facts |= {"step": fields["step"], "step_at": time.time()}
+
+    def close(self, ending: str) -> None:
+        """ending: how the rank has ended."""
+        self.enter(ending)
+        self._closing.set()
+        self._thread.join(WRITE_EVERY_S)
+
+    def _work(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # a full disk must not end a rank
+                self._write()
+            if self._closing.is_set():
+                return
+            self._closing.wait(WRITE_EVERY_S)
+
+    def _write(self) -> None:
+        waits = [
+            {"rank": peer, "message": str(key), "since": time.time() - seconds}
+            for peer, life in list(self.lives.items())
+            if (awaited := life.awaited) is not None
+            for key, seconds in [awaited]
+        ]
+        heard = {peer: round(life.silent_s, 1) for peer, life in list(self.lives.items())}
+        facts = {
+            "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
+            "written": time.time(), "ended": self._closing.is_set(), **self._facts,
+            "may_leave": self.may_leave, "waits_for": waits,
+            "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
+        }  # fmt: skip
+        replace_text(self._path, json.dumps(facts))
 
 
 class Reporter:

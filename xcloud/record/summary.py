@@ -67,7 +67,7 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.segments import replace_text
+from xcloud.record.files import replace_text
 
 Summary = dict[str, Any]
 

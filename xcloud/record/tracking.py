@@ -5,10 +5,10 @@ nothing: MLflow's tracker is mlflow_tracker.py.
 Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
 `step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
 
-A store can only append, so curves are thinned to a bounded number of points: steps are cut into
-buckets; kept of each curve are the smallest, the largest and the last value of a bucket, each at
-its own step. Where a bucket ends follows from the number of the step alone, so a run that resumes,
-or a store that comes back, gets the same points again.
+A store can only append, so curves are thinned to a bounded number of points: of so many steps the
+smallest, the largest and the last value, each at its own step. Where such a bucket ends follows
+from the number of the step alone, so a run that resumes, or a store that comes back, gets the same
+points again.
 """
 
 from __future__ import annotations
@@ -89,8 +89,6 @@ class NullTracker:
 # Limits of MLflow 3.17 (mlflow/utils/validation.py).
 MAX_KEY_CHARACTERS = 250
 MAX_VALUE_CHARACTERS = 6000
-
-PER_BUCKET = 3
 
 # Of summary.json, what has the same name in a table of runs.
 AS_THEY_ARE = (
@@ -181,39 +179,18 @@ class Point(NamedTuple):
     step: int
 
 
-class Buckets:
-    """At most about `points` points for a run of num_steps, and enough of one that ends early.
-
-    Buckets are as wide as three quarters of the points allow; the first ones are narrower: of one
-    step, then of 2, 4, 8, ... steps, `num_alike` of each width, for the last quarter.
-    """
+class Thinner:
+    """At most `points` points of a curve of num_steps. `feed` the values of each step, in order;
+    it returns the points that are known by then."""
 
     def __init__(self, points: int, num_steps: int) -> None:
-        self._doublings = self._num_alike = 0
-        if num_steps > points:
-            widest = 4 * num_steps / points  # PER_BUCKET points each: three quarters in all
-            self._doublings = math.ceil(math.log2(widest))
-            self._num_alike = max(1, points // (4 * PER_BUCKET * self._doublings))
-
-    def of(self, step: int) -> tuple[int, int]:
-        """Equal for all steps of a bucket: its width and its number among those."""
-        if not self._doublings:
-            return 1, step
-        doublings = (max(step, 1) // self._num_alike).bit_length() - 1
-        width = 1 << min(max(doublings, 0), self._doublings)
-        return width, step // width
-
-
-class Thinner:
-    """`feed` the values of each step, in order; it returns the points that are known by then."""
-
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
+        # Three points a bucket, and one bucket may be short.
+        self._width = 3 * num_steps // (points - 3) + 1 if num_steps > points else 1
         self._points: dict[str, list[Point]] = {}  # smallest, largest, last
-        self._open: tuple[int, int] | None = None  # the bucket of these points
+        self._open = -1  # the bucket of these points
 
     def feed(self, step: int, values: Mapping[str, float], at_s: float) -> list[Point]:
-        bucket, points = self._buckets.of(step), []
+        bucket, points = step // self._width, []
         if bucket != self._open:
             points = self.close()
             self._open = bucket
@@ -222,7 +199,7 @@ class Thinner:
             low, high, _ = self._points.get(key, (point, point, point))
             low, high = min(low, point, key=_height), max(high, point, key=_height)
             self._points[key] = [low, high, point]
-        return points + (self.close() if self._buckets.of(step + 1) != bucket else [])
+        return points + (self.close() if (step + 1) // self._width != bucket else [])
 
     def close(self) -> list[Point]:
         """The rest, by step; of the last step in the order in which the values were given."""

@@ -19,7 +19,6 @@ from xcloud.plan.pricing import OverEpochs, Pricer
 from xcloud.plan.recorded import PLAN_FILE
 from xcloud.plan.search import (
     AtCount,
-    Crossing,
     Ranked,
     Space,
     StepAt,
@@ -74,7 +73,7 @@ class Report:
         return over_micro_batches(self.pricer, self.pipeline, counts)
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> dict[str, float]:
         return crossings(self._step_at, self._compressions)
 
     @cached_property
@@ -102,9 +101,7 @@ class Report:
     def counts(self, plan: Plan) -> list[int]:
         """Blocks of each stage; empty for a model that is not cut freely."""
         pieces = self.pricer.profile.pieces
-        starts = (0, *plan.ends[:-1])
-        found = [sum(p.blocks for p in pieces[a:b])
-                 for a, b in zip(starts, plan.ends, strict=True)]  # fmt: skip
+        found = [sum(piece.blocks for piece in pieces[a:b]) for a, b in plan.spans]
         return found if all(piece.blocks for piece in pieces) else []
 
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
@@ -163,7 +160,7 @@ class Report:
                         "stale": list(self.stale)},
             "pays_below_bits_per_s": {
                 name: "always" if math.isinf(rate) else rate or "never"
-                for name, rate in self.crossings
+                for name, rate in self.crossings.items()
             },
             "step_time_over_bandwidth": {n: [list(p) for p in c] for n, c in self.curves.items()},
             "over_micro_batches": [entry._asdict() for entry in self.over_micro_batches],
@@ -230,8 +227,8 @@ def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[st
             "a step takes less with this compressor, at the best plan's other settings, on a line "
             "of less than"
         )
-        for crossing in report.crossings:
-            yield f"  {crossing.compression:<12} {bandwidth_text(crossing.pays_below)}"
+        for name, pays_below in report.crossings.items():
+            yield f"  {name:<12} {bandwidth_text(pays_below)}"
     if best := report.best_count:  # the paper's formulas are in plan.json
         each = (f"{e.micro_batches}: {human_seconds(e.step_s)}" for e in report.over_micro_batches)
         yield (
@@ -274,11 +271,11 @@ def _titled(axes: Axes, text: str, report: Report, plan: Plan) -> None:
 
 def _over_bandwidth(axes: Axes, report: Report) -> None:
     """A line for each compressor; a mark where it begins to pay."""
-    best, pays = report.best, dict(report.crossings)
+    best = report.best
     _titled(axes, "predicted step time over bandwidth", report, best)
     for number, (name, points) in enumerate(report.curves.items()):
         colour = LINES[number % len(LINES)]
-        label, at = name, pays.get(name, 0.0)
+        label, at = name, report.crossings.get(name, 0.0)
         if at:
             label += f", pays below {bandwidth_text(at)}"
         axes.plot(*zip(*points, strict=True), color=colour, label=label)

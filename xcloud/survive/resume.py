@@ -1,6 +1,6 @@
-"""Going on from a checkpoint: which one all ranks hold, what of it still has a meaning, and what a
-rank takes over. Sends nothing: the ranks compare what they hold with everything else that they
-compare before the start (join/agreement.py).
+"""Going on from a checkpoint: which one all ranks hold, what may differ from the run that it is of
+(TABLE, shown in docs/surviving.md), and what a rank takes over. Sends nothing: what ranks hold is
+compared with all else that they compare before the start (join/agreement.py).
 
 The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
 agreement is enough. Where there is none, one that all have written counts as well. If none is left
@@ -9,10 +9,12 @@ although one was agreed on, the run is refused: it would silently begin anew.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +23,153 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.job.job import Job, Places
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.survive.changes import Changes, changes
+
+_REMEMBERED = "what compression remembers of earlier steps"
+_SINCE_MERGE = "what other clouds did since the last merge"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """lost: by going on. refused: why it does not go on. is_equal: to the bits of a run that was
+    not interrupted. needs_merge: goes on only from a step after which all replicas were equal."""
+
+    lost: tuple[str, ...] = ()
+    refused: str = ""
+    is_equal: bool = False
+    needs_merge: bool = False
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        words = "equal bits" if self.is_equal else "goes on"
+        words += f", losing {'; '.join(self.lost)}" if self.lost else ""
+        return words + (", from a merge of all parameters only" if self.needs_merge else "")
+
+
+EQUAL, GOES_ON = Outcome(is_equal=True), Outcome()
+FORGETS = Outcome((_REMEMBERED,))
+OTHER_RUN = Outcome(refused="that would be another run")
+COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic", "one-way")
+
+
+class Row(NamedTuple):
+    """keys: the settings, as one pattern; "" where it is decided by who holds what (Places).
+    others: of columns that differ from `usual`; None where a job has no such setting."""
+
+    keys: str
+    usual: Outcome
+    others: Mapping[str, Outcome | None] = {}
+
+
+def _elastic(lost: str = "") -> Outcome:
+    return Outcome((lost, _SINCE_MERGE) if lost else (_SINCE_MERGE,))
+
+
+_NONE = {"one-way": None}
+_AFTER_MERGE = Outcome((_REMEMBERED,), needs_merge=True)
+NOTHING, CUT = "link, liveness, slowdown, evaluation, checkpoints", "number of stages"
+LANES, SHARD = "cluster: which ranks hold a stage", "cluster: parts of a sharded stage"
+TABLE: Mapping[str, Row] = {
+    NOTHING: Row(
+        r"cluster\.(wan|links|liveness|carrier|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
+        r"training\.(evaluate_every|eval_|checkpoint)|launch|feed\.(slow_after_s|min_producers)",
+        EQUAL, {"elastic": _elastic()},
+    ),
+    "steps, optimizer, precision, divergence, decoding, security but privacy": Row(
+        r"training\.(max_steps|optimizer\.|on_divergence|max_skips_in_a_row|precision)|"
+        r"security(?!\.privacy)|model\.decoding|feed\.on_(slow|dead)",
+        GOES_ON, {"elastic": _elastic()},
+    ),
+    "compression": Row("compression", FORGETS, {"elastic": _elastic(_REMEMBERED), **_NONE}),
+    "schedule, accumulation": Row(
+        r"schedule|training\.accumulate_steps", FORGETS,
+        {"elastic": _elastic(_REMEMBERED), **_NONE},
+    ),
+    LANES: Row(
+        "", FORGETS,
+        {
+            "local updates": _AFTER_MERGE, "streaming": _AFTER_MERGE, "elastic": _AFTER_MERGE,
+            "one-way": Outcome(refused="its ranks cannot change places"),
+        },
+    ),
+    SHARD: Row("", Outcome(refused="each rank has a part, and parts are not joined"), _NONE),
+    CUT: Row("", Outcome(refused="stages hold other layers then"), _NONE),
+    "security.privacy": Row(
+        r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), _NONE
+    ),
+    "model, task, data, seed, batch size, strategy, release": Row("", OTHER_RUN),
+}  # fmt: skip
+
+
+def outcome_of(row: str, column: str) -> Outcome:
+    return TABLE[row].others.get(column, TABLE[row].usual) or OTHER_RUN
+
+
+@dataclass
+class Changes:
+    """What differs from the run that a checkpoint is of. said: the settings, in words. refused:
+    why it does not go on, and what to set back."""
+
+    said: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    moves: bool = False
+    needs_merge: bool = False
+
+    @property
+    def forgets(self) -> bool:
+        return _REMEMBERED in self.lost
+
+    def price(self, has_memory: bool) -> str:
+        """What going on costs, for the user. has_memory: whether compression remembers any."""
+        lost = [what for what in self.lost if what != _REMEMBERED or has_memory]
+        return f"lost by this: {'; '.join(lost)}" if lost else "nothing is lost by this"
+
+    def take(self, outcome: Outcome, what: str, back: str) -> None:
+        if outcome.refused:
+            self.refused.append(f"{what}: {outcome.refused}; {back}, or start a new run")
+        self.lost += [lost for lost in outcome.lost if lost not in self.lost]
+        self.needs_merge |= outcome.needs_merge
+
+
+def changes(
+    saved: Mapping[str, str], now: Mapping[str, str], before: Places, after: Places
+) -> Changes:
+    """saved, now: settings as the ranks compare them (join/compared.py), and who holds what."""
+    found = Changes()
+    keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    found.said = _in_words(keys, saved, now, before.labels, after.labels)
+    found.moves = list(before.ranks) != list(after.ranks)
+    for key in keys:
+        row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
+        if row is None and key.startswith("cluster."):
+            row = NOTHING if before.ranks else LANES  # what moves is looked at below
+        old = saved.get(key)
+        back = f"leave {key} out" if old is None else f"set {key} back to {old}"
+        outcome = OTHER_RUN if row is None else outcome_of(row, after.column)
+        found.take(outcome, f"{key} is {now.get(key, 'not set')}", back)
+    if found.moves:
+        moved = LANES if before.sharded_parts == after.sharded_parts else SHARD
+        moved = moved if before.num_stages == after.num_stages else CUT
+        found.take(outcome_of(moved, after.column), moved, f"undo {', '.join(found.said)}")
+    return found
+
+
+def _in_words(
+    keys: Sequence[str], saved: Mapping[str, str], now: Mapping[str, str],
+    before: Mapping[str, str], after: Mapping[str, str],
+) -> list[str]:  # fmt: skip
+    """Of each group that has a label and more than one key in `keys`, the labels."""
+    said: dict[str, None] = {}
+    for key in keys:
+        group = key.partition(".")[0]
+        many = sum(other.partition(".")[0] == group for other in keys) > 1
+        if many and before.get(group, "") != after.get(group, ""):
+            said[f"{group} {before.get(group)} -> {after.get(group)}"] = None
+        else:
+            said[f"{key} {saved.get(key, 'not set')} -> {now.get(key, 'not set')}"] = None
+    return list(said)
+
 
 _SHARED = ("trainer.num_updates", "guard.")
 
@@ -56,27 +204,24 @@ class RankCheckpoints:
                 attempt = self._check(step, is_thorough)
                 found = self.folder.agreed(step) if not self.places.ranks else {}
                 held_by = map(str, found.get("held_by", ()))
-                line = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
+                lines[str(step)] = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
-                line = f"bad {agreed} {str(error).encode('ascii', 'replace').decode()}"
-            lines[str(step)] = line
+                why = str(error).encode("ascii", "replace").decode()
+                lines[str(step)] = f"bad {agreed} {why}"
         return lines
 
     def changes(self, step: int) -> Changes:
         parts = self.folder.ranks(step)
         about = self.folder.about(step, self.rank if self.rank in parts else parts[0])
-        before = Places.read(about["places"])
-        return changes(about["settings"], self.settings, before, self.places)
+        return changes(about["settings"], self.settings, Places.read(about["places"]), self.places)
 
     def own_step(self, step: int) -> int:
         """The newest step up to this one of which this rank has what it needs: an earlier one, or
         0, where it was lost before and the run went on without it."""
         if self.places.ranks:
             return step
-        return max((s for s in self.folder.steps() if s <= step and self._has(s)), default=0)
-
-    def _has(self, step: int) -> bool:
-        return self.rank in self.folder.ranks(step)
+        has = (s for s in self.folder.steps() if s <= step and self.rank in self.folder.ranks(s))
+        return max(has, default=0)
 
     def restore(self, step: int, fresh: State, facts: Mapping[str, str]) -> tuple[State, bool]:
         """This rank's state after `step`, and whether compression's memory was dropped. fresh: its
@@ -84,7 +229,13 @@ class RankCheckpoints:
         trained on. Raises DataError."""
         changed, needed = self.changes(step), self._needed(step)
         for rank in needed:
-            self._check_facts(step, rank, facts)
+            saved = self.folder.about(step, rank)["facts"]
+            for name in saved.keys() & facts.keys():
+                if saved[name] != facts[name]:
+                    raise DataError(
+                        f"{name} is not what the checkpoint of step {step} was trained on: "
+                        f"{facts[name]} now, {saved[name]} then"
+                    )
         if not changed.moves:
             state = self.folder.read(step, self.rank)
             if not changed.forgets:
@@ -173,15 +324,6 @@ class RankCheckpoints:
     def _before(self, step: int) -> Places:
         return Places.read(self.folder.about(step, self.folder.ranks(step)[0])["places"])
 
-    def _check_facts(self, step: int, rank: int, facts: Mapping[str, str]) -> None:
-        saved = self.folder.about(step, rank)["facts"]
-        for name in saved.keys() & facts.keys():
-            if saved[name] != facts[name]:
-                raise DataError(
-                    f"{name} is not what the checkpoint of step {step} was trained on: "
-                    f"{facts[name]} now, {saved[name]} then"
-                )
-
 
 def is_marked(key: str, mark: str) -> bool:
     return mark in key.split(".")
@@ -203,14 +345,11 @@ def newest_common(
     """The step to go on from, 0 for the start, and a note for the user. tables: by rank and step;
     of other ranks, which are not trusted: anything else is dropped. Raises ConfigError where that
     would silently lose an agreed checkpoint."""
-    held = {
-        rank: {int(s): line for s, line in lines.items() if s.isdecimal() and len(s) < 16}
-        for rank, lines in tables.items()
-    }
+    steps = {int(s) for held in tables.values() for s in held if s.isdecimal() and len(s) < 16}
     passed: list[str] = []
     table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
-    for step in sorted({step for lines in held.values() for step in lines}, reverse=True):
-        lines = {rank: held[rank].get(step, "bad written it has none") for rank in held}
+    for step in sorted(steps, reverse=True):
+        lines = {r: held.get(str(step), "bad written it has none") for r, held in tables.items()}
         had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
         if had_part:
             lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
@@ -219,7 +358,8 @@ def newest_common(
     for step, lines in (table[True] | table[False]).items():
         wrong = _wrong(lines, name_of)
         if not wrong:
-            return step, _note(passed, step)
+            note = f"going on from step {step}, not from the newest checkpoint. "
+            return step, note + ". ".join(passed) if passed else ""
         if step in table[True]:
             passed.append(f"step {step}: {'; '.join(wrong)}")
     if passed:
@@ -241,12 +381,6 @@ def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]
     return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])
 
 
-def _note(passed: Sequence[str], step: int) -> str:
-    if not passed:
-        return ""
-    return f"going on from step {step}, not from the newest checkpoint. {'. '.join(passed)}"
-
-
 def check_can_go_on(
     job: Job, run_dir: Path, settings: Mapping[str, str], anew: bool = False
 ) -> None:
@@ -257,19 +391,12 @@ def check_can_go_on(
     }
     first = holders[min(holders)]
     steps = first.folder.agreed_steps()
-    refused = _refused(first, steps[0]) if steps else ()
-    if refused:
-        raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
+    with contextlib.suppress(DataError, IndexError):  # damaged or not here: ranks say so of each
+        if steps and (refused := first.changes(steps[0]).refused):
+            raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
     held = {rank: holder.table(is_thorough=False) for rank, holder in holders.items()}
     if not newest_common(held, lambda rank: f"rank {rank}")[0] and not anew:
         raise ConfigError(
             f"{run_dir} has no checkpoint, so there is nothing to go on from. To begin anew in "
             "this folder add resume_anew=true; the run's own command begins in a new one"
         )
-
-
-def _refused(holder: RankCheckpoints, step: int) -> Sequence[str]:
-    try:
-        return holder.changes(step).refused
-    except (DataError, IndexError):  # damaged, or no part is here: the ranks say so of each
-        return ()

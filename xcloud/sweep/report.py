@@ -7,14 +7,12 @@ import argparse
 import logging
 import re
 import shlex
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
 from xcloud.base.units import score_text
 from xcloud.record.mlflow_store import (
@@ -26,11 +24,10 @@ from xcloud.record.mlflow_store import (
     view_of_sweep,
 )
 from xcloud.record.tracking import Tracker
-from xcloud.report.site import Page, Picture, Table, write_site
+from xcloud.report.tables import Page, Picture, Table, write_site
 from xcloud.sweep import table
-from xcloud.sweep.points import Settings, differences, is_number, varying
+from xcloud.sweep.points import Settings, differences, is_number, read_points, varying
 from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, open_sweep, swept_of
-from xcloud.sweep.state import read_points
 
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
@@ -53,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
     store = Store(project_root() / settings.root, settings.experiment, settings.uri)
-    try:
-        opened = [open_sweep(name, store) for name in dict.fromkeys(settings.sweep)]
-    except XcloudError as error:
-        print(f"xcloud: {error}", file=sys.stderr)
-        return 2
+    opened = [open_sweep(name, store) for name in dict.fromkeys(settings.sweep)]
     folders = [folder for folder, _ in opened]
     target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
     results = Results([run for _, runs in opened for run in runs])

@@ -26,18 +26,20 @@ from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.record.tracking import final_metrics
 from xcloud.sweep.points import (
+    EARLIER_DIR,
+    STATE_FILE,
     UNCOMPRESSED,
     Settings,
     deciding,
     identity,
     is_number,
     is_unsplit,
+    read_points,
     reference_key,
     setting_key,
     varying,
     workload_key,
 )
-from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
 
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 RATES = ("samples_per_s", "tokens_per_s")

@@ -33,8 +33,15 @@ from xcloud.base.units import human_duration, human_seconds, score_name, score_t
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, read_config, write
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
-from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
+from xcloud.sweep.points import (
+    LOCK_FILE,
+    Decision,
+    Overrides,
+    Point,
+    SweepState,
+    name_points,
+    same_overrides,
+)
 
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}

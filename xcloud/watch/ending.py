@@ -12,7 +12,7 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.job.job import Job
 from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_predicted
-from xcloud.record.rank_state import SAMPLES_FILE, SCORES_FILE
+from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
 from xcloud.record.tracking import Recording

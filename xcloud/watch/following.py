@@ -18,7 +18,7 @@ from pathlib import Path
 from xcloud.base.errors import XcloudError
 from xcloud.job.config import flatten, read_config, shared_job
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.rank_state import error_file
+from xcloud.record.files import error_file
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.watch.monitor import Monitor
 

@@ -22,7 +22,7 @@ from xcloud.record.events import (
     Event,
     EventReader,
 )
-from xcloud.record.rank_state import SAMPLES_FILE
+from xcloud.record.files import SAMPLES_FILE
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.record.tracking import NullTracker, Recording, TrackedRun
 from xcloud.report.progress import ProgressLine

@@ -22,8 +22,7 @@ import psutil
 from xcloud.base.errors import XcloudError
 from xcloud.base.units import human_duration
 from xcloud.record.events import EVENTS_FILE, EventReader
-from xcloud.record.rank_state import LAUNCHER_FILE, failure_of
-from xcloud.record.segments import check_is_run
+from xcloud.record.files import LAUNCHER_FILE, check_is_run, failure_of
 from xcloud.record.summary import SUMMARY_FILE
 
 STALE_S = 5.0  # a rank writes its state every second

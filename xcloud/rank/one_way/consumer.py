@@ -29,7 +29,7 @@ from xcloud.rank.evaluation import report_scores
 from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.one_way.intake import POLL_S, Inbox, Intake
 from xcloud.rank.role import RankContext
-from xcloud.record.rank_state import failure_of
+from xcloud.record.files import failure_of
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 
 GO_ON_FILE = "go_on"

@@ -28,7 +28,7 @@ from xcloud.parallel.one_way import NOBODY, Order, packed, unpacked
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
-from xcloud.record.rank_state import ready_file
+from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 

@@ -1,6 +1,6 @@
-"""Files of a run: bytes, written whole or not at all; which checkpoints there are; and the files
-of an event log, events.jsonl, which grows, and before it finished segments, in order
-events.0001.jsonl.gz, events.0002.jsonl.gz, ... No events here.
+"""Files of a run's folder: their names; bytes, written whole or not at all; which checkpoints
+there are; and those of an event log: events.jsonl, which grows, and before it the finished
+segments events.0001.jsonl.gz, events.0002.jsonl.gz, ... No events here.
 
 A segment is finished by a rename, then compressed under another name, brought to the disk and
 renamed again, and only then deleted as it was. At any moment each line is therefore in one place
@@ -9,23 +9,67 @@ of the stream that `read` gives, whatever ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import json
 import os
 import re
+import socket
+import time
 import zlib
 from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from xcloud.base.errors import ConfigError
 
-EVENTS_FILE = "events.jsonl"  # in the run folder
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
-CHECKPOINTS_DIR = "checkpoints"  # in the run folder
+EVENTS_FILE = "events.jsonl"
+LAUNCHER_FILE = "launcher.state.json"
+SAMPLES_FILE = "samples.txt"
+SCORES_FILE = "scores.jsonl"  # beside summary.json; of the samples of the test set
+CHECKPOINTS_DIR = "checkpoints"
 AGREED_FILE = "AGREED"  # in the folder of a checkpoint
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
 SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
+
+
+def ready_file(run_dir: Path, rank: int) -> Path:
+    """Created by a dispensable rank; from then on the run survives its loss."""
+    return run_dir / f"rank{rank}.ready"
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """Written by launch/rank_process.py in a rank that fails."""
+    return run_dir / f"rank{rank}.error.json"
+
+
+def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    """The error report of a rank that failed on this machine: message, peer_lost, expected."""
+    try:
+        return dict(json.loads(error_file(run_dir, rank).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def state_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"rank{rank}.state.json"
+
+
+def note_attempt(run_dir: Path, restarts_left: int) -> None:
+    """By the launcher, which begins to start all ranks."""
+    with contextlib.suppress(OSError):  # a full disk must not end a run
+        facts = {
+            "pid": os.getpid(), "host": socket.gethostname(), "started": time.time(),
+            "restarts_left": restarts_left,
+        }  # fmt: skip
+        replace_text(run_dir / LAUNCHER_FILE, json.dumps(facts))
+
+
+def forget_launcher(run_dir: Path) -> None:
+    with contextlib.suppress(OSError):
+        (run_dir / LAUNCHER_FILE).unlink(missing_ok=True)
 
 
 def has_events(run_dir: Path) -> bool:
