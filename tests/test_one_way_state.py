@@ -22,7 +22,7 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order
+from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order, unpacked
 from xcloud.rank.one_way.intake import Inbox
 from xcloud.rank.one_way.producer import OrderBook
 from xcloud.training.settings import Checkpoints
@@ -214,7 +214,7 @@ def test_ranks_of_a_producer_save_after_the_same_batch_and_go_on_bit_for_bit(
     job = one_way("clouds")
     run(job, tmp_path / "whole", monkeypatch)
     saved = state(tmp_path / "whole", SAVED)
-    kept = [saved[f"rank-{rank} producer.kept"].tolist() for rank in (2, 3)]
+    kept = [unpacked(saved, f"rank-{rank} producer.kept") for rank in (2, 3)]
     interrupted(tmp_path / "whole", tmp_path / "again")
     run(job, tmp_path / "again", monkeypatch)
 

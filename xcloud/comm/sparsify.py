@@ -32,15 +32,15 @@ class _Sparse(Compressor):
     """
 
     family: ClassVar[Family] = "sparse"
+    _sends_largest: ClassVar[bool] = True
 
     @property
     def feedback(self) -> Feedback:
         return "needed"
 
-    @property
     @abstractmethod
-    def _shares(self) -> tuple[float, float | None]:
-        """Of all items those that are looked at; of these those that are sent, None for all."""
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        """Of the items looked at, and of those sent."""
 
     def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """The number of items, and the shape of one."""
@@ -50,17 +50,11 @@ class _Sparse(Compressor):
         """float32, one of each item; its sign does not matter."""
         return items.float()
 
-    def _numbers(self, num_items: int) -> tuple[int, int]:
-        """Of the items looked at, and of those sent."""
-        looked_at, sent = self._shares
-        num_seen = _num_kept(looked_at, num_items)
-        return num_seen, num_seen if sent is None else _num_kept(sent, num_seen)
-
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_items, *item = self._shape(spec)
         num_seen, num_kept = self._numbers(num_items)
         specs = [TensorSpec((num_kept, *item), spec.dtype)]
-        if self._shares[1] is not None:
+        if self._sends_largest:
             num_bytes = _SortedPositions(num_kept, num_seen).num_bytes
             specs.append(TensorSpec((num_bytes,), torch.uint8))
         if isinstance(self, Draws):
@@ -77,7 +71,7 @@ class _Sparse(Compressor):
             seed = self._next_seed()
             sent = items.index_select(0, _drawn(num_seen, shape[0], seed).to(tensor.device))
             parts.append(torch.tensor([seed], dtype=torch.int64, device=tensor.device))
-        if self._shares[1] is not None:
+        if self._sends_largest:
             positions = _largest(self._magnitudes(sent), num_kept)
             sent = sent.index_select(0, positions)
             parts.insert(0, _SortedPositions(num_kept, num_seen).encode(positions))
@@ -90,13 +84,11 @@ class _Sparse(Compressor):
         values, *places = parts
         shape = self._shape(spec)
         num_seen, num_kept = self._numbers(shape[0])
-        positions = None
-        if self._shares[1] is not None:
+        if self._sends_largest:
             positions = _SortedPositions(num_kept, num_seen).decode(places[0])
         if isinstance(self, Draws):
             drawn = _drawn(num_seen, shape[0], int(places[-1])).to(values.device)
-            positions = drawn if positions is None else drawn.index_select(0, positions)
-        assert positions is not None
+            positions = drawn.index_select(0, positions) if self._sends_largest else drawn
         dense = torch.zeros(shape, dtype=spec.dtype, device=values.device)
         return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
 
@@ -116,9 +108,8 @@ class TopK(_Sparse):
     def label(self) -> str:
         return f"topk({self.rate:g})"
 
-    @property
-    def _shares(self) -> tuple[float, float | None]:
-        return 1.0, self.rate
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        return num_items, _num_kept(self.rate, num_items)
 
 
 @settings("TopRows")
@@ -136,9 +127,8 @@ class TopRows(_Sparse):
     def label(self) -> str:
         return f"toprows({self.rate:g})"
 
-    @property
-    def _shares(self) -> tuple[float, float | None]:
-        return 1.0, self.rate
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        return num_items, _num_kept(self.rate, num_items)
 
     def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
         width = spec.shape[-1] if len(spec.shape) > 1 else 1
@@ -166,6 +156,8 @@ class RandomK(Draws, _Sparse):
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
     """
 
+    _sends_largest = False
+
     rate: Rate
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0  # combined with the channel's
     unbiased: bool = False
@@ -178,9 +170,8 @@ class RandomK(Draws, _Sparse):
     def label(self) -> str:
         return f"randomk({self.rate:g})" + ("-unbiased" if self.unbiased else "")
 
-    @property
-    def _shares(self) -> tuple[float, float | None]:
-        return self.rate, None
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        return 2 * (_num_kept(self.rate, num_items),)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         values, seed = parts
@@ -210,9 +201,9 @@ class RandomTopK(Draws, _Sparse):
     def label(self) -> str:
         return f"topk({self.top:g} of random {self.random:g})"
 
-    @property
-    def _shares(self) -> tuple[float, float | None]:
-        return self.random, self.top
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        num_drawn = _num_kept(self.random, num_items)
+        return num_drawn, _num_kept(self.top, num_drawn)
 
 
 @lru_cache(maxsize=1024)  # a message asks for the same one four times

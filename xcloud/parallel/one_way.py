@@ -141,7 +141,7 @@ class ConsumptionPlan(StatefulParts):
     batches. promised: Order.num_planned, by producer and number.
     """
 
-    own_names = ("plan",)
+    own_names = ("plan", "promised")
 
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
@@ -331,12 +331,9 @@ class ConsumptionPlan(StatefulParts):
     def own(self) -> Saved:
         """Between two steps."""
         plan = {name: getattr(self, name) for name in _KEPT}
-        plan |= {
-            "counts": self._counts.tolist(),
-            "slots": [[*slots] for slots in self.slots],
-            "promised": [(*key, number) for key, number in self.promised.items()],
-        }
-        return {"plan": packed(plan)}
+        plan |= {"counts": self._counts.tolist(), "slots": [[*slots] for slots in self.slots]}
+        promised = [(*key, number) for key, number in self.promised.items()]
+        return {"plan": packed(plan), "promised": packed(promised)}
 
     def take(self, own: Saved) -> None:
         plan = unpacked(own, "plan")
@@ -348,7 +345,7 @@ class ConsumptionPlan(StatefulParts):
         self._counts[:] = plan["counts"]
         self.numbers = self.ordered.sum(1)
         self.slots = [deque(slots) for slots in plan["slots"]]
-        self.promised = {(p, number): num_planned for p, number, num_planned in plan["promised"]}
+        self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
 
 
 def packed(value: object) -> Tensor:
