@@ -141,8 +141,7 @@ class IdPacking:
             raise FrameError(f"{num_samples} samples in a message, most {self.max_samples}")
         if num_tokens > num_samples * self.max_length or num_replaced > num_tokens:
             raise FrameError(
-                f"{num_replaced} replaced of {num_tokens} tokens in {num_samples} samples of at "
-                f"most {self.max_length}"
+                f"{num_replaced} replaced of {num_tokens} tokens of {num_samples} texts"
             )
         if max(id_coding, flag_coding) > 1:
             raise FrameError(f"unknown codings {id_coding} and {flag_coding}")

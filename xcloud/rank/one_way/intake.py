@@ -88,11 +88,8 @@ class Inbox(StatefulParts):
         name = f"batch {number} of {box.name}"
         with self._changed:
             if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].dim() != 1:
-                raise FrameError(
-                    f"{name} is not one vector of bytes but "
-                    f"{[(p.dtype, tuple(p.shape)) for p in parts]}; nothing else may come from a "
-                    "producer"
-                )
+                found = [(p.dtype, tuple(p.shape)) for p in parts]
+                raise FrameError(f"{name} is not one vector of bytes but {found}")
             if len(parts[0]) > self._max_payload_bytes or number <= box.last_number:
                 raise FrameError(
                     f"{name} has {len(parts[0])} bytes, at most {self._max_payload_bytes} were "
@@ -159,10 +156,9 @@ class Inbox(StatefulParts):
 
     @property
     def due(self) -> list[int]:
-        """Producers of which something that was ordered for this rank has not come, and still
-        may."""
-        are_due = [any(box.due for box in boxes) for boxes in self._of]
-        return [p for p, is_due in enumerate(are_due) if is_due and not self.end_of(p)]
+        """Producers of which something that was ordered for this rank has not come, and may."""
+        owing = sorted({box.producer for box in self._boxes if box.due})
+        return [p for p in owing if not self.end_of(p)]
 
     @property
     def filled(self) -> list[int]:
