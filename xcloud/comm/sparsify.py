@@ -98,7 +98,7 @@ class TopK(_Sparse):
     """The k = max(1, round(rate * N)) values of largest magnitude of the whole tensor.
 
     Source: Aji and Heafield, arXiv:1704.05021. Ties go to the first positions; a NaN counts as
-    largest, so that divergence stays visible. Positions take 9 bits of each value sent at rate
+    largest, so that divergence stays visible. Positions take 9 bits per value sent at rate
     0.01, 5.3 at 0.1, 2 at 0.5.
     """
 
