@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Chain, Compression, Compressor
 from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
@@ -25,6 +24,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import PipelineJob, Roster
+from xcloud.parallel.activation_cache import MEGABYTE, ActivationCaches, CachingPipeline
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.security.defences import Defence
@@ -171,7 +171,9 @@ def pipeline(
     rank = one.wiring.ends.rank
     held = layout.placement(rank).stages
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
-    return Pipeline(rank, layout, modules, one.wiring.boundaries.ports, CPU, 7, one.clock)
+    boundaries = one.wiring.boundaries
+    caches = boundaries.shared(ActivationCaches)
+    return CachingPipeline(caches, rank, layout, modules, boundaries.ports, CPU, 7, one.clock)
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -2,6 +2,7 @@
 every boundary switch at the same step. Ranks are threads, their links are in memory."""
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +26,7 @@ from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State
-from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
+from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, most_kept
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.costs import Direction
@@ -116,6 +117,81 @@ def test_choices_that_call_for_each_other_take_turns_ever_less_often() -> None:
     assert lasted == [10, 20, 40, 80, 160, 320]
     line = switches(1000, lambda step, in_force: step // 50 % 2)
     assert line == [52 + 50 * i for i in range(19)], "a line that does change is followed"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rule_never_flaps_whatever_is_predicted(seed: int) -> None:
+    """Predictions at random, of three choices: a switch goes to what looks best, is worth it, was
+    confirmed, and lasts; a return lasts longer than what it returns from."""
+    draw = random.Random(seed)
+    confirm, dwell, worth = draw.choice([2, 3, 5]), draw.choice([1, 6, 15]), 1.1
+    rule = Rule(Autopilot({"int4": INT4}, every=1, worth=worth, confirm=confirm, dwell=dwell))
+    in_force, before, since, must_last = 0, -1, 0, dwell
+    looks, switches = list[list[float]](), 0
+    spread = draw.choice([0.05, 0.3, 0.8])
+    for step in range(1, 600):
+        looks.append([1 + spread * draw.uniform(-1, 1) for _ in range(3)])
+        choice = rule.choose(step, in_force, since, looks[-1])
+        if choice is None:
+            continue
+        switches += 1
+        assert choice != in_force and looks[-1][choice] == min(looks[-1])
+        for look in looks[-2:]:  # one look is never enough
+            assert look[in_force] > worth * look[choice]
+        lasted = step + 1 - since
+        assert not since or lasted >= must_last
+        returns_soon = choice == before and lasted < 2 * must_last
+        must_last = 2 * must_last if returns_soon else dwell
+        in_force, before, since = choice, in_force, step + 1
+    if spread == 0.05:
+        assert not switches, "hardly ever is a choice a tenth faster twice in a row"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_faster_for_good_is_in_force_soon_and_stays(seed: int) -> None:
+    draw = random.Random(seed)
+    confirm, dwell, gain = draw.randint(1, 6), draw.randint(1, 20), draw.uniform(1.06, 4.0)
+    rule = Rule(Autopilot({"int4": INT4}, every=1, confirm=confirm, dwell=dwell))
+    predicted = [1.0, 1.0, 1.0]
+    best = draw.choice([1, 2])
+    predicted[best] = 1 / gain
+    taken = [step for step in range(1, 50) if rule.choose(step, 0, 0, predicted) is not None]
+    assert taken and taken[0] <= confirm and (taken[0] >= 2 or confirm == 1)
+    stays = [rule.choose(step, best, taken[0] + 1, predicted) for step in range(taken[0] + 1, 200)]
+    assert stays == [None] * len(stays)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_forecast_keeps_what_was_measured_and_only_ranks_by_what_differs(seed: int) -> None:
+    """Whatever is measured: the choice in force takes as long as it did, equal choices as long as
+    each other, and a slower line makes smaller messages look better, never worse."""
+    draw = random.Random(seed)
+    ways = [*WAYS, WAYS[1]]
+    forecast = Forecast([GPipe(2), OneForwardOneBackward(4)], TWO, draw.choice([1, 2]), ways)
+    gains, in_force = list[float](), draw.randrange(6)
+    for rate in sorted(10 ** draw.uniform(5, 9) for _ in range(5)):
+        step_s = draw.uniform(5e3, 9e3)
+        seen = measured(rate, 1e6 if in_force % 3 == 0 else 0.25e6, step_s)
+        found = forecast.step_s(seen, in_force)
+        assert found[in_force] == pytest.approx(step_s) and len(found) == 6
+        assert found[1] == pytest.approx(found[2]) and found[4] == pytest.approx(found[5])
+        assert min(found) >= 0
+        gains.append(found[0] - found[1])
+    assert gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize("own", [GPipe(4), OneForwardOneBackward(8), OneForwardOneBackward(6, 3)])
+def test_no_choice_keeps_more_activations_than_the_run_does(own: Schedule) -> None:
+    settings = Autopilot({}, micro_batches=[8, 12, 16, 24])
+    for num_stages in (2, 3, 4):
+        for found in settings.schedules(own, num_stages):
+            for stage in range(num_stages):
+                kept = [
+                    most_kept(s.actions(stage, num_stages), 1, 1 / s.num_micro_batches, 0.0)
+                    for s in (found, own)
+                ]
+                if isinstance(own, GPipe) or stage == 0:
+                    assert kept[0] <= kept[1] + 1e-9
 
 
 class Scripted(RunPilot):

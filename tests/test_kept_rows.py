@@ -14,13 +14,18 @@ from tests.pipelines import BORDER, D, ToyStage, in_threads, samples
 from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
-from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
 from xcloud.comm.boundary import Message
 from xcloud.comm.compression import Chain, Compression, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
+from xcloud.parallel.activation_cache import (
+    ActivationCaches,
+    CachingChannel,
+    decodes_rows_alone,
+    describe,
+)
 from xcloud.parallel.one_forward_one_backward import ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.training.batch_plan import cut
@@ -156,7 +161,9 @@ def test_both_ends_keep_what_comes_first_and_fits() -> None:
         assert kept.num_bytes <= kept_bytes // 2
     assert "did not fit" in describe(at_receiver)
     at_senders = [
-        kept for rank in bottoms for kept in rank.trainer.pipeline.ports[0].kept.values()
+        kept
+        for rank in bottoms
+        for kept in rank.wiring.boundaries.shared(ActivationCaches).values()
     ]
     assert [vars(kept) for kept in at_senders] == [vars(kept) for kept in at_receiver]
 

@@ -1,39 +1,31 @@
 """What a rank loads: nothing where it reads nothing, and all ranks the same data."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.configs import build
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError, FrameError
+from xcloud.contracts.task import SPLITS
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NOTHING, compare_facts
-from xcloud.rank.loading import load
+from xcloud.rank.task_data import load
 
 
 class Line:
     """Both ends of what two ranks agree on, one after the other."""
 
-    tells_sizes = True
-
     def __init__(self) -> None:
-        self.sizes: list[int] = []
         self.facts: list[Mapping[str, str]] = []
-
-    def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
-        assert list(peers) == [1]
-        self.sizes = list(sizes)
-
-    def hear_sizes(self, num_splits: int) -> list[int]:
-        return self.sizes
 
     def agree(
         self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
-    ) -> None:
+    ) -> Mapping[str, str]:
         self.facts.append(facts)
         self.left_out = left_out
+        return self.facts[0]
 
 
 def experiment(task: str, *overrides: str) -> Experiment:
@@ -58,9 +50,9 @@ def test_a_rank_that_reads_nothing_opens_no_file(
         load(experiment(task), 0, line)
     other = load(experiment(task), 1, line)
 
-    assert [other.num_samples(s) for s in ("train", "dev", "test")] == line.sizes
-    assert other.num_samples("train") == owner.num_samples("train") > 0
-    assert "the task's data" in line.facts[0] and "the task's data" not in line.facts[1]
+    for split in SPLITS:
+        assert other.num_samples(split) == owner.num_samples(split) > 0
+    assert "the task's data" in line.facts[0] and line.facts[1] == {}
     compare_facts(line.facts[0], line.facts[1], 1, line.left_out[1])
     with pytest.raises(ConfigError, match=r"disagree about samples of dev: [0-9]+ here, nothing"):
         compare_facts(line.facts[0], line.facts[1], 1)
@@ -69,10 +61,15 @@ def test_a_rank_that_reads_nothing_opens_no_file(
 def test_other_settings_are_noticed_all_the_same() -> None:
     line: Any = Line()
     load(experiment("sst2"), 0, line)
-    load(experiment("sst2", "task.max_length=24"), 1, line)
-
     with pytest.raises(ConfigError, match="disagree about the task's settings and sizes"):
-        compare_facts(line.facts[0], line.facts[1], 1, line.left_out[1])
+        load(experiment("sst2", "task.max_length=24"), 1, line)
+
+
+def test_sizes_that_are_none_are_refused() -> None:
+    line: Any = Line()
+    line.facts.append({f"samples of {split}": "-1" for split in SPLITS})
+    with pytest.raises(FrameError, match=r"rank 0 told .*-1"):
+        load(experiment("sst2"), 1, line)
 
 
 def test_a_defence_of_two_classes_is_refused_for_labels_of_tokens(tmp_path: Path) -> None:

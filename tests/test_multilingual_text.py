@@ -13,8 +13,7 @@ from tests.electra_reference import feed_context
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.parts import Generator
-from xcloud.models.backbone import PretrainedBackbone
-from xcloud.models.checkpoint import export_bert
+from xcloud.models.backbone import PretrainedBackbone, export_bert
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.tasks.corpus.multilingual import DemoText, FolderText, HubText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from itertools import pairwise, permutations
 
 import pytest
 
-from tests.plan_pieces import drawn
+from tests.plan_pieces import EIGHT, drawn
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.parallel.gradient_averaging import GradientAveraging
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import Costs, Direction, Update
-from xcloud.plan.plans import Plan
+from xcloud.parallel.strategy import Strategy
+from xcloud.plan.costs import (
+    AveragingCodec,
+    BoundaryCodec,
+    Costs,
+    Curve,
+    Direction,
+    DirectionCurves,
+    Update,
+    lines_of,
+)
+from xcloud.plan.formulas import exchange_of
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, with_micro_batches
 from xcloud.plan.prediction import Simulator
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Curve
-from xcloud.plan.search import Space
+from xcloud.plan.pricing import Keeping, Pricer, alike, over_epochs
+from xcloud.plan.search import Space, fastest
+from xcloud.plan.settings import DIMENSIONS
 
 SEEDS = range(8)
 
@@ -38,16 +53,6 @@ def test_what_a_step_goes_into_adds_up_and_a_price_is_its_step(seed: int) -> Non
         assert list(price.spent_s.values()) == sorted(price.spent_s.values(), reverse=True)
         assert price.bubble_ratio > -1e-9 and price.compute_s > 0
         assert min(price.bytes_between.values()) > 0 and price.bytes_per_step > 0
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_slower_line_makes_no_step_shorter_and_carries_as_many_bytes(seed: int) -> None:
-    pricer, space = drawn(seed)
-    slow, fast = pricer.at_bandwidth(3e6), pricer.at_bandwidth(3e9)
-    for plan in some_plans(pricer, space, seed):
-        assert slow.step_s(plan) >= fast.step_s(plan) - 1e-9
-        both = (priced.price(plan).bytes_between for priced in (slow, fast))
-        assert next(both) == next(both)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -109,3 +114,164 @@ def test_the_first_of_several_steps_is_a_step_that_stands_alone(seed: int) -> No
             assert mine == sorted(mine), "in order"
         assert len(several.moments.passages) == 3 * len(alone.moments.passages)
         assert several.step_s <= alone.step_s + 1e-9, "what is hidden behind the next step"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_with_more_bandwidth_is_never_slower_nor_with_less_latency(seed: int) -> None:
+    pricer, space = drawn(seed)
+    ladder = [pricer.at_bandwidth(10**n) for n in (5.0, 6.3, 7.1, 8.0, 9.5, 11.0)]
+    for plan in some_plans(pricer, space, seed):
+        steps = [priced.step_s(plan) for priced in ladder]
+        assert all(fast <= slow + 1e-9 for slow, fast in pairwise(steps)), plan
+        assert ladder[0].price(plan).bytes_between == ladder[-1].price(plan).bytes_between
+    lines = [{"*": LinkProfile(2e7, latency_s)} for latency_s in (0.2, 0.03, 0.0)]
+    near = [replace(pricer, profile=replace(pricer.profile, lines=line)) for line in lines]
+    for plan in some_plans(pricer, space, seed):
+        steps = [priced.step_s(plan) for priced in near]
+        assert all(short <= far + 1e-9 for far, short in pairwise(steps)), plan
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_micro_batches_never_cost_less_bytes(seed: int) -> None:
+    """Every message has a frame beside its samples."""
+    pricer, space = drawn(seed)
+    draw = random.Random(seed)
+    head, each = draw.randrange(50, 500), draw.randrange(1000, 10**6)
+    way = DirectionCurves(Curve([(1, head + each), (2, head + 2 * each)]))
+    costs = {name: replace(of, boundaries=[BoundaryCodec(way, way)])
+             for name, of in pricer.profile.compressors.items()}  # fmt: skip
+    framed = replace(pricer, profile=replace(pricer.profile, compressors=costs))
+    for plan in some_plans(framed, space, seed):
+        counts = space.counts(framed.arranged[plan.strategy])
+        sizes = [
+            framed.price(plan._replace(schedule=with_micro_batches(plan.schedule, m)))
+            .bytes_per_step for m in counts
+        ]  # fmt: skip
+        assert sizes == sorted(sizes)
+        if plan.strategy == "pipeline":
+            assert sizes[-1] > sizes[0], "so many frames more"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_search_that_simulates_all_finds_what_pricing_all_finds(seed: int) -> None:
+    """The quick estimate decides only what is simulated."""
+    pricer, space = drawn(seed)
+    draw = random.Random(seed)
+    dimensions = [name for name in DIMENSIONS if draw.random() < 0.7]
+    space = replace(space, varies=dimensions, micro_batches=draw.sample(space.micro_batches, 3))
+
+    found = fastest(pricer, space, keep=3, tries=10**6, refined=10**6)
+
+    every = [p for plan in space.groups(pricer.arranged) for p in space.with_schedules(plan)]
+    steps = {plan: pricer.step_s(plan) for plan in every}
+    assert found.num_plans == len(every) and found.num_simulated == len(steps)
+    if every:
+        assert steps[found.best[0]] == min(steps.values())
+        told = [steps[plan] for plan in found.best]
+        assert told == sorted(told) and len({*found.best}) == len(found.best)
+    for name in {"strategy", "compression"} - {*dimensions}:  # stay the job's own
+        assert {getattr(plan, name) for plan in every} <= {getattr(space.own, name)}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_of_the_plans_that_fit_the_fastest_is_found_and_no_other(seed: int) -> None:
+    pricer, space = drawn(seed)
+    every = [p for plan in space.groups(pricer.arranged) for p in space.with_schedules(plan)]
+    sizes = {plan: max(pricer.memory(plan).values()) for plan in every}
+    limit = sorted(sizes.values())[len(every) // 3]
+
+    found = fastest(
+        pricer, space, 5, tries=10**6, refined=10**6, fits=lambda plan: sizes[plan] <= limit
+    )
+
+    assert all(sizes[plan] <= limit for plan in found.best)
+    fitting = [plan for plan in every if sizes[plan] <= limit]
+    assert pricer.step_s(found.best[0]) == min(map(pricer.step_s, fitting))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_grows_with_what_is_in_flight_and_never_with_smaller_micro_batches(
+    seed: int,
+) -> None:
+    pricer, space = drawn(seed)
+    layout = pricer.arranged["pipeline"].layout
+    for ends in space.splits["pipeline"]:
+
+        def fullest(schedule: Schedule, ends: tuple[int, ...] = ends) -> int:
+            plan = Plan("pipeline", ends, schedule, NO_COMPRESSION)
+            return max(pricer.memory(plan).values())
+
+        flights = [fullest(OneForwardOneBackward(8, k)) for k in range(1, 9)]
+        assert flights == sorted(flights) and flights[-1] <= fullest(GPipe(8))
+        assert fullest(ZeroBubble(8, 3, 1)) <= fullest(ZeroBubble(8, 3, 3)) <= fullest(
+            ZeroBubble(8, 3, 8))  # fmt: skip
+        m = 2 * layout.min_micro_batches()
+        assert fullest(OneForwardOneBackward(2 * m, 2)) <= fullest(OneForwardOneBackward(m, 2))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_average_takes_what_is_not_hidden_and_rarer_ones_take_less(seed: int) -> None:
+    draw = random.Random(seed)
+    clouds = draw.randint(2, 5)
+    layout = ClusterLayout({f"c{i}": Cloud(stages=[0], replica=i) for i in range(clouds)})
+    names = ["-".join(pair) for pair in permutations(layout.clouds, 2)]
+    lines = {n: LinkProfile(10 ** draw.uniform(6, 9), draw.uniform(0, 0.1)) for n in names}
+    costs = AveragingCodec(draw.randrange(10**4, 10**7), draw.uniform(0, 1), draw.uniform(0, 1))
+    own_s, before_s = draw.uniform(0.1, 3.0), math.inf
+    for every in (2, 5, 20):
+        found = exchange_of(layout, LocalUpdates(every=every), costs, [1.0], lines)
+        took_s = found.step_s(own_s)
+        assert own_s < took_s <= before_s
+        assert took_s == pytest.approx(own_s + (found.codec_s + found.wire_s) / every)
+        before_s = took_s
+        hidden = exchange_of(layout, LocalUpdates(every=every, overlap=1), costs, [1.0], lines)
+        waits_s = max(0.0, found.wire_s - own_s)
+        assert hidden.step_s(own_s) == pytest.approx(own_s + (found.codec_s + waits_s) / every)
+        total = sum(found.bytes_per_step.values()) * every
+        # Two send each other all; of more each part goes to its merger and back.
+        parts = 2 if clouds == 2 else 2 * (clouds - 1)
+        assert total == pytest.approx(parts * costs.num_bytes)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kept_rows_make_later_epochs_no_longer_the_more_of_them_fit(seed: int) -> None:
+    pricer, space = drawn(seed)
+    frozen = {
+        name: replace(of, boundaries=[BoundaryCodec(of.boundaries[0].forward)])
+        for name, of in pricer.profile.compressors.items()
+    }
+    silent = replace(pricer, profile=replace(pricer.profile, compressors=frozen))
+    for plan in some_plans(silent, space, seed, 6):
+        if isinstance(plan.schedule, ZeroBubble):
+            continue
+        epochs = [over_epochs(silent, plan, Keeping(n * 10**7, 64, 100)) for n in (0, 1, 3, 99)]
+        if plan.strategy != "pipeline":
+            assert epochs == [None] * 4
+            continue
+        later = [found.later_epochs_s for found in epochs if found is not None]
+        assert len(later) == 4 and all(b <= a + 1e-9 for a, b in pairwise(later))
+        for found in filter(None, epochs):
+            assert found.later_epochs_s - 1e-9 <= found.mean_s <= found.first_epoch_s + 1e-9
+            assert found.first_epoch_share == pytest.approx(64 / (16 * 100))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_replicas_that_are_alike_are_priced_as_if_each_were_looked_at(seed: int) -> None:
+    draw = random.Random(seed)
+    clouds = {
+        f"c{i}": Cloud(draw.choice([1, 2]), slowdown=draw.choice([1.0, 3.0]))
+        for i in range(draw.choice([4, 6]))
+    }
+    hybrid = Strategy("hybrid", len(clouds) // 2, GradientAveraging())
+    layout = hybrid.arrange(ClusterLayout(clouds, LinkProfile(3e7, 0.01)))
+    pricer = Pricer(EIGHT, {"hybrid": Arranged(hybrid, layout)}, 48)
+    for m in (len(clouds) * 2, len(clouds) * 2 + 1):
+        plan = Plan("hybrid", (3, 8), GPipe(m), "int4")
+        each = [pricer.predict(plan, replica) for replica in range(layout.num_replicas)]
+        slowest_s = max(step.step_s for step in each)
+        price = pricer.price(plan)
+        assert price.step_s >= slowest_s - 1e-12
+        assert price.step_s == pricer.step_s(plan)
+        assert price.compute_s == pytest.approx(sum(u.compute_s for s in each for u in s.ranks))
+        groups = alike(pricer.arranged["hybrid"].replicas, lines_of(layout, {}))
+        assert sorted(n for own in groups.values() for n in own) == [*range(layout.num_replicas)]

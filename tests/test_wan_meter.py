@@ -8,8 +8,8 @@ from xcloud.cluster.link import LinkRecord
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import StepReport
-from xcloud.rank.evaluation import gather_predictions
 from xcloud.rank.meters import WanMeter
+from xcloud.rank.task_data import gather_predictions
 from xcloud.record.reporter import Reporter
 
 

@@ -40,7 +40,8 @@ launch.worker.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first
 watch.following.main | monitor runs/first --experiment experiment.yaml --again \
     | follow a run over several machines, or write the record that a killed monitor did not
 watch.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom
-tasks.train_tokenizer.main | train-tokenizer FOLDER --languages es en --out tokenizer.json \
+tasks.multilingual_text.train_tokenizer \
+    | train-tokenizer FOLDER --languages es en --out tokenizer.json \
     | make the tokenizer that the clouds of a one-way job share
 security.wire_audit.main | wire-audit outputs/DATE/TIME \
     | join the clouds' records of what left them

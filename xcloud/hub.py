@@ -12,17 +12,21 @@ import sys
 import urllib.error
 import urllib.request
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 from filelock import FileLock
+from safetensors import safe_open
+from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import BuildContext
 
 TIMEOUT_S = 5.0
+T = TypeVar("T")
 
 
 @cache
@@ -52,6 +56,81 @@ def _answers(url: str) -> bool:
         return True  # an error status is an answer too
     except (OSError, ValueError):
         return False
+
+
+class WeightFiles:
+    """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub; a shard is
+    fetched when something in it is asked for."""
+
+    def __init__(self, name_or_path: str) -> None:
+        self._name = name_or_path
+        try:
+            index = self._file("model.safetensors.index.json")
+            self._shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except DataError:  # one file then
+            with safe_open(self._file("model.safetensors"), "pt") as file:
+                self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _file(self, name: str) -> Path:
+        from transformers.utils.hub import cached_file
+
+        return Path(_fetch(self._name, lambda at, **where: str(cached_file(at, name, **where))))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def first_of(self, *names: str) -> str:
+        """The first name that there is a tensor of. DataError if there is none."""
+        found = next((name for name in names if name in self._shards), None)
+        if found is None:
+            raise DataError(f"checkpoint {self._name!r} has no weights {names[0]}")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        with safe_open(self._file(self._shards[name]), "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def raw_config(name_or_path: str) -> dict[str, Any]:
+    """What config.json says. Raises DataError if it is not found."""
+    from transformers import PreTrainedConfig
+
+    read = PreTrainedConfig.get_config_dict
+    described: dict[str, Any] = _fetch(name_or_path, lambda name, **where: read(name, **where)[0])
+    return described
+
+
+def _fetch(name: str, load: Callable[..., T]) -> T:
+    """Load from disk if possible; ask the hub only if it answers."""
+    wanted = (
+        f"put its config.json and model.safetensors into a folder and give the folder's path "
+        f"instead of {name!r}, or fill the hub cache on a machine with network access "
+        f"(hf download {name}) and copy it to ~/.cache/huggingface/hub"
+    )
+    folder = Path(name).expanduser()
+    try:
+        return load(str(folder) if folder.is_dir() else name, local_files_only=True)
+    except OSError as error:
+        if folder.is_dir():
+            why = _first_line(error)
+            raise DataError(f"folder {folder} is not a complete checkpoint: {why}") from error
+        if name.startswith(("/", ".", "~")):
+            raise DataError(f"no folder {name}; {wanted}") from None
+    if not go_offline_if_unreachable():
+        raise DataError(
+            f"checkpoint {name!r} is not in the hub cache, and the hub is out of reach (no "
+            f"answer, or HF_HUB_OFFLINE is set); {wanted}"
+        )
+    try:
+        return load(name)
+    except OSError as error:
+        why = _first_line(error)
+        raise DataError(f"the hub has no such checkpoint: {why}; {wanted}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> bool:

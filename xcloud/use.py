@@ -1,6 +1,6 @@
-"""A finished run, opened for use: its text, and all its stages in this process, to translate or to
-write on with, or to be joined for peft and transformers. Nothing is sent; what would cross two
-clouds goes through the compressors that the run ended with.
+"""A finished run, opened for use: all its stages in this process, to translate or to write on; or
+joined for peft and transformers. Nothing is sent; what would cross two clouds goes through the
+compressors that the run ended with.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -24,7 +24,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Message
-from xcloud.contracts.model import BuildContext, Stage, TokenIds
+from xcloud.contracts.model import BuildContext, Stage
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal import CausalLM
@@ -39,44 +39,25 @@ from xcloud.tasks.translation import TranslationText
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
-class SavedText(Protocol):
-    """What `save_tokenizers` wrote, loaded to use a trained model without the corpus."""
-
-    @property
-    def vocabularies(self) -> Mapping[str, TokenIds]:
-        """Of the batch fields that hold token ids."""
-
-
-@runtime_checkable
-class SavesText(Protocol):
-    """A task whose trained models can be used on texts of one's own."""
-
-    used_as: ClassVar[str]
-
-    def saved_text(self, folder: Path) -> SavedText:
-        """Raises DataError if the folder has none."""
-
-
 @dataclass(frozen=True)
 class TrainedRun:
     """text: what the run's task left for use without its corpus."""
 
     folder: Path
     experiment: Experiment
-    text: SavedText
+    text: TranslationText | CausalTokenizer
 
     @staticmethod
     def open(folder: Path, used_as: str) -> TrainedRun:
         """Raises ConfigError or DataError if the folder holds no finished run of that kind."""
         check_is_run(folder, EXPERIMENT_FILE)
         job = read_job(folder / EXPERIMENT_FILE)
-        task = getattr(job, "task", None)  # a one-way job has none
-        if not isinstance(task, SavesText) or task.used_as != used_as:
+        task: Any = getattr(job, "task", None)  # a one-way job has none
+        if getattr(task, "used_as", None) != used_as:
             raise ConfigError(f"{folder} is no run of a {used_as}: {job.headline}")
         return TrainedRun(folder, cast(Experiment, job), task.saved_text(folder / MODEL_DIR))
 
     def context(self) -> BuildContext:
-        """Builds on the CPU; a base of our own comes from the cache, or is made anew."""
         return BuildContext(
             seed=self.experiment.seed,
             device=torch.device("cpu"),
@@ -88,21 +69,20 @@ class TrainedRun:
         )
 
     def parts(self) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-        """Architecture and tensors of each stage as exported. DataError if a file is missing."""
+        """Architecture and tensors of each stage."""
         parts = []
         for stage in range(self.experiment.cluster.num_stages):
             path = self.folder / MODEL_DIR / f"stage{stage}.safetensors"
             if not path.is_file():
                 raise DataError(
-                    f"there is no {path}: did that run finish? Of a run on several machines, copy "
-                    f"every cloud's {MODEL_DIR} files into one folder"
+                    f"there is no {path}: did that run finish? If on several machines, copy every "
+                    f"cloud's {MODEL_DIR} files into one folder"
                 )
             with safe_open(path, "pt") as file:
                 parts.append((json.loads(file.metadata()["architecture"]), load_file(path)))
         return parts
 
     def stages(self) -> list[Stage]:
-        """Each as it was trained, for evaluation."""
         stages, parts = [], self.parts()
         for number, (architecture, tensors) in enumerate(parts):
             context = replace(self.context(), architecture=architecture)
@@ -116,8 +96,7 @@ class TrainedRun:
         return stages
 
     def carry(self, stage: int, message: Message, compressed: bool = True) -> Message:
-        """What arrives behind `stage` of what it sends. compressed: False leaves the compressors
-        out."""
+        """What arrives of what `stage` sends. compressed: False leaves the compressors out."""
         layout = self.experiment.cluster
         crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
         compression = self.experiment.compression.at_boundary(stage)
@@ -134,8 +113,6 @@ class TrainedRun:
 
 
 class Translator:
-    """Raises ConfigError or DataError if the folder holds no finished translation run."""
-
     def __init__(self, run_dir: Path, compressed: bool = True) -> None:
         self.run = TrainedRun.open(run_dir, "translation task")
         self.text = cast(TranslationText, self.run.text)
@@ -152,9 +129,8 @@ class Translator:
 
 
 class Choice:
-    """How the next token is chosen. temperature 0: the most probable one. Else one is drawn from
-    softmax(logits / temperature), of the fewest tokens whose probabilities reach top_p
-    (arXiv:1904.09751); equal seeds draw alike."""
+    """The next token. temperature 0: the most probable one. Else one drawn from softmax(logits /
+    temperature), of the fewest tokens whose probabilities reach top_p (arXiv:1904.09751)."""
 
     def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
         self._temperature, self._top_p = temperature, top_p
@@ -172,8 +148,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Writer:
-    """carry(stage, message): what arrives behind a stage of what it sends. cached: each token goes
-    through the stages once; else with all before it, each time."""
+    """carry(stage, message): what arrives of what a stage sends. cached: each token goes through
+    the stages once; else with all before it, each time."""
 
     stages: Sequence[CausalStage]
     carry: Callable[[int, Message], Message]
@@ -197,8 +173,7 @@ class Writer:
 
 
 class Generator:
-    """A trained run that writes on. Raises ConfigError or DataError if the folder holds no
-    finished run of a causal language model."""
+    """A trained run that writes on."""
 
     def __init__(self, run_dir: Path, compressed: bool = True, cached: bool = True) -> None:
         run = TrainedRun.open(run_dir, "causal language model")
@@ -235,8 +210,6 @@ class Generator:
 
 
 def join(run_dir: Path, out: Path) -> None:
-    """Raises ConfigError or DataError if `run_dir` holds no finished run of a causal language
-    model, or one of which a part is missing."""
     run = TrainedRun.open(run_dir, "causal language model")
     parts = run.parts()
     tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
@@ -247,7 +220,6 @@ def join(run_dir: Path, out: Path) -> None:
 
 
 def parser_of(command: Callable[..., None]) -> argparse.ArgumentParser:
-    """With the command's docstring, and the run's folder as its first argument."""
     parser = argparse.ArgumentParser(
         prog=f"python -m xcloud {command.__name__}",
         description=inspect.getdoc(command),

@@ -28,7 +28,7 @@ from benchmarks.namespaces import ADDRESSES
 from xcloud.contracts.model import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.config import job_from_config, read_config
-from xcloud.rank.loading import context_of
+from xcloud.rank.task_data import context_of
 
 RANKS = 2
 

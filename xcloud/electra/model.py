@@ -13,9 +13,9 @@ from xcloud.base.settings import settings
 from xcloud.comm.ids import IdPacking
 from xcloud.contracts.model import BuildContext
 from xcloud.contracts.one_way_parts import OneWayContext
-from xcloud.electra.networks import Discriminator
 from xcloud.electra.parts import (
     DISCRIMINATOR_DIR,
+    Discriminator,
     DiscriminatorRank,
     DiscriminatorSettings,
     Generator,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.activation_cache import decodes_rows_alone
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
 from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
+from xcloud.parallel.activation_cache import decodes_rows_alone
 from xcloud.parallel.schedule import put_off
 from xcloud.parallel.sharding import check_in_step
 from xcloud.security.defences import LABEL

@@ -52,29 +52,23 @@ _LOOK_EVERY_S = 0.2
 class StoreFacts:
     """What each rank compares before its first step: rank 0 leaves its own in the store."""
 
-    tells_sizes = False
-
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._number = meeting, 0
 
-    def tell_sizes(self, *given: Any) -> Any:
-        raise AssertionError("ranks that begin at any time read their own data")
-
-    hear_sizes = tell_sizes
-
     def agree(
         self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
-    ) -> None:
-        """Every rank calls it, in the same order. Raises ConfigError for one that differs."""
+    ) -> Mapping[str, str]:
+        """As Control.agree; every rank calls it, in the same order."""
         meeting, rank = self._meeting, self._meeting.rank
         self._number += 1
         name = f"facts.{self._number}"
         if rank == HUB:
             meeting.write(name, encode_facts(facts).numpy().tobytes().decode("ascii", "replace"))
-        else:
-            text = bytearray(meeting.read(name, HUB).encode())
-            theirs = decode_facts((torch.frombuffer(text, dtype=torch.uint8),), HUB)
-            compare_facts(facts, theirs, HUB, left_out.get(rank, ()))
+            return facts
+        text = bytearray(meeting.read(name, HUB).encode())
+        theirs = decode_facts((torch.frombuffer(text, dtype=torch.uint8),), HUB)
+        compare_facts(facts, theirs, HUB, left_out.get(rank, ()))
+        return theirs
 
 
 def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:

@@ -11,6 +11,7 @@ A adapter features.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ from xcloud.models.encoder import (
 )
 from xcloud.models.stages import RowsStage, seeded
 from xcloud.models.transformer import SOURCE, TARGET, EncoderDecoder, TargetStage
+
+HEADS = "AbNet.cross_attention_heads"
 
 
 class Adapter(nn.Module):
@@ -51,8 +54,7 @@ class Adapter(nn.Module):
 
     def forward(self, rows: Tensor, packing: Packing, cache: LayerCache | None) -> Tensor:
         if cache is None:
-            rows = rows + self._feed(self.norm(rows))
-            return rows
+            return rows + self._feed(self.norm(rows))
         attended = self.cross(rows, packing, cache.source)
         rows = self.cross_norm(rows + self.dropout(attended))
         rows = self.norm(rows + self._feed(rows))
@@ -119,10 +121,7 @@ class AbNet(EncoderDecoder):
 
     def __post_init__(self) -> None:
         if self.decoder.hidden is not None:  # else it is checked when loaded
-            self._check_heads(self.decoder.hidden)
-
-    def _check_heads(self, hidden: int) -> None:
-        check_heads("AbNet.cross_attention_heads", self.cross_attention_heads, hidden)
+            check_heads(HEADS, self.cross_attention_heads, self.decoder.hidden)
 
     def describe(self) -> str:
         return (
@@ -142,62 +141,47 @@ class AbNet(EncoderDecoder):
         return self.encoder.width()
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        is_last, architecture = stage == num_stages - 1, context.architecture
+        is_last, about = stage == num_stages - 1, context.architecture
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
-        if architecture is None:
+        if about is None:
             where = replace(context, setting=f"model.{side}")
             weights = backbone.weights(TARGET if is_last else SOURCE, where)
             if is_last and context.group_rank == 0 and not weights.have_head:
                 context.report("the decoder's checkpoint has no tied output head: training one")
         else:
-            weights = Weights(EncoderConfig(**architecture["backbone"]), None)
-        frozen = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
-        if not is_last:
-            parts = self.encoder_layers(frozen.num_layers, stage, num_stages)
-            return self._source_stage(weights, frozen, parts, context)
-        width = architecture["source_hidden"] if architecture else self.encoder.width()
-        return self._target_stage(weights, frozen, width, context)
-
-    def _source_stage(
-        self, weights: Weights, config: EncoderConfig, parts: range, context: BuildContext
-    ) -> Stage:
-        with seeded(context.seed, "encoder"):
-            encoder = Encoder(config, parts, embeddings=0 in parts, head=False)
+            weights = Weights(EncoderConfig(**about["backbone"]), None)
+        config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
+        hidden, parts, width = config.hidden, range(config.num_layers), 0
+        if is_last:
+            check_heads(HEADS, self.cross_attention_heads, hidden)
+            width = about["source_hidden"] if about else self.encoder.width()
+        else:
+            parts = self.encoder_layers(config.num_layers, stage, num_stages)
+        with seeded(context.seed, side):
+            frozen = Encoder(config, parts, embeddings=is_last or 0 in parts, head=is_last)
         if weights.tensors is not None:
-            encoder.load_part(weights.tensors)
-        encoder.requires_grad_(False)
-        if self.word_adapters and encoder.embeddings is not None:
-            encoder.embeddings.adapt_words()
+            own_head = {} if weights.have_head else frozen.state_dict()
+            frozen.load_part({**own_head, **weights.tensors})
+        frozen.requires_grad_(False)
         layers = {}
         for i in parts:
             # One random stream per layer: initial weights do not depend on the layout.
-            with seeded(context.seed, "encoder adapter", i):
-                adapter = Adapter(config.hidden, self.adapter_size, self.dropout)
-            layers[str(i)] = AdaptedLayer(encoder.layer(i), adapter)
-        about = {"backbone": asdict(weights.config)}
-        ids = context.vocabularies.get(SOURCE)
-        return RowsStage(about, encoder.embeddings, layers, SOURCE, ids.pad if ids else 0)
-
-    def _target_stage(
-        self, weights: Weights, config: EncoderConfig, source_hidden: int, context: BuildContext
-    ) -> Stage:
-        self._check_heads(config.hidden)
-        with seeded(context.seed, "decoder"):
-            decoder = Encoder(config)
-        assert decoder.embeddings is not None and decoder.head is not None
-        if weights.tensors is not None:
-            own_head = {} if weights.have_head else decoder.state_dict()
-            decoder.load_part({**own_head, **weights.tensors})
-        decoder.requires_grad_(False)
-        decoder.head.requires_grad_(self.train_head or not weights.have_head)
-        head: nn.Module = decoder.head
+            with seeded(context.seed, f"{side} adapter", i):
+                heads = self.cross_attention_heads
+                cross = CrossAttention(hidden, width, heads) if is_last else None
+                adapter = Adapter(hidden, self.adapter_size, self.dropout, cross)
+            layers[str(i)] = AdaptedLayer(frozen.layer(i), adapter)
+        made: dict[str, Any] = {"backbone": asdict(weights.config)}
+        embeddings = frozen.embeddings
+        if not is_last:
+            if self.word_adapters and embeddings is not None:
+                embeddings.adapt_words()
+            ids = context.vocabularies.get(SOURCE)
+            return RowsStage(made, embeddings, layers, SOURCE, ids.pad if ids else 0)
+        assert embeddings is not None and frozen.head is not None
+        frozen.head.requires_grad_(self.train_head or not weights.have_head)
+        head: nn.Module = frozen.head
         if self.word_adapters:
-            head = AdaptedHead(head, decoder.embeddings.words.weight)
-        layers = {}
-        for i in range(config.num_layers):
-            with seeded(context.seed, "decoder adapter", i):
-                cross = CrossAttention(config.hidden, source_hidden, self.cross_attention_heads)
-                adapter = Adapter(config.hidden, self.adapter_size, self.dropout, cross)
-            layers[str(i)] = AdaptedLayer(decoder.layer(i), adapter)
-        about = {"backbone": asdict(weights.config), "source_hidden": source_hidden}
-        return TargetStage(decoder.embeddings, layers, head, self, context, about)
+            head = AdaptedHead(head, embeddings.words.weight)
+        made["source_hidden"] = width
+        return TargetStage(embeddings, layers, head, self, context, made)

@@ -1,31 +1,65 @@
 """Sources of backbone weights: pretrained here, on one side's own texts or on public ones; drawn
-from the run's seed; or a checkpoint. The network is in encoder.py.
+from the run's seed; or a checkpoint of the BERT family, which can be written, too: query, key and
+value are one matrix here, RoBERTa has no unused first positions, ERNIE's constant task embedding
+is added to the type embeddings. The network is in encoder.py.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
-from xcloud.hub import bytes_of, key_of, made_once, resolve
-from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
-from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
+from xcloud.hub import WeightFiles, bytes_of, key_of, made_once, raw_config, resolve
+from xcloud.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_heads
 from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, PublicTexts, pretrain
 from xcloud.models.stages import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.
 CODE_VERSION = 2
 PUBLIC = "public text"
+
+MODEL_TYPES = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
+OFFSET_TYPES = ("camembert", "roberta", "xlm-roberta")  # positions start at padding_idx + 1
+CONFIG_NAMES = {  # ours: theirs
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "activation": "hidden_act",
+    "layer_norm_eps": "layer_norm_eps",
+    "type_vocab_size": "type_vocab_size",
+}
+EMBEDDING_NAMES = {"words": "word", "positions": "position", "types": "token_type"}
+LAYER_NAMES = {  # several of theirs are one matrix of ours
+    "attention.query_key_value": [f"attention.self.{name}" for name in ("query", "key", "value")],
+    "attention.output": ["attention.output.dense"],
+    "attention_norm": ["attention.output.LayerNorm"],
+    "up": ["intermediate.dense"],
+    "down": ["output.dense"],
+    "norm": ["output.LayerNorm"],
+}
+_BERT, _ELECTRA = "cls.predictions", "generator_predictions"
+HEAD_NAMES = (  # dense layer, norm, bias
+    (f"{_BERT}.transform.dense", f"{_BERT}.transform.LayerNorm", f"{_BERT}.bias"),
+    ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    (f"{_ELECTRA}.dense", f"{_ELECTRA}.LayerNorm", "generator_lm_head.bias"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,12 +75,11 @@ class Weights:
 
 
 class Source:
-    """Gives the weights of the network for one side, named by its text field ("source" or
-    "target"), its width, which the other cloud needs to know too, and its depth.
+    """Gives the network's weights for a side, named by its text field; its width, which the other
+    cloud needs to know too; and its depth.
 
     needs_sentences: whether building any part of it requires the field's texts. is_checkpoint:
-    whether it comes from a file, which may be out of reach here. text: public ones that it is
-    pretrained on.
+    whether it comes from a file, which may be out of reach here. text: public ones, to pretrain.
     """
 
     needs_sentences: ClassVar[bool] = False
@@ -91,8 +124,7 @@ class OwnBackbone(OwnSizes):
     training texts and cached as cache_dir/backbones/<hash>.safetensors. The hash covers texts,
     architecture, settings and CODE_VERSION, but not the run's seed (see pretraining.seed).
 
-    dropout: during pretraining. max_positions is the task's max_length.
-    type_vocab_size: 2 for tasks with text pairs; pretraining uses only type 0.
+    dropout: during pretraining. type_vocab_size: 2 for text pairs; pretraining uses only type 0.
     """
 
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
@@ -108,42 +140,38 @@ class OwnBackbone(OwnSizes):
         if name not in context.vocabularies:
             raise ConfigError(
                 f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see "
-                f"them. Make {name!r} visible to it, or move these layers to a cloud that "
-                "sees it (model.encoder_layers_per_stage), or use a PretrainedBackbone."
+                f"them. Make {name!r} visible to it, move these layers to a cloud that sees it "
+                "(model.encoder_layers_per_stage), or use a PretrainedBackbone"
             )
         sentences, ids = context.sentences(name), context.vocabularies[name]
         config = self.config(ids, context.max_length, self.type_vocab_size)
-
-        def report(line: str) -> None:
-            context.report(f"backbone for {name!r}: pretraining {line}")
+        whose, pretraining = f"backbone for {name!r}", asdict(self.pretraining)
 
         def build(path: Path, unfinished: Path) -> None:
             with seeded(self.pretraining.seed, "backbone"):
                 encoder = Encoder(config).to(context.device)
-            setting = f"{context.setting}.pretraining"
             score = pretrain(
-                encoder, sentences, ids, self.pretraining, report, unfinished, setting
+                encoder,
+                sentences,
+                ids,
+                self.pretraining,
+                lambda line: context.report(f"{whose}: pretraining {line}"),
+                unfinished,
+                f"{context.setting}.pretraining",
             )
             tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
             save_file(tensors, path, {k: str(v) for k, v in asdict(score).items()})
 
-        file = f"backbones/{self._key(config, ids, sentences)}.safetensors"
-        path, made = made_once(file, context, build)
+        if self.pretraining.max_epochs is None:  # the key from before this setting existed
+            del pretraining["max_epochs"]
+        described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
+        key = key_of(described | {"pretraining": pretraining}, bytes_of(sentences))
+        path, made = made_once(f"backbones/{key}.safetensors", context, build)
         if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
                 score = HeldOutScore(**{k: float(v) for k, v in kept.metadata().items()})
-            what = "kept as" if made else "from"
-            context.report(f"backbone for {name!r}: {score}, {what} {path}")
+            context.report(f"{whose}: {score}, {'kept as' if made else 'from'} {path}")
         return Weights(config, load_file(path))
-
-    def _key(
-        self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
-    ) -> str:
-        described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
-        pretraining = asdict(self.pretraining)
-        if self.pretraining.max_epochs is None:  # the key from before this setting existed
-            del pretraining["max_epochs"]
-        return key_of(described | {"pretraining": pretraining}, bytes_of(sentences))
 
 
 @settings("SeededBackbone")
@@ -167,9 +195,7 @@ class SeededBackbone(OwnSizes):
 @settings("PublicBackbone", kw_only=True)
 class PublicBackbone(OwnBackbone):
     """Pretrained on public text, so that every cloud can build the same one without private text.
-
-    text, num_texts: to pretrain on; the task must use the same tokenizer.
-    """
+    The task must use the same tokenizer."""
 
     text: PublicTexts
     num_texts: Annotated[int, Field(ge=2)] = 20_000
@@ -196,9 +222,7 @@ class PublicBackbone(OwnBackbone):
 class PretrainedBackbone(Source):
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
     electra with a single width; a local folder, a hub name or a packaged checkpoint ("minilm").
-
-    The task must use the checkpoint's own tokenizer. hidden: set it if another cloud, which needs
-    the width too, cannot read the checkpoint.
+    The task must use its tokenizer. hidden: for a cloud that cannot read the checkpoint.
     """
 
     name_or_path: Annotated[str, Field(min_length=1)]
@@ -210,49 +234,166 @@ class PretrainedBackbone(Source):
         return self.name_or_path
 
     @property
-    def _checkpoint(self) -> Checkpoint:
-        return read_config(resolve(self.name_or_path))
+    def _config(self) -> EncoderConfig:
+        return read_config(resolve(self.name_or_path))[0]
 
     def width(self) -> int:
-        return self.hidden or self._checkpoint.config.hidden
+        return self.hidden or self._config.hidden
 
     def depth(self) -> int | None:
         # The checkpoint may be out of reach here.
-        return None if self.hidden is not None else self._checkpoint.config.num_layers
+        return None if self.hidden is not None else self._config.num_layers
 
     def check_length(self, max_length: int) -> None:
         if self.hidden is None:
-            self._check_length(self._checkpoint, max_length)
+            self._check(None, max_length)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         if context.group_rank == 0:
             context.report(f"backbone for {name!r}: reading {self.name_or_path}")
-        checkpoint, tensors = read_weights(resolve(self.name_or_path))
-        self._check(checkpoint, context.vocabularies.get(name), context.max_length)
-        return Weights(checkpoint.config, tensors)
+        self._check(context.vocabularies.get(name), context.max_length)
+        return read_weights(resolve(self.name_or_path))
 
     def pooler(self) -> Mapping[str, Tensor] | None:
-        return read_pooler(resolve(self.name_or_path))
+        name = resolve(self.name_or_path)
+        files, (_, theirs) = WeightFiles(name), read_config(name)
+        if not any(there.endswith("pooler.dense.weight") for there in files):
+            return None
+        return {k: _tensor(files, f"pooler.dense.{k}", theirs) for k in ("weight", "bias")}
 
-    def _check(self, checkpoint: Checkpoint, ids: TokenIds | None, max_length: int) -> None:
-        config, name = checkpoint.config, self.name_or_path
+    def _check(self, ids: TokenIds | None, max_length: int) -> None:
+        """ids None: middle layers have no vocabulary."""
+        (config, theirs), name = read_config(resolve(self.name_or_path)), self.name_or_path
         if self.hidden not in (None, config.hidden):
             raise ConfigError(
                 f"PretrainedBackbone.hidden is {self.hidden}, but {name!r} has {config.hidden}"
             )
-        self._check_length(checkpoint, max_length)
-        if ids is None:  # middle layers have no vocabulary
-            return
-        if ids.size > config.vocab_size or checkpoint.pad not in (None, ids.pad):
+        if max_length > config.max_positions:
             raise ConfigError(
-                f"{name!r} has {config.vocab_size} token ids and pads with {checkpoint.pad}, but "
-                f"the task's tokenizer has {ids.size} and pads with {ids.pad}: use the "
-                "checkpoint's own tokenizer"
+                f"the task's max_length is {max_length}, but {name!r} has {config.max_positions} "
+                "positions"
+            )
+        pad = theirs.pad_token_id
+        if ids and (ids.size > config.vocab_size or pad not in (None, ids.pad)):
+            raise ConfigError(
+                f"{name!r} has {config.vocab_size} token ids and pads with {pad}, but the task's "
+                f"tokenizer has {ids.size} and pads with {ids.pad}: use the checkpoint's own "
+                "tokenizer"
             )
 
-    def _check_length(self, checkpoint: Checkpoint, max_length: int) -> None:
-        if max_length > checkpoint.config.max_positions:
-            raise ConfigError(
-                f"the task's max_length is {max_length}, but {self.name_or_path!r} has "
-                f"{checkpoint.config.max_positions} positions"
-            )
+
+def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
+    """A checkpoint's in our terms and in theirs. Raises DataError if it is nowhere, ConfigError if
+    it is not of the BERT family."""
+    from transformers import AutoConfig
+
+    raw = raw_config(name_or_path)
+    model_type, positions = raw.get("model_type"), raw.get("position_embedding_type", "absolute")
+    theirs = AutoConfig.for_model(**raw) if model_type in MODEL_TYPES else None
+    reason = None
+    if theirs is None:
+        reason = f"is of type {model_type!r}"
+    elif getattr(theirs, "embedding_size", theirs.hidden_size) != theirs.hidden_size:
+        reason = "projects its embeddings to another width"
+    elif theirs.hidden_act not in ACTIVATIONS:
+        reason = f"uses the activation {theirs.hidden_act!r}"
+    elif model_type not in ("bert", "ernie") and theirs.hidden_act != "gelu":
+        reason = f"uses {theirs.hidden_act!r} in its layers, gelu in its head"
+    elif positions != "absolute":
+        reason = f"has {positions!r} positions"
+    if theirs is None or reason:
+        raise ConfigError(
+            f"PretrainedBackbone {name_or_path!r} {reason}; supported are checkpoints of type "
+            f"{', '.join(MODEL_TYPES)} with absolute positions, a single width and an "
+            f"activation among {', '.join(ACTIVATIONS)}"
+        )
+    values = {ours: getattr(theirs, name) for ours, name in CONFIG_NAMES.items()}
+    if model_type in OFFSET_TYPES:
+        values["max_positions"] -= theirs.pad_token_id + 1
+    return EncoderConfig(**values), theirs
+
+
+def read_weights(name_or_path: str) -> Weights:
+    """Float32; without a head ("head.…") if the checkpoint has none, or one not tied to the
+    embeddings."""
+    (config, theirs), files = read_config(name_or_path), WeightFiles(name_or_path)
+    is_tied = getattr(theirs, "tie_word_embeddings", True)
+    heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
+
+    def read(name: str) -> Tensor:
+        return _tensor(files, name, theirs)
+
+    names = _names(config.num_layers, next(heads, None))
+    weights = {ours: torch.cat([read(name) for name in parts]) for ours, parts in names.items()}
+    if getattr(theirs, "use_task_id", False):
+        weights["embeddings.types.weight"] += read("embeddings.task_type_embeddings.weight")[0]
+    positions = weights["embeddings.positions.weight"][-config.max_positions :].clone()
+    return Weights(config, weights | {"embeddings.positions.weight": positions})
+
+
+def _tensor(files: WeightFiles, name: str, theirs: Any) -> Tensor:
+    """float32. Norms of the first BERTs are gamma and beta; bare encoders have no prefix."""
+    prefix = "roberta." if theirs.model_type in OFFSET_TYPES else f"{theirs.model_type}."
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+    old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+    return files.tensor(files.first_of(prefix + name, name, prefix + old, old)).float()
+
+
+def _names(num_layers: int, head: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """Of each of our tensors, theirs, of which it is made one below the other."""
+    names = {
+        f"embeddings.{ours}.weight": [f"embeddings.{theirs}_embeddings.weight"]
+        for ours, theirs in EMBEDDING_NAMES.items()
+    }
+    modules = {"embeddings.norm": ["embeddings.LayerNorm"]} | {
+        f"layers.{layer}.{ours}": [f"encoder.layer.{layer}.{name}" for name in theirs]
+        for layer in range(num_layers)
+        for ours, theirs in LAYER_NAMES.items()
+    }
+    if head is not None:
+        modules |= {"head.dense": [head[0]], "head.norm": [head[1]]}
+        names["head.bias"] = [head[2]]
+    for ours, theirs in modules.items():
+        for kind in ("weight", "bias"):
+            names[f"{ours}.{kind}"] = [f"{name}.{kind}" for name in theirs]
+    return names
+
+
+def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
+    """Write a whole Encoder as a folder of transformers' BertForMaskedLM, without a tokenizer."""
+    about = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "pad_token_id": pad}
+    _export(encoder, folder, about, HEAD_NAMES[0], {})
+
+
+def export_electra(
+    encoder: Encoder, dense: nn.Linear, score: nn.Linear, folder: Path, pad: int
+) -> None:
+    """Write an Encoder and its replaced-token head as a folder of transformers'
+    ElectraForPreTraining, without a tokenizer."""
+    about: dict[str, Any] = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
+    about |= {"pad_token_id": pad, "embedding_size": encoder.config.hidden}
+    prefix = "discriminator_predictions.dense"
+    head = dense.state_dict(prefix=f"{prefix}.") | score.state_dict(prefix=f"{prefix}_prediction.")
+    _export(encoder, folder, about, None, head)
+
+
+def _export(
+    encoder: Encoder,
+    folder: Path,
+    about: Mapping[str, Any],
+    head_names: Sequence[str] | None,
+    head: Mapping[str, Tensor],
+) -> None:
+    """about: of the config, beside sizes. head_names: of the encoder's own head, to go with it.
+    head: another one, named as theirs."""
+    weights, theirs, config = encoder.state_dict(), dict(head), encoder.config
+    for ours, names in _names(config.num_layers, head_names).items():
+        inside = "" if ours.startswith("head.") else f"{about['model_type']}."
+        parts = weights[ours].chunk(len(names))
+        theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
+    described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
+    described |= {"dtype": "float32", **about}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})

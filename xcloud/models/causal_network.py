@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, between, check, settings
-from xcloud.models.checkpoint import WeightFiles, raw_config
+from xcloud.hub import WeightFiles, raw_config
 from xcloud.models.stages import seeded
 
 Masks = Tensor | None | dict[str, Tensor | None]

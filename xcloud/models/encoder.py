@@ -192,7 +192,7 @@ class EncoderConfig:
     """The architecture: everything needed to build an Encoder, except weights.
 
     Devlin et al., arXiv:1810.04805: post-LN, learned positions. RoBERTa's unused first positions
-    are dropped, so there is no offset: see checkpoint.py.
+    are dropped, so there is no offset: see backbone.py.
     """
 
     vocab_size: Positive

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from xcloud.cluster.liveness import PeerLife
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
-SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 NOTHING: Mapping[int, Collection[str]] = {}
 _MAX_FACTS_BYTES = 1 << 16
@@ -179,8 +178,6 @@ class Control:
     lives: heartbeats of every other rank, by rank.
     """
 
-    tells_sizes = True
-
     def __init__(
         self,
         rank: int,
@@ -198,38 +195,24 @@ class Control:
     def peers(self) -> list[int]:
         return sorted(self.out)
 
-    def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
-        """Rank 0 tells ranks that read no data how many samples there are."""
-        for peer in peers:
-            told = torch.tensor(sizes, dtype=torch.int64)
-            self.out[peer].send(SIZES, (told,), ("numbers of samples int64 [splits]",))
-
-    def hear_sizes(self, num_splits: int) -> list[int]:
-        parts = self.incoming[0].recv(SIZES, AGREEMENT_WAIT_S)
-        found: list[int] = parts[0].tolist() if parts and parts[0].dtype == torch.int64 else []
-        if len(found) != num_splits or not all(0 <= size < 1 << 31 for size in found):
-            raise FrameError(f"rank 0 sent {found} for the samples of {num_splits} splits")
-        return found
-
     def agree(
         self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
-    ) -> None:
-        """All ranks must hold the same facts before the first step.
+    ) -> Mapping[str, str]:
+        """All ranks must hold the same facts before the first step. Returns those of rank 0.
 
         Raises ConfigError in the rank that differs (and in rank 0), naming the fact. left_out: by
         rank, those that it need not have.
         """
         key = MessageKey(Kind.AGREEMENT)
         carries = (f"digests of: {', '.join(sorted(facts))}",)
-        if self.rank == 0:
-            for peer, link in self.incoming.items():
-                theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S), peer)
+        for peer, link in self.incoming.items():
+            if self.rank != 0:
                 self.out[peer].send(key, (encode_facts(facts),), carries)
-                compare_facts(facts, theirs, peer, left_out.get(peer, ()))
-        else:
-            self.out[0].send(key, (encode_facts(facts),), carries)
-            theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S), 0)
-            compare_facts(facts, theirs, 0, left_out.get(self.rank, ()))
+            theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S), peer)
+            if self.rank == 0:
+                self.out[peer].send(key, (encode_facts(facts),), carries)
+            compare_facts(facts, theirs, peer, left_out.get(max(peer, self.rank), ()))
+        return facts if self.rank == 0 else theirs
 
     def meet(self, ranks: Collection[int] | None = None) -> None:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,

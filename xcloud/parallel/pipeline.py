@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.boundary import Boundary, Message
 from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
@@ -31,25 +30,12 @@ from xcloud.parallel.schedule import (
 )
 
 
-class SentRows(Protocol):
-    """What a receiver keeps of the samples of a constant boundary, as the sender knows it."""
-
-    def remaining(
-        self, batch: Batch, received: Message | None, fields: Sequence[BoundaryField]
-    ) -> tuple[Batch, Message | None] | None:
-        """The samples that must be computed and sent, and of what was received their part, by its
-        fields; None if the receiver has all."""
-
-    def note_sent(self, sent: Message, fields: Sequence[BoundaryField], batch: Batch) -> None: ...
-
-
 @dataclass
 class BoundaryPorts:
     """The ends of one boundary's channels that this rank holds, by peer rank.
 
     A rank before the boundary has forward_out and backward_in, a rank after it the other two; a
-    rank on both sides has all four, and is its own peer. kept: what each receiver of forward_out
-    keeps of a constant boundary.
+    rank on both sides has all four, and is its own peer.
     """
 
     boundary: Boundary
@@ -57,7 +43,6 @@ class BoundaryPorts:
     forward_in: dict[int, Receiver] = field(default_factory=dict)
     backward_out: dict[int, Sender] = field(default_factory=dict)
     backward_in: dict[int, Receiver] = field(default_factory=dict)
-    kept: dict[int, SentRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,7 @@ class Pass:
 
 
 @dataclass
-class _InFlight:
+class InFlight:
     """A micro-batch between its forward and its backward at one stage. send: what left, in the
     graph; its gradient comes back. weights: what puts off their gradients; None where nothing is
     put off."""
@@ -150,7 +135,7 @@ class Pipeline:
         """
         now = Pass(step, first_micro_batch)
         actions = self._actions(schedule)
-        in_flight: dict[tuple[int, int], _InFlight] = {}
+        in_flight: dict[tuple[int, int], InFlight] = {}
         deferred = {p: self._split(schedule, p[0]) for p in put_off(actions)}
         loss = torch.zeros((), device=self.device)
         for action in actions:
@@ -158,7 +143,8 @@ class Pipeline:
             place = (action.stage, action.micro_batch)
             if action.kind == "forward":
                 batch = batches[action.micro_batch]
-                work = self._forward(action, batch, now, deferred.get(place))
+                received = self._receive(action, batch, now)
+                work = self._forward(action, batch, received, now, deferred.get(place))
                 in_flight[place] = work
                 if work.loss is not None:
                     loss += work.loss.detach() / weight
@@ -203,10 +189,10 @@ class Pipeline:
         num_replicas = self.layout.num_replicas
         for action in self._actions(ForwardOnly(num_replicas * len(pieces))):
             batch = fetch(pieces[action.micro_batch // num_replicas])
-            if action.stage < self.num_stages - 1:
-                self._forward(action, batch, now)
-                continue
             received = self._receive(action, batch, now)
+            if action.stage < self.num_stages - 1:
+                self._forward(action, batch, received, now)
+                continue
             with self.clock.during("forward"), self.autocast():
                 found = self.stages[action.stage].predict(received, batch)
             predictions.update(zip(batch["ids"].tolist(), found, strict=True))
@@ -227,35 +213,21 @@ class Pipeline:
         return self._splits_of[schedule, stage]()
 
     def _forward(
-        self, action: Action, batch: Batch, now: Pass, weights: SplitBackward | None = None
-    ) -> _InFlight:
-        received = self._receive(action, batch, now)
-        kept = self._kept(action, now)
-        if kept is not None:
-            fields = self.ports[action.stage - 1].boundary.fields if action.stage else ()
-            remaining = kept.remaining(batch, received, fields)
-            if remaining is None:
-                return _InFlight(batch, None, None, None, weights)
-            batch, received = remaining
+        self,
+        action: Action,
+        batch: Batch,
+        received: Message | None,
+        now: Pass,
+        weights: SplitBackward | None = None,
+    ) -> InFlight:
         output = self._compute(action, received, batch, now, weights)
         sent = output.send
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, action.micro_batch)
-            port = self.ports[action.stage]
-            sent = port.forward_out[peer].send(now.key(action), sent, batch)
-            if kept is not None:
-                kept.note_sent(sent, port.boundary.fields, batch)
-        return _InFlight(batch, received, sent, output.loss, weights)
+            sent = self.ports[action.stage].forward_out[peer].send(now.key(action), sent, batch)
+        return InFlight(batch, received, sent, output.loss, weights)
 
-    def _kept(self, action: Action, now: Pass) -> SentRows | None:
-        """What the next stage keeps of this one's rows; None in an evaluation, and where it keeps
-        nothing."""
-        if now.kind is Kind.EVALUATION or action.stage not in self.ports:
-            return None
-        peer = self.layout.owner(action.stage + 1, action.micro_batch)
-        return self.ports[action.stage].kept.get(peer)
-
-    def _backward(self, action: Action, work: _InFlight, now: Pass, weight: float) -> None:
+    def _backward(self, action: Action, work: InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:
             with self.clock.during("backward"):
                 work.backward([work.loss / weight], None)
@@ -293,7 +265,7 @@ class Pipeline:
                 output: StageOutput = self.stages[action.stage](received, batch)
         return output
 
-    def _receive_gradient(self, action: Action, work: _InFlight, now: Pass) -> bool:
+    def _receive_gradient(self, action: Action, work: InFlight, now: Pass) -> bool:
         """Of what was sent, into the stage. False where none returns."""
         port = self.ports[action.stage]
         if not port.boundary.gradient_fields:

@@ -11,7 +11,7 @@ in one_forward_one_backward.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -142,24 +142,18 @@ def rank_actions(
 def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
     """What equal stages on ranks of their own do in each tick, if every action takes one and
     messages take none; by stage within a tick. Raises ValueError for a schedule that deadlocks."""
-    queues = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
-    position = [0] * num_stages
+    queues = [deque(schedule.actions(stage, num_stages)) for stage in range(num_stages)]
     done: set[Action] = set()
     ticks: list[list[Action]] = []
-    while any(position[stage] < len(queue) for stage, queue in enumerate(queues)):
-        tick = [
-            queue[position[stage]]
-            for stage, queue in enumerate(queues)
-            if position[stage] < len(queue)
-            and _has_input(queue[position[stage]], num_stages, done)
-        ]
+    while any(queues):
+        tick = [queue[0] for queue in queues if queue and _has_input(queue[0], num_stages, done)]
         if not tick:
             raise ValueError(
                 f"{schedule.label} with {num_stages} stages waits for itself for ever"
             )
-        done.update(tick)
         for action in tick:
-            position[action.stage] += 1
+            queues[action.stage].popleft()
+        done.update(tick)
         ticks.append(tick)
     return ticks
 

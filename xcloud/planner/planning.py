@@ -12,13 +12,13 @@ from typing import Any
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
+from xcloud.parallel.activation_cache import MEGABYTE
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import lines_of
+from xcloud.plan.costs import Profile, lines_of, read_profile
 from xcloud.plan.plans import (
     NO_COMPRESSION,
     Arranged,
@@ -28,7 +28,6 @@ from xcloud.plan.plans import (
     with_micro_batches,
 )
 from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
-from xcloud.plan.profile import Profile, read_profile
 from xcloud.plan.recorded import write_predicted
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.settings import Planning

@@ -108,17 +108,17 @@ def leak_observers(
     meter, layout = job.leak_meter, job.cluster
     assert meter is not None
     cloud = layout.placement(rank).cloud
-    vocabularies = {name: data.vocabulary(name) for name in data.text_fields}
+    vocabularies = data.vocabularies
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
         rank, cloud, layout.num_ranks, job.training.max_steps - meter.last_steps + 1,
         meter.max_rows, token_fields, job.fields_of_cloud(cloud), layout.placement(rank).replica,
     )  # fmt: skip
-    texts = data.text_fields & job.model.fields(0, layout.num_stages)
+    texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
         return LeakObservers(observer, None, reporter, run_dir)
     (text,) = texts
-    stage, ids = stages[0], data.vocabulary(text)
+    stage, ids = stages[0], vocabularies[text]
 
     def run(ids_NS: Tensor) -> None:
         ids_NS = ids_NS.to(next(stage.parameters()).device)

@@ -4,37 +4,37 @@ one, in a file of its own; no other file of the core knows any of them by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from xcloud.comm.activation_cache import CachingChannel, describe
 from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.restarts import StoreFacts, parameters_fact
+from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
-from xcloud.parallel.part import Part, Parts
-from xcloud.parallel.pipeline import BoundaryPorts
+from xcloud.parallel.part import Parts
+from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
 from xcloud.rank.role import RankContext
+from xcloud.rank.task_data import Evaluator
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.files import ready_file
-from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
 
@@ -84,9 +84,15 @@ class Features:
             self.job, self.rank, data, stages, self.reporter, self.context.run_dir
         )
 
-    def ports(self, leaks: LeakObservers | None) -> Mapping[int, BoundaryPorts]:
-        ports = self.wiring.boundaries.ports
-        return ports if leaks is None else observed(ports, leaks.observer, self.wiring.ends)
+    def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
+        job, device, boundaries = self.job, self.context.device, self.wiring.boundaries
+        ports = boundaries.ports
+        if leaks is not None:
+            ports = observed(ports, leaks.observer, self.wiring.ends)
+        autocast = autocast_for(job.training.precision, device)
+        of = (self.rank, job.cluster, stages, ports, device, job.seed, self.clock, autocast)
+        caches = boundaries.shared(ActivationCaches)
+        return CachingPipeline(caches, *of) if caches else Pipeline(*of)
 
     def meet(self, stages: Mapping[int, Stage]) -> None:
         """Another cloud may build its stages longer than a message may take."""
@@ -195,15 +201,3 @@ class Features:
         if all(group.group_size == 1 for group in groups.values()):
             return None
         return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)
-
-
-class CacheReport(Part):
-    """Of a rank's activation caches."""
-
-    def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
-        self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
-        self._reporter = reporter
-
-    def finish(self) -> None:
-        if self._caches:
-            self._reporter.note(describe(self._caches))

@@ -11,15 +11,12 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.part import Parts
-from xcloud.parallel.pipeline import Pipeline
-from xcloud.rank.evaluation import Evaluator, fetcher
 from xcloud.rank.export import export_stage, whole
-from xcloud.rank.loading import context_of, load, note_data
 from xcloud.rank.meters import WanMeter
 from xcloud.rank.parts import Features
 from xcloud.rank.role import RankContext, Role
+from xcloud.rank.task_data import Evaluator, context_of, fetcher, load, note_data
 from xcloud.training.batch_plan import Feed
-from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import wire
@@ -75,10 +72,7 @@ class StageRank(Role[Experiment]):
             for stage in self.placement.stages
         }
         leaks = features.leaks(stages, data)
-        pipeline = Pipeline(
-            self.rank, layout, stages, features.ports(leaks), device, job.seed, self.clock,
-            autocast_for(job.training.precision, device),
-        )  # fmt: skip
+        pipeline = features.pipeline(stages, leaks)
         features.meet(stages)
         pipeline.hand_over()
         features.shard(stages)

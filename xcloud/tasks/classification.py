@@ -104,8 +104,6 @@ class Classification(TextTask):
                     f"choose another {tables.test_key}"
                 )
             del splits["test"]  # its labels are not public, as in GLUE
-        if splits.get("dev") == splits.get("test"):
-            splits.pop("dev", None)  # task.test=validation: dev is then held out of train
         return replace(tables, tables=splits), columns
 
     def read(self, visible: frozenset[str]) -> Corpus:
@@ -127,9 +125,8 @@ class Classification(TextTask):
         """`seed` is ignored: all seeds train and are scored on the same rows."""
         self.check_fields(fields)
         visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
-        if not visible and self.sizes is not None:
-            return ClassificationData(self, Corpus.unseen(self.sizes), fields)
-        corpus = self.read(visible)
+        unseen = self.sizes is not None and not visible
+        corpus = Corpus.unseen(self.sizes or {}) if unseen else self.read(visible)
         self.check_rows(corpus.counts)
         return ClassificationData(self, corpus, fields)
 
@@ -189,7 +186,7 @@ class ClassificationData(View[Classification]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
-        self.check_visible(field, "text field")
+        self.tokenizer(field)
         samples = [self._pairs["train"].texts(i) for i in range(self._rows["train"])]
         return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
-from xcloud.contracts.model import TokenIds
 from xcloud.contracts.task import SPLITS, Scores, Split
 from xcloud.tasks.corpus.folder import Folder, read_lines
 from xcloud.tasks.corpus.hub import Hub
@@ -28,7 +27,7 @@ from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_colu
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.tables import PairTable, TokenTable
-from xcloud.tasks.text_task import SourceTask, View, counted
+from xcloud.tasks.text_task import SourceTask, Tokenized, View, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -159,11 +158,11 @@ def learnable(corpus: Corpus, key: str) -> list[str]:
     return [*corpus.splits["train"].texts[key], *corpus.further[key]]
 
 
-class TranslationText:
+class TranslationText(Tokenized):
     """Encode and decode the available sides; needs no corpus."""
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
-        self._tokenizers: Mapping[str, Tokenizer] = tokenizers
+        super().__init__(tokenizers)
         self._max_length = max_length
 
     @staticmethod
@@ -175,10 +174,6 @@ class TranslationText:
             raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
         return TranslationText(found, max_length)
 
-    @property
-    def vocabularies(self) -> dict[str, TokenIds]:
-        return {key: tokenizer.token_ids for key, tokenizer in self._tokenizers.items()}
-
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
         """Rows are bos, text, eos."""
         tokenizer = self.tokenizer(key)
@@ -189,15 +184,10 @@ class TranslationText:
         """int64 [B, S] for texts outside the corpus."""
         return self.table("source", texts).padded(torch.arange(len(texts)))
 
-    def tokenizer(self, key: str) -> Tokenizer:
-        if key not in self._tokenizers:
-            there = ", ".join(self._tokenizers) or "none"
-            raise DataError(f"the {key} side is not visible here; visible: {there}")
-        return self._tokenizers[key]
-
     def decode(self, ids: Sequence[int]) -> str:
         """Target text of these ids, up to eos."""
-        return self.tokenizer("target").decode(ids)
+        text: str = self.tokenizer("target").decode(ids)
+        return text
 
 
 class TranslationData(View[Translation], TranslationText):
@@ -224,10 +214,9 @@ class TranslationData(View[Translation], TranslationText):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Of the training pairs, and further texts."""
-        self.check_visible(field)
-        return [
-            row[1:-1] for t in (self._tables[field]["train"], self._further[field]) for row in t
-        ]
+        self.tokenizer(field)
+        tables = self._tables[field]["train"], self._further[field]
+        return [row[1:-1] for table in tables for row in table]
 
     def weight(self, ids: Tensor) -> float:
         """Target tokens to predict in these training samples: T without bos and padding."""

@@ -18,7 +18,6 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import ignore
-from xcloud.comm.activation_cache import MEGABYTE, ActivationCache, CachingChannel
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import (
     PLAIN,
@@ -34,6 +33,12 @@ from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selectio
 from xcloud.comm.state import MEMORY, StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
+from xcloud.parallel.activation_cache import (
+    MEGABYTE,
+    ActivationCache,
+    ActivationCaches,
+    CachingChannel,
+)
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.pipeline import BoundaryPorts
@@ -247,7 +252,8 @@ class _Joint:
             if ends.rank in (a, b) and self._keeps(a, b):
                 # A share for each sender: it cannot know what others have sent.
                 share = self._kept_bytes // sum(receiver == b for _, receiver in pairs)
-                ports.kept[b if ends.rank == a else a] = ActivationCache(share)
+                peer, caches = b if ends.rank == a else a, self.joined.shared(ActivationCaches)
+                caches[stage, peer] = ActivationCache(share)
             ahead = max(in_flight[a, b], _FORWARD_AHEAD)
             self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
             if self._boundary.gradient_fields:
@@ -295,10 +301,8 @@ class _Joint:
         inlink = ends.incoming(
             line, sender, capacity, window, boundary=self.stage, on_arrival=measure
         )
-        kept = self.joined.ports[self.stage].kept.get(sender)
-        channel_of = (
-            partial(CachingChannel, kept) if isinstance(kept, ActivationCache) else ReceiveChannel
-        )
+        kept = self.joined.shared(ActivationCaches).get((self.stage, sender))
+        channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
         received = channel_of(
             inlink, fields, codecs, self.clock, identity, self.device,
             self.job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,

@@ -25,10 +25,10 @@ from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.evaluation import report_scores
 from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.one_way.intake import POLL_S, Inbox, Intake
 from xcloud.rank.role import RankContext
+from xcloud.rank.task_data import report_scores
 from xcloud.record.files import failure_of
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
 

@@ -12,13 +12,11 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.task import Split
 from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.corpus.folder import Language
 from xcloud.tasks.corpus.rows import (
-    DEV_NAMES,
     Form,
-    OwnNames,
     Source,
     SplitTables,
     Text,
@@ -34,6 +32,14 @@ class HubTable:
 
     dataset: Any
     where: str
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def matches(self, pattern: str) -> bool:
+        return self.name == pattern
 
     @property
     def _names(self) -> list[str]:
@@ -109,14 +115,12 @@ class Hub(OnHub):
     test: str | None = None
 
     @property
-    def own_names(self) -> OwnNames:
-        """Splits of the data set to be joined into one."""
-        return {}
-
-    @property
     def hides_test(self) -> bool:
         """Whether the data set's test labels are not public."""
         return False
+
+    def is_usual(self, name: str, split: Split) -> bool:
+        return not (split == "test" and self.hides_test) and super().is_usual(name, split)
 
     @property
     def data_set(self) -> str | None:
@@ -128,38 +132,12 @@ class Hub(OnHub):
 
     def find(self, form: Form) -> SplitTables:
         loaded: Mapping[str, Any] = load_hub(self.where, self.data_set, self.revision)
-        tables: dict[Split, Mapping[str, Sequence[HubTable]]] = {}
-        for split in SPLITS:
-            names = self._names(split, list(loaded)).items()
-            tables[split] = {
-                part: [HubTable(loaded[name], f"{self.where}, split {name}")]
-                for name, part in names
-            }
-        tables = {split: parts for split, parts in tables.items() if parts}
-        if "train" not in tables:
-            raise DataError(
-                f"{self.where}: no split train; there are: {', '.join(loaded)}. Set task.train"
-            )
+        there = [
+            HubTable(data, f"{self.where}, split {name}", name) for name, data in loaded.items()
+        ]
         facts = {"config": self.data_set, "revision": self.revision}
-        return SplitTables(tables, facts, test_key=None if self.test is None else "task.test")
-
-    def _names(self, split: Split, there: Sequence[str]) -> Mapping[str, str]:
-        """The data set's splits that make up this one, with their part names."""
-        asked: str | None = getattr(self, split)
-        if asked is not None:
-            if asked not in there:
-                raise DataError(
-                    f"{self.where}: no split {asked!r} for task.{split}; there are: "
-                    f"{', '.join(there)}"
-                )
-            return {asked: ""}
-        own = self.own_names.get(split, {})
-        if own and set(own) <= set(there):
-            return own
-        if split == "test" and self.hides_test:
-            return {}
-        usual = DEV_NAMES if split == "dev" else (split,)
-        return {name: "" for name in [n for n in usual if n in there][:1]}
+        key = None if self.test is None else "task.test"
+        return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
 
 
 @settings("task", kw_only=True)

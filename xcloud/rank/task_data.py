@@ -1,26 +1,147 @@
-"""Score a split through the pipeline, and so through the compressed link."""
+"""What one rank does with the task's data: load what its cloud may see, check that all clouds have
+the same, give models what they need of it to build a stage, and score a split through the
+pipeline, and so through the compressed link.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from xcloud.contracts.model import Batch
-from xcloud.contracts.task import Scores, Split, TaskData
+from xcloud.base.errors import DataError, FrameError
+from xcloud.contracts.model import Batch, BuildContext
+from xcloud.contracts.task import SPLITS, Scores, Split, TaskData, asks_for_sizes, with_sizes
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import Signal
+from xcloud.parallel.control import Signal, compare_facts
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.reporter import Reporter
+
+log = logging.getLogger(__name__)
+
+DATA = "the task's data"
+UNREAD = "the task's settings and sizes"
+SAMPLES = {split: f"samples of {split}" for split in SPLITS}
+
+
+class Comparison(Protocol):
+    """Compares facts between ranks before the first step: a Control, or a store."""
+
+    def agree(
+        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = ...
+    ) -> Mapping[str, str]: ...
+
+
+def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskData:
+    """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
+    if the task accepts sizes: they are among the facts of rank 0, which reads the text.
+
+    Raises DataError for missing or extra fields, ConfigError if ranks differ.
+    """
+    task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
+    unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
+    told = control is not None and 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
+    left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values())) if told else {}
+    if control is not None and told and rank in unseeing:
+        theirs = control.agree({}, left_out)
+        data = with_sizes(task, _sizes_in(theirs)).load(frozenset(), seed)
+        compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
+        return data
+    data = task.load(fields, seed)
+    _check_fields(data, fields)
+    for defence in experiment.security.chosen_defences.values():
+        if data.head is not None:
+            defence.check_labels(data.head.kind, data.head.num_outputs)
+        elif "label" in fields:  # for each token
+            defence.check_labels("tokens", 1)
+    if control is not None:  # sizes are compared first: they say more than a digest
+        sizes = {split: data.num_samples(split) for split in SPLITS}
+        facts = {SAMPLES[split]: str(size) for split, size in sizes.items()}
+        facts[DATA] = data.fingerprint()
+        if told:
+            facts[UNREAD] = with_sizes(task, sizes).load(frozenset(), seed).fingerprint()
+        control.agree(facts, left_out)
+    return data
+
+
+def _sizes_in(facts: Mapping[str, str]) -> dict[Split, int]:
+    found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
+    if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
+        raise FrameError(f"rank 0 told {found} for the numbers of samples")
+    return {split: int(text) for split, text in found.items()}
+
+
+def note_data(job: Experiment, rank: int, data: TaskData, reporter: Reporter) -> None:
+    """Say which data these are and which texts were too long. What a cloud's texts are like is
+    nobody else's matter: only rank 0 reports it, others write it to their own log."""
+    if rank == 0:
+        reporter.note(data.describe())
+        rows = {split: data.num_samples(split) for split in SPLITS}
+        digest = data.fingerprint()[:16]
+        reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
+    for name, num in data.num_cut.items():
+        of = sum(map(data.num_samples, SPLITS))
+        text = f"{num:,} of {of:,} {name} texts are longer than {job.task.max_length} tokens and "
+        text += "were cut (task.max_length)"
+        if num and rank == 0:
+            reporter.note(text)
+            reporter.event("cut", field=name, num=num)
+        elif num:
+            log.warning(text)
+
+
+def context_of(
+    job: Experiment,
+    data: TaskData,
+    device: torch.device,
+    report: Callable[[str], None],
+    group: RankGroup = RankGroup.alone(),  # noqa: B008
+) -> BuildContext:
+    """For the stages of a rank. group: the ranks that hold the same stage."""
+    return BuildContext(
+        seed=job.seed,
+        device=device,
+        cache_dir=job.cache_path,
+        vocabularies=data.vocabularies,
+        sentences=data.sentences,
+        samples=partial(_spread, data),
+        max_length=job.task.max_length,
+        group_rank=group.group_rank,
+        barrier=group.barrier,
+        report=report,
+        head=data.head,
+    )
+
+
+def _spread(data: TaskData, count: int) -> Batch:
+    """So many training samples from all over the file, which may be sorted."""
+    num_samples = data.num_samples("train")
+    ids = torch.arange(0, num_samples, max(1, num_samples // count))[:count]
+    return data.batch("train", ids)
+
+
+def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
+    """Before anything is computed: a task that reads more than it was asked for is refused."""
+    if data.num_samples("train"):
+        extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
+        if extra:
+            raise DataError(
+                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; "
+                "its load() must keep to the fields it is given: "
+                f"{', '.join(sorted(fields)) or 'none'}"
+            )
 
 
 class Evaluator(Part):

@@ -1,5 +1,5 @@
 """Rows of frozen parts, kept by the receiver of a channel so that they cross once, not in every
-epoch. Both ends know what is kept from the messages alone. No stages and no schedules here.
+epoch. Both ends know what is kept from the messages alone.
 
 Shapes: B samples of a micro-batch, M of them missing, which is not kept by the receiver; R rows;
 D features.
@@ -8,7 +8,7 @@ D features.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,11 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, ReceiveChannel
 from xcloud.comm.compression import Compressor
+from xcloud.contracts.model import Batch
+from xcloud.parallel.part import Part
+from xcloud.parallel.pipeline import InFlight, Pass, Pipeline
+from xcloud.parallel.schedule import Action, SplitBackward
+from xcloud.record.reporter import Reporter
 
 MEGABYTE = 1_000_000
 
@@ -38,21 +43,6 @@ class ActivationCache:
         """Positions, int64 [M], of the samples that must cross. ids: int64 [B]."""
         found = [n for n, sample in enumerate(ids.tolist()) if sample not in self._ids]
         return torch.tensor(found, dtype=torch.int64)
-
-    def remaining(
-        self, batch: Samples, received: Message | None, fields: Sequence[BoundaryField]
-    ) -> tuple[dict[str, Tensor], Message | None] | None:
-        """At the sender: the samples that must cross, and their part of the message that they came
-        in, which has these fields; None if none must."""
-        missing = self.missing(batch["ids"])
-        if not len(missing):
-            return None
-        if received is not None:
-            received = message_at(received, fields, batch, missing)
-        return samples_at(batch, missing), received
-
-    def note_sent(self, sent: Message, fields: Sequence[BoundaryField], batch: Samples) -> None:
-        self.note(batch["ids"], by_sample(sent, fields, batch))
 
     def note(self, ids: Tensor, messages: Sequence[Message]) -> list[int]:
         """Samples have crossed, each with its part of a message. Returns the positions of those
@@ -114,6 +104,57 @@ class CachingChannel(ReceiveChannel):
             ids = enumerate(samples["ids"].tolist())
             each = [came[n] if n in came else self._messages[sample] for n, sample in ids]
             return joined(each, self.device)
+
+
+class ActivationCaches(dict[tuple[int, int], ActivationCache]):
+    """What both ends of a rank's boundaries know to be kept: by the stage before and the peer."""
+
+
+class CachingPipeline(Pipeline):
+    """A Pipeline in which a stage before a constant boundary leaves out, in training, what its
+    receiver keeps: it is neither computed nor sent."""
+
+    def __init__(self, caches: ActivationCaches, *pipeline: Any) -> None:
+        super().__init__(*pipeline)
+        self.caches = caches
+
+    def _forward(
+        self,
+        action: Action,
+        batch: Batch,
+        received: Message | None,
+        now: Pass,
+        weights: SplitBackward | None = None,
+    ) -> InFlight:
+        stage = action.stage
+        kept = None
+        if stage in self.ports and now.kind is not Kind.EVALUATION:
+            kept = self.caches.get((stage, self.layout.owner(stage + 1, action.micro_batch)))
+        if kept is None:
+            return super()._forward(action, batch, received, now, weights)
+        missing = kept.missing(batch["ids"])
+        if not len(missing):
+            return InFlight(batch, None, None, None, weights)
+        if received is not None:
+            fields = self.ports[stage - 1].boundary.fields
+            received = message_at(received, fields, batch, missing)
+        batch = samples_at(batch, missing)
+        work = super()._forward(action, batch, received, now, weights)
+        assert work.send is not None
+        kept.note(batch["ids"], by_sample(work.send, self.ports[stage].boundary.fields, batch))
+        return work
+
+
+class CacheReport(Part):
+    """Of a rank's activation caches."""
+
+    def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
+        self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
+        self._reporter = reporter
+
+    def finish(self) -> None:
+        if self._caches:
+            self._reporter.note(describe(self._caches))
 
 
 def samples_at(samples: Samples, positions: Tensor) -> dict[str, Tensor]:
