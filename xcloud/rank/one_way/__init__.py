@@ -119,7 +119,7 @@ class OneWayRank(Role[OneWayExperiment]):
         self.ends = ends = OneWayEnds(
             context.transport, layout, context.run_dir, keeps_record=self.place.producer is None
         )
-        self.computing = ends.computing
+        self.computing = context.transport.computing
         groups = [ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds]
         (self.group,) = (group for group in groups if group is not None)
         self.most_waiting = 4 * most_ahead + 64
@@ -127,8 +127,6 @@ class OneWayRank(Role[OneWayExperiment]):
             "batches": self.job.model.max_payload_bytes + FRAME_SLACK_BYTES,
             "orders": 2 * _ORDER_BYTES * most_ahead + FRAME_SLACK_BYTES,
         }
-        for line in self._capacity:
-            ends.line(line, range(layout.num_ranks))
         self.control: Control = join_control(ends, context.on_report)
         self.lives, self.records, self.received = ends.lives, ends.records, ends.received
         self.memory = MemoryMeter(context.device)
