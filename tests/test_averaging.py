@@ -22,9 +22,8 @@ from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Terms, av
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.replica_links import ReplicaLinks
-from xcloud.plan.costs import FREE
+from xcloud.plan.costs import FREE, AveragingCodec
 from xcloud.plan.formulas import exchange_of
-from xcloud.plan.profile import AveragingCodec
 
 SHAPES = {
     "weight": torch.Size((12, 10)),

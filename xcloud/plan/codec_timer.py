@@ -32,8 +32,7 @@ from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.merging import Contribution, weighted_sum
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor
-from xcloud.plan.costs import Direction
-from xcloud.plan.profile import AveragingCodec
+from xcloud.plan.costs import AveragingCodec, Direction
 
 BUDGET_S = 0.1
 MOST_TIMES = 5

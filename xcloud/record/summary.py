@@ -67,7 +67,7 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.files import replace_text
+from xcloud.record.files import read_json, replace_text
 
 Summary = dict[str, Any]
 
@@ -338,12 +338,8 @@ def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run; empty if it was killed before writing one."""
-    try:
-        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    """Empty if the run was killed before writing one."""
+    return read_json(run_dir / SUMMARY_FILE)
 
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:

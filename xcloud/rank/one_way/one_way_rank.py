@@ -58,7 +58,7 @@ class OneWayRank(Role[OneWayExperiment]):
             context.transport, layout, context.run_dir,
             carries=CARRIES if self.place.producer is None else None,
         )  # fmt: skip
-        self.computing = self.ends.computing
+        self.computing = context.transport.computing
         groups = [
             self.ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds
         ]
@@ -68,8 +68,6 @@ class OneWayRank(Role[OneWayExperiment]):
             "batches": self.job.model.max_payload_bytes + FRAME_SLACK_BYTES,
             "orders": 2 * _ORDER_BYTES * most_ahead + FRAME_SLACK_BYTES,
         }
-        for line in self._capacity:
-            self.ends.line(line, range(layout.num_ranks))
         self.control: Control = join_control(self.ends, context.on_report)
         self.lives, self.records = self.ends.lives, self.ends.records
         self.received = self.ends.received
