@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from xcloud.base.errors import ConfigError, LinkError
-from xcloud.cluster.gloo_link import Gloo
-from xcloud.cluster.gloo_pairs import GlooPairs
+from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
@@ -213,8 +212,8 @@ class RankProcess(Process):
         if job.cluster.num_processes < job.cluster.num_ranks:
             is_stopped = live_in_threads(job, table, self.run_dir, self.asked, self.state)
         else:
-            ours = GlooPairs() if meeting.is_open else Gloo()
-            transport = (job.cluster.carrier or ours).transport(meeting)
+            carrier = job.cluster.carrier
+            transport = GlooTransport(meeting) if carrier is None else carrier.transport(meeting)
             is_stopped = live(job, self.run_dir, table["setting"], verdict, self, transport)
         self.end(is_stopped)
         return is_stopped

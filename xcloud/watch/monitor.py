@@ -7,7 +7,6 @@ On one machine the process that started the ranks does this; on several it is a 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from xcloud.record.events import (
     Event,
     EventReader,
 )
-from xcloud.record.files import SAMPLES_FILE
+from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.record.tracking import Recording, TrackedRun
 from xcloud.report.progress import ProgressLine
@@ -138,12 +137,9 @@ class Monitor:
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
-        try:
-            lost = json.loads((self.run.run_dir / LOST_LINES_FILE).read_text("utf-8"))
-        except (OSError, ValueError):
-            return 0
-        self.attempt.finished_ranks.update(lost["finished_ranks"])
-        return int(lost["lines"])
+        lost = read_json(self.run.run_dir / LOST_LINES_FILE)
+        self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
+        return int(lost.get("lines", 0))
 
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table. cause: why it ended before
