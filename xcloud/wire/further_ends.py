@@ -22,8 +22,8 @@ from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, SendChannel
 from xcloud.comm.compression import ChannelId
+from xcloud.parallel.averaging import ReplicaLinks
 from xcloud.parallel.hub import HUB
-from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.defences import LABEL, Defence
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
