@@ -91,8 +91,7 @@ class LocalRanks:
 
     def start(self) -> None:
         """May be called again once `wait` has raised RunFailed."""
-        if self.is_asked_to_stop:
-            raise RunStopped
+        self._stop_if_asked()
         self._remove_meeting_point()
         self.processes = []
         self._since_s.clear()
@@ -101,6 +100,10 @@ class LocalRanks:
             self.processes.append(self._start(rank))
         if self.is_asked_to_stop:  # meanwhile: the last ones were not there to hear it
             self.ask_to_stop()
+
+    def _stop_if_asked(self) -> None:
+        if self.is_asked_to_stop:
+            raise RunStopped
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
