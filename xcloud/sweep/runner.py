@@ -210,13 +210,6 @@ class Sweep:
             say(f"  to continue it later: {self.command}")
         if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
             say("  points of a sweep run no follow_up; what they leave is in their run folders")
-        parallel, cores = self.settings.parallel, num_cores()
-        ranks = sorted(decision.point.experiment.cluster.num_processes for decision in todo)
-        if parallel > 1 and (needed := sum(ranks[-parallel:])) > cores:
-            say(
-                f"  warning: {parallel} points at once are {needed} ranks on {cores} cores; they "
-                "slow each other down, so do not trust step times of this sweep"
-            )
 
     def _run_points(self, state: SweepState) -> None:
         with ThreadPoolExecutor(self.settings.parallel) as pool:
