@@ -33,19 +33,19 @@ from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import Costs
-from xcloud.plan.measured import measured_costs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.prediction import Prediction, Simulator
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     BoundaryCodec,
     CompressorCosts,
+    Costs,
     Curve,
     DirectionCurves,
     Piece,
     Profile,
 )
+from xcloud.plan.measured import measured_costs
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
+from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import timeline_of

@@ -149,7 +149,7 @@ def test_chosen_rows_are_pinned() -> None:
 def test_files_of_other_names_are_taken_when_asked(tmp_path: Path) -> None:
     for name in ("news2008", "news2009", "news2010", "news2011"):
         write_tsv(tmp_path / f"{name}.tsv", [(f"{name} {es}", en) for es, en in PAIRS])
-    with pytest.raises(DataError, match=r"no training file.*news2008\.tsv.*task\.train_file"):
+    with pytest.raises(DataError, match=r"no training set.*news2008\.tsv.*task\.train_file"):
         read(tmp_path)
     corpus = read(
         tmp_path, train_file=["news2009.tsv", "news2008*"], dev_file="news2010", test_file="*11*"
@@ -172,12 +172,12 @@ def test_a_dev_file_used_for_training_is_not_dev_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "settings", "message"),
     [
-        (["train.tsv", "test_2016.tsv", "test_2017.tsv"], {}, "several files for test.*test_file"),
-        (["train.tsv", "train.tsv.gz"], {}, "several files for train"),
-        (["train.tsv", "dev.tsv", "val.tsv"], {}, "several files for dev"),
-        (["train.tsv"], {"dev_file": "nope*"}, r"no file for task\.dev_file=nope\*.*train\.tsv"),
+        (["train.tsv", "test_2016.tsv", "test_2017.tsv"], {}, "several for test.*test_file"),
+        (["train.tsv", "train.tsv.gz"], {}, "several for train"),
+        (["train.tsv", "dev.tsv", "val.tsv"], {}, "several for dev"),
+        (["train.tsv"], {"dev_file": "nope*"}, r"nothing for task\.dev_file=nope\*.*train\.tsv"),
         (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "for two splits"),
-        (["readme.txt"], {}, "no training file.*found: none"),
+        (["readme.txt"], {}, "no training set.*found: none"),
     ],
 )
 def test_what_is_unclear_is_refused_with_the_names_there_are(

@@ -70,7 +70,7 @@ def test_only_the_visible_side_is_kept_and_rows_are_counted_without(folder: Path
 def test_split_names_may_be_chosen_and_must_exist(folder: Path) -> None:
     corpus = read(folder, dev="test", test="validation")
     assert (corpus.splits["dev"].num_rows, corpus.splits["test"].num_rows) == (2, 3)
-    with pytest.raises(DataError, match=r"no split 'tst' for task\.test; there are: train"):
+    with pytest.raises(DataError, match=r"nothing for task\.test=tst; found: train"):
         read(folder, test="tst")
 
 

@@ -13,8 +13,7 @@ from xcloud.base.errors import ConfigError, DataError, FrameError, TrainingDiver
 from xcloud.comm.ids import IdPacking
 from xcloud.contracts.one_way_parts import Fed
 from xcloud.electra.model import MultilingualElectra
-from xcloud.electra.networks import with_ends
-from xcloud.electra.parts import DiscriminatorSettings, Generator
+from xcloud.electra.parts import DiscriminatorSettings, Generator, with_ends
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
 from xcloud.models.encoder import Packing
 from xcloud.models.pretraining import MaskedLanguageModelling

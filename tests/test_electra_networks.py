@@ -6,7 +6,7 @@ import torch
 from tests.translation_models import FIRST_WORD, IDS
 from xcloud.comm.ids import CorruptedTexts
 from xcloud.contracts.model import TokenIds
-from xcloud.electra.networks import (
+from xcloud.electra.parts import (
     Discriminator,
     corrupt,
     detect_replaced,
@@ -102,7 +102,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
 def test_words_drawn_in_pieces_are_those_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(50, IDS.size, generator=draws(1))
     at_once = sample_words(scores, IDS, 1.0, draws())
-    monkeypatch.setattr("xcloud.electra.networks.SAMPLED_TOGETHER", 3 * IDS.size)
+    monkeypatch.setattr("xcloud.electra.parts.SAMPLED_TOGETHER", 3 * IDS.size)
 
     assert torch.equal(sample_words(scores, IDS, 1.0, draws()), at_once)
 
@@ -113,16 +113,15 @@ def test_a_word_drawn_right_is_not_replaced_and_the_rest_is_left_alone() -> None
     counts = torch.tensor([9, 9, 6])
     ids_R = torch.randint(FIRST_WORD, IDS.size, (24,), generator=draws())
     masked = torch.tensor([2, 5, 12, 20])
-    made = corrupt(generator, ids_R, Packing(counts), masked, IDS, 1.0, draws())
+    made_R, _ = corrupt(generator, ids_R, Packing(counts), masked, IDS, 1.0, draws())
     sure = torch.full((IDS.size,), -100.0)
     sure[ids_R[2]] = 100.0
 
-    assert torch.equal(made.replaced_R, made.ids_R != ids_R)
-    assert set(made.replaced_R.nonzero()[:, 0].tolist()) <= set(masked.tolist())
+    assert set((made_R != ids_R).nonzero()[:, 0].tolist()) <= set(masked.tolist())
     generator.head.bias.data = sure  # type: ignore[union-attr]
-    made = corrupt(generator, ids_R, Packing(counts), masked[:1], IDS, 1.0, draws())
-    assert not made.replaced_R.any()
-    assert float(made.loss.detach()) == pytest.approx(0, abs=1e-3)
+    made_R, loss = corrupt(generator, ids_R, Packing(counts), masked[:1], IDS, 1.0, draws())
+    assert torch.equal(made_R, ids_R)
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-3)
 
 
 def test_ends_come_off_and_go_on_again() -> None:

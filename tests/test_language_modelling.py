@@ -123,11 +123,11 @@ def test_a_cloud_without_the_text_keeps_the_answers_and_one_without_labels_none(
 
     assert answers.batch("train", torch.tensor([0])).keys() == {"ids", "label"}
     assert learned(answers) == learned(whole)
-    assert answers.text_fields == frozenset()
+    assert not answers.vocabularies
     scores = answers.score("test", {0: [10, 2]})
     assert "Ana" in (shown := answers.sample_outputs("test", scores, 1)) and "Who" not in shown
     assert text.batch("train", torch.tensor([0])).keys() == {"ids", "text", "types"}
-    for refused in (lambda: answers.vocabulary("text"), lambda: text.weight(torch.tensor([0]))):
+    for refused in (lambda: answers.sentences("text"), lambda: text.weight(torch.tensor([0]))):
         with pytest.raises(DataError, match="visible here"):
             refused()
     assert whole.fingerprint() == answers.fingerprint() == text.fingerprint()
@@ -155,16 +155,6 @@ def test_plain_text_is_guessed_whole_and_ends_with_the_end_token(
     first = text[types == 0]
     assert tokenizer._pretrained.decode(first) == "One line.\nAnother.</s>"
     assert label[: len(first)].tolist() == [*first[1:].tolist(), NO_LABEL]
-
-
-def test_a_file_without_a_blank_line_is_said_to_be_one_document(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("one\n\ntwo\n")
-    for split in ("dev", "test"):
-        (tmp_path / f"{split}.txt").write_text("a line\nanother\na third\n")
-    said = "dev has 3 lines and no blank one, so it is one document: is task.document=line meant?"
-    remarks = FolderLanguageModelling(path=str(tmp_path)).read().remarks
-    assert said in remarks and not any("train" in remark for remark in remarks)
-    assert not FolderLanguageModelling(path=str(tmp_path), document="file").read().remarks
 
 
 def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file
 from xcloud.record.summary import read_summary
-from xcloud.record.tracking import NullTracker
+from xcloud.record.tracking import Recording
 from xcloud.security.wire_audit import audit_file
 from xcloud.survive.resume import check_can_go_on
 from xcloud.watch.following import main
@@ -47,7 +47,7 @@ def test_a_run_that_never_trained_has_no_links_to_compare_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"compare at": "http://"}
-    monkeypatch.setattr(NullTracker, "places", lambda recording: places)
+    monkeypatch.setattr(Recording, "places", lambda recording: places)
     monitor_after([("start", 0)], tmp_path).finish("no column es")
     said = capsys.readouterr().out
     assert "cause: no column es" in said and "compare at" not in said

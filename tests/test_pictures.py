@@ -177,7 +177,7 @@ def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[str] = []
-    tracker = "xcloud.record.tracking.NullTracker.artifact"
+    tracker = "xcloud.record.tracking.Recording.artifact"
     monkeypatch.setattr(tracker, lambda self, path: kept.append(path.name))
 
     follow(tmp_path, [*step_events(12), *two_ranks()], None)

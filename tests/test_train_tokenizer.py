@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.tasks import train_tokenizer
-from xcloud.tasks.multilingual_text import MultilingualText
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.tasks.multilingual_text import (
+    POWER,
+    MultilingualText,
+    draw_texts,
+    mixed,
+    train_tokenizer,
+)
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TrainedTokenizer
 
 
@@ -21,34 +27,34 @@ def test_the_command_makes_a_file_that_all_clouds_can_load(
 
     def run(*languages: str) -> None:
         options = ["--out", str(out), "--vocab-size", "300", "--languages", *languages]
-        train_tokenizer.main([str(tmp_path), *options])
+        train_tokenizer([str(tmp_path), *options])
 
     run("es", "en")
     digests = {FileTokenizer(str(out)).prepare((), tmp_path).digest for _ in range(2)}
     assert f"digest {digests.pop():08x}; copy it to every cloud" in capsys.readouterr().out
     assert not digests
-    with pytest.raises(SystemExit, match=r"xcloud: .*no text of 'pt'"):
+    with pytest.raises(DataError, match=r"no text of 'pt'"):
         run("pt")
 
 
 def test_what_a_small_language_lacks_goes_to_the_others() -> None:
-    assert train_tokenizer.mixed({"es": 900, "en": 100}, 100, 1.0) == {"es": 90, "en": 10}
-    assert train_tokenizer.mixed({"es": 900, "en": 900}, 100, 0.7) == {"es": 50, "en": 50}
-    assert train_tokenizer.mixed({"a": 10, "b": 900, "c": 900}, 110, 0.0) == {
+    assert mixed({"es": 900, "en": 100}, 100, 1.0) == {"es": 90, "en": 10}
+    assert mixed({"es": 900, "en": 900}, 100, 0.7) == {"es": 50, "en": 50}
+    assert mixed({"a": 10, "b": 900, "c": 900}, 110, 0.0) == {
         "a": 10, "b": 50, "c": 50
     }  # fmt: skip
     few = {"es": 7, "en": 3, "fr": 1}
-    assert train_tokenizer.mixed(few, 500, 0.7) == few
-    quarter = train_tokenizer.mixed({"es": 16, "en": 1600}, 110, 0.5)
+    assert mixed(few, 500, 0.7) == few
+    quarter = mixed({"es": 16, "en": 1600}, 110, 0.5)
     assert quarter == {"es": 10, "en": 100}
 
 
 def test_texts_are_drawn_from_all_rows_of_a_language() -> None:
-    seen, kept = train_tokenizer.draw_texts(map(str, range(4000)), 1000, random.Random(0))
+    seen, kept = draw_texts(map(str, range(4000)), 1000, random.Random(0))
 
     assert seen == 4000 and len(kept) == len(set(kept)) == 1000
     assert sum(map(int, kept)) / 1000 == pytest.approx(2000, abs=150)
-    assert train_tokenizer.draw_texts(["a", "b"], 5, random.Random(0)) == (2, ["a", "b"])
+    assert draw_texts(["a", "b"], 5, random.Random(0)) == (2, ["a", "b"])
 
 
 def test_the_shared_tokenizer_is_trained_on_the_mix_that_power_asks_for(
@@ -68,9 +74,9 @@ def test_the_shared_tokenizer_is_trained_on_the_mix_that_power_asks_for(
     options += ["--languages", "es", "en", "--power"]
     for power in ("0.5", "0"):
         monkeypatch.setattr("sys.argv", ["train_tokenizer", str(tmp_path), *options, power])
-        train_tokenizer.main()
+        train_tokenizer()
     assert given == [Counter(uno=100, one=10), Counter(uno=94, one=16)]
     monkeypatch.setattr("sys.argv", ["train_tokenizer", str(tmp_path), *options, "2"])
-    with pytest.raises(SystemExit, match=r"xcloud: --power must be a number in \[0, 1\]"):
-        train_tokenizer.main()
-    assert train_tokenizer.POWER == MultilingualText.language_power
+    with pytest.raises(ConfigError, match=r"--power must be a number in \[0, 1\]"):
+        train_tokenizer()
+    assert POWER == MultilingualText.language_power

@@ -59,7 +59,7 @@ def test_it_is_a_task(task: Translation, data: TranslationData) -> None:
         "demo grammar es→en, 300 pairs (250 train, 20 dev, 30 test), seed 7"
     )
     assert [as_data.num_samples(s) for s in ("train", "dev", "test")] == [250, 20, 30]
-    assert data.vocabulary("source").size == 400
+    assert data.vocabularies["source"].size == 400
 
 
 def test_texts_that_are_cut_are_counted_on_visible_sides(
@@ -78,7 +78,7 @@ def test_a_batch_is_padded_to_its_longest_and_cut_to_max_length(data: Translatio
     batch = data.batch("train", ids)
     assert set(batch) == {"ids", "source", "target"} and torch.equal(batch["ids"], ids)
     for key in ("source", "target"):
-        special, tokens_BS = data.vocabulary(key), batch[key]
+        special, tokens_BS = data.vocabularies[key], batch[key]
         assert tokens_BS.dtype == torch.int64 and tokens_BS.shape[1] <= 12
         for row, ident in zip(tokens_BS.tolist(), ids.tolist(), strict=True):
             sentence = data.sentences(key)[ident]
@@ -110,7 +110,6 @@ def test_each_cloud_sees_its_side_only_and_all_agree(
     for refused in (
         lambda: seen[SOURCE].weight(ids),
         lambda: seen[SOURCE].sentences("target"),
-        lambda: seen[SOURCE].vocabulary("target"),
         lambda: seen[SOURCE].score("test", {0: [5]}),
         lambda: seen[TARGET].source_batch(["Hola."]),
     ):
@@ -167,7 +166,7 @@ def test_line_files_of_unequal_length_show_in_the_fingerprint(
 def test_weight_counts_predicted_target_tokens(data: TranslationData) -> None:
     ids = torch.tensor([0, 5, 9])
     target_BT = data.batch("train", ids)["target"]
-    not_padding = (target_BT != data.vocabulary("target").pad).sum()
+    not_padding = (target_BT != data.vocabularies["target"].pad).sum()
     assert data.weight(ids) == not_padding - 3  # bos is given, not predicted
 
 
@@ -190,7 +189,7 @@ def test_perfect_output_scores_100_and_worse_output_less(data: TranslationData) 
     encode = data.tokenizer("target").encode
     perfect = {i: encode([text])[0] for i, text in enumerate(references)}
     assert data.score("test", perfect).values == {"bleu": 100.0, "chrf": 100.0}
-    eos = data.vocabulary("target").eos
+    eos = data.vocabularies["target"].eos
     assert (
         data.score("test", {i: [1, *p, eos, 7, 0] for i, p in perfect.items()}).values["bleu"]
         == 100.0
@@ -295,7 +294,7 @@ def test_saved_tokenizers_translate_without_the_corpus(
 
 def test_a_token_table_is_a_sequence_of_sentences() -> None:
     table = TokenTable([[5, 6, 7], [], [9]], pad=4)
-    assert list(table) == table[:] == [[5, 6, 7], [], [9]]
+    assert list(table) == [[5, 6, 7], [], [9]]
     assert (len(table), table[-1], table[-2], table[1], table[0]) == (3, [9], [], [], [5, 6, 7])
     assert table.padded(torch.tensor([2, 0])).tolist() == [[9, 4, 4], [5, 6, 7]]
     with pytest.raises(IndexError):

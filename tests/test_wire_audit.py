@@ -18,11 +18,17 @@ from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
-from xcloud.rank.one_way.inbox import Inbox
-from xcloud.rank.one_way.one_way_rank import CARRIES
-from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
+from xcloud.rank.one_way import CARRIES, noting
+from xcloud.rank.one_way.intake import Inbox
+from xcloud.security.wire_audit import (
+    as_table,
+    audit_file,
+    compact,
+    join_audit,
+    main,
+    write_rank_audit,
+)
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.wire.one_way_ends import noting
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)
@@ -198,6 +204,6 @@ def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
     ready = Frame(MessageKey(Kind.READY), (), 0, 0.0, 9)
     noting(record, CARRIES[Kind.READY], lambda frame: None)(ready)
 
-    path = write_rank_audit(tmp_path, 0, layout, [], {}, {1: record})
-    (message,) = json.loads(path.read_text())["received"]
+    write_rank_audit(tmp_path, 0, layout, [], {}, {1: record})
+    (message,) = json.loads(audit_file(tmp_path, 0).read_text())["received"]
     assert (message["kind"], message["num_bytes"]) == ("ready", 9)

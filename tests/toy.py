@@ -42,8 +42,8 @@ class ToyData:
         return self.task.num_samples if split == "train" else 10
 
     @property
-    def text_fields(self) -> frozenset[str]:
-        return self.fields
+    def vocabularies(self) -> dict[str, TokenIds]:
+        return dict.fromkeys(self.fields, TokenIds(VOCABULARY, 0, 1, 2, 3))
 
     @property
     def num_cut(self) -> dict[str, int]:
@@ -52,9 +52,6 @@ class ToyData:
     @property
     def head(self) -> None:
         return None
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return TokenIds(VOCABULARY, 0, 1, 2, 3)
 
     def sentences(self, field: str) -> list[list[int]]:
         return []

@@ -59,8 +59,8 @@ class ToyTextData:
         return self.task.num_samples if split == "train" else 16
 
     @property
-    def text_fields(self) -> frozenset[str]:
-        return self.fields & {"text"}
+    def vocabularies(self) -> dict[str, TokenIds]:
+        return dict.fromkeys(self.fields & {"text"}, TokenIds(FIRST + NUM_WORDS, PAD, BOS, EOS, 1))
 
     @property
     def num_cut(self) -> dict[str, int]:
@@ -69,9 +69,6 @@ class ToyTextData:
     @property
     def head(self) -> Head | None:
         return Head("classes", self.task.num_classes) if "label" in self.fields else None
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return TokenIds(FIRST + NUM_WORDS, PAD, BOS, EOS, 1)
 
     def sentences(self, field: str) -> list[list[int]]:
         return []

@@ -56,8 +56,7 @@ def prepared(length: int, kind: str) -> tuple[Experiment, Any, Stage]:
     data = load(job, 0, None)
     context = BuildContext(
         seed=0, device=torch.device("cpu"), cache_dir=job.cache_path, report=lambda line: None,
-        vocabularies={n: data.vocabulary(n) for n in data.text_fields},
-        sentences=data.sentences, max_length=length,
+        vocabularies=data.vocabularies, sentences=data.sentences, max_length=length,
     )  # fmt: skip
     stage = job.model.build_stage(0, 1, context)
     if "LoRA" in kind:  # B is zero at the start, and nothing but its own gradient tells then
@@ -112,7 +111,7 @@ def attack(
 ) -> dict[str, float]:
     true = texts_in(*found)
     words = sorted({token for text in true for token in text})
-    vocabulary = torch.arange(data.vocabulary("text").size)
+    vocabulary = torch.arange(data.vocabularies["text"].size)
 
     def run(ids_NS: Tensor) -> None:
         zeros = torch.zeros_like(ids_NS)

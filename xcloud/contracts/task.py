@@ -42,8 +42,8 @@ class TaskData(Protocol):
     def num_samples(self, split: Split) -> int: ...
 
     @property
-    def text_fields(self) -> frozenset[str]:
-        """The visible fields that hold token ids and have a vocabulary."""
+    def vocabularies(self) -> Mapping[str, TokenIds]:
+        """Of the visible fields that hold token ids."""
 
     @property
     def num_cut(self) -> Mapping[str, int]:
@@ -52,9 +52,6 @@ class TaskData(Protocol):
     @property
     def head(self) -> Head | None:
         """What the last stage predicts; None if labels are not visible, and in translation."""
-
-    def vocabulary(self, field: str) -> TokenIds:
-        """Raises DataError for a field that is not text or not visible here."""
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Token ids of the training texts of a visible field, without special ids."""

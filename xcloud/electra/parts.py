@@ -1,14 +1,17 @@
-"""Settings of generators and discriminator, and one rank of each: of a generator's cloud (a
-Producer: mask, fill, train, pack) and of the discriminator's (a Consumer: unpack, train, count,
-export). No networking, no averaging.
+"""Settings, networks and one rank each of ELECTRA's generators (a Producer: mask, fill, train,
+pack) and discriminator (a Consumer: unpack, train, count, export). Clark et al., arXiv:2003.10555.
+No networking, no averaging.
 
 Text, gradients and masks stay in a generator's cloud; corrupted ids and replaced flags leave it.
-Nothing is sent back.
+Nothing is sent back. Differences: the networks share no embeddings, because only ids pass between
+them; special ids are never sampled, and the outer bos and eos carry no loss.
+
+Shapes: B samples, R rows (tokens, bos and eos included), M masked rows, C rows without the outer
+bos and eos, V token ids, H features.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -25,9 +29,9 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.comm.state import State, Stateful, StatefulParts
+from xcloud.contracts.model import TokenIds
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
 from xcloud.contracts.task import Scores
-from xcloud.electra.networks import Discriminator, corrupt, detect_replaced, inner_rows
 from xcloud.models.backbone import (
     PretrainedBackbone,
     PublicBackbone,
@@ -35,7 +39,7 @@ from xcloud.models.backbone import (
     export_bert,
     export_electra,
 )
-from xcloud.models.encoder import Encoder, Packing
+from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
 from xcloud.tasks.corpus.multilingual import TextSource
@@ -47,8 +51,8 @@ from xcloud.training.settings import Optimizer, autocast_for
 from xcloud.training.trained_module import TrainedModule
 
 DISCRIMINATOR_DIR = "discriminator"
+SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
 SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them
-
 
 Network = SeededBackbone | PretrainedBackbone | PublicBackbone
 
@@ -79,14 +83,12 @@ class Generator:
     source: TextSource | None = None
 
     def __post_init__(self) -> None:
-        for name in ("languages", "pairs"):
-            parts = getattr(self, name)
-            if len(set(parts)) < len(parts):
-                raise ConfigError(f"generator.{name} must differ from each other, got {parts!r}")
         if not self.parts:
             raise ConfigError("generator.languages and generator.pairs are both empty")
         if odd := [pair for pair in self.pairs if pair.count("-") != 1]:
             raise ConfigError(f"generator.pairs must be such as [es-en], got {odd[0]!r}")
+        if twice := [part for part in self.parts if self.parts.count(part) > 1]:
+            raise ConfigError(f"generator.languages and generator.pairs name {twice[0]} twice")
         if self.frozen and not self.backbone.is_checkpoint:
             raise ConfigError(
                 "generator.frozen needs a PretrainedBackbone: a randomly initialised network "
@@ -108,6 +110,101 @@ class DiscriminatorSettings:
     optimizer: Optimizer = field(default_factory=Optimizer)
     loss_weight: Annotated[float, Field(gt=0.0)] = 50.0
     precision: Literal["fp32", "bf16", "auto"] = "auto"
+
+
+def corrupt(
+    generator: Encoder,
+    ids_R: Tensor,
+    packing: Packing,
+    masked_M: Tensor,
+    special: TokenIds,
+    temperature: float,
+    draw: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Mask these rows, sample replacements from the generator: ids [R], and the mean cross-entropy
+    of the masked tokens, with graph. draw: a CPU generator, so that random numbers do not depend
+    on the device.
+    """
+    hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
+    # The head is applied to masked rows only.
+    scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
+    words_M = sample_words(scores_MV.detach(), special, temperature, draw)
+    return ids_R.index_copy(0, masked_M, words_M), F.cross_entropy(scores_MV, ids_R[masked_M])
+
+
+@torch.no_grad()
+def sample_words(
+    scores_MV: Tensor, special: TokenIds, temperature: float, draw: torch.Generator
+) -> Tensor:
+    """Sample one id per row from softmax(scores / temperature), int64 [M], by inverse CDF: one
+    random number per row. Special ids, and ids beyond the tokenizer's, are never drawn.
+    """
+    forbidden_V = torch.arange(scores_MV.shape[1], device=scores_MV.device) >= special.size
+    forbidden_V[[special.pad, special.bos, special.eos, special.mask]] = True
+    random_M = torch.rand(len(scores_MV), generator=draw).to(scores_MV.device)
+    drawn = []
+    rows = max(1, SAMPLED_TOGETHER // scores_MV.shape[1])
+    for first in range(0, len(scores_MV), rows):
+        scores, random = scores_MV[first : first + rows], random_M[first : first + rows]
+        chances = (scores / temperature).masked_fill(forbidden_V, -torch.inf).softmax(1)
+        sums = chances.cumsum(1)
+        # Slightly below the total, or rounding could step past the last allowed id.
+        wanted = (random * (1 - 1e-6))[:, None] * sums[:, -1:]
+        drawn.append(torch.searchsorted(sums, wanted, right=True)[:, 0])
+    return torch.cat(drawn)
+
+
+class Discriminator(nn.Module):
+    """Encoder without a masked-language head, and a score per token; positive means replaced.
+
+    score = w . gelu(dense(x)) + b
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.encoder = Encoder(config, head=False)
+        self.dense = nn.Linear(config.hidden, config.hidden)
+        self.score = nn.Linear(config.hidden, 1)
+        for layer in (self.dense, self.score):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
+        scores_R: Tensor = self.score(F.gelu(self.dense(self.encoder(ids_R, packing))))[:, 0]
+        return scores_R
+
+
+def detect_replaced(
+    discriminator: Discriminator, texts: CorruptedTexts, special: TokenIds
+) -> tuple[Tensor, list[int]]:
+    """Of received tokens, whose outer bos and eos are added back: the loss, summed, with graph,
+    and true positives, false positives and false negatives. A token counts as detected if its
+    score is positive."""
+    ids_C, counts_B, replaced_C = texts
+    ids_R, inner_C = with_ends(ids_C, counts_B, special)
+    scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
+    loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
+    found_C = scores_C.detach() > 0
+    counts = (found_C & replaced_C, found_C & ~replaced_C, ~found_C & replaced_C)
+    return loss, torch.stack(counts).sum(1).tolist()
+
+
+def inner_rows(counts_B: Tensor) -> Tensor:
+    """Rows that are neither first nor last in their sample, int64 [C]. counts_B: with bos, eos."""
+    ends = counts_B.cumsum(0)
+    is_inner = torch.ones(int(ends[-1]), dtype=torch.bool, device=counts_B.device)
+    is_inner[ends - 1] = False
+    is_inner[ends - counts_B] = False
+    return is_inner.nonzero()[:, 0]
+
+
+def with_ends(ids_C: Tensor, counts_B: Tensor, special: TokenIds) -> tuple[Tensor, Tensor]:
+    """Add bos and eos around each sample: ids [R], and the new rows of the tokens [C]."""
+    inner_C = inner_rows(counts_B + 2)
+    ids_R = ids_C.new_full((len(ids_C) + 2 * len(counts_B),), special.eos)
+    ids_R[(counts_B + 2).cumsum(0) - counts_B - 2] = special.bos
+    ids_R[inner_C] = ids_C
+    return ids_R, inner_C
 
 
 @dataclass
@@ -132,7 +229,7 @@ class _Learner(StatefulParts):
     def parts(self) -> dict[str, Stateful]:
         return {"network": self._trained}
 
-    def _update(self, number: int) -> None:
+    def _learn(self, number: int) -> None:
         rule: Optimizer = self.settings.optimizer
         if self._optimizer is None:
             return
@@ -169,27 +266,27 @@ class GeneratorRank(_Learner):
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
-            ids_R, masked_M = ids_R.to(self._device), masked_M.to(self._device)
-            packing, temperature = Packing(counts_B.to(self._device)), settings.temperature
-            made = corrupt(self.network, ids_R, packing, masked_M, special, temperature, draw)
+            made_R, loss = corrupt(
+                self.network, ids_R.to(self._device), Packing(counts_B.to(self._device)),
+                masked_M.to(self._device), special, settings.temperature, draw,
+            )  # fmt: skip
         if not settings.frozen:
-            torch.autograd.backward(made.loss)
-        loss = float(made.loss.detach())
-        if not math.isfinite(loss):
+            torch.autograd.backward(loss)
+        if not loss.isfinite():
             raise diverged(
-                f"the loss of batch {number} of producer {self.context.cloud!r} is {loss}",
+                f"the loss of batch {number} of producer {self.context.cloud!r} is {loss.item()}",
                 "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
             )
         inner_C = inner_rows(counts_B)
-        ids_C, replaced_C = made.ids_R.cpu()[inner_C], made.replaced_R.cpu()[inner_C]
-        payload = self.packing.pack(CorruptedTexts(ids_C, counts_B - 2, replaced_C))
-        return Fed(payload, len(counts_B), len(inner_C), loss)
+        made_R = made_R.cpu()  # a token that is drawn as it was is not replaced
+        texts = CorruptedTexts(made_R[inner_C], counts_B - 2, (made_R != ids_R)[inner_C])
+        return Fed(self.packing.pack(texts), len(counts_B), len(inner_C), loss.item())
 
     def replan(self, num_steps: int) -> None:
         self._num_steps = num_steps
 
     def update(self, number: int) -> None:
-        self._update(number)
+        self._learn(number)
 
     def finish(self, run_dir: Path) -> None:
         """Export a trained generator as a BertForMaskedLM, in its own cloud."""
@@ -228,27 +325,24 @@ class DiscriminatorRank(_Learner):
             except FrameError as error:
                 name = dict(enumerate(self.context.producers)).get(producer, producer)
                 raise FrameError(f"a batch of producer {name!r} is refused: {error}") from error
-            sums.update(self._learn(texts))
+            # Dropout depends on the batch itself, not on which rank consumes it, or when.
+            content = zlib.crc32(texts.ids_R.numpy().tobytes())
+            dropout = seed_of(self.context.seed, "discriminator dropout", content)
+            there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
+            with seeded_on(self._device, dropout), self._autocast():
+                loss, counts = detect_replaced(self.network, there, self.tokenizer.token_ids)
+            torch.autograd.backward(loss)
+            tokens = len(texts.ids_R)
+            found = (float(loss.detach()), tokens, len(texts.counts_B), tokens, *counts)
+            sums.update(dict(zip(SUMS, found, strict=True)))
         self._step_sums.update(sums)
         return sums
-
-    def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
-        # Dropout depends on the batch itself, not on which rank consumes it, or when.
-        content = zlib.crc32(texts.ids_R.numpy().tobytes())
-        dropout = seed_of(self.context.seed, "discriminator dropout", content)
-        there = CorruptedTexts(*(tensor.to(self._device) for tensor in texts))
-        with seeded_on(self._device, dropout), self._autocast():
-            loss, counts = detect_replaced(self.network, there, self.tokenizer.token_ids)
-        torch.autograd.backward(loss)
-        num_tokens = len(texts.ids_R)
-        sums = float(loss.detach()), num_tokens, len(texts.counts_B), num_tokens, *counts
-        return dict(zip(SUMS, sums, strict=True))
 
     def update(self, step: int, weight: float) -> None:
         for parameter in self.network.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(self.settings.loss_weight / weight)
-        self._update(step)
+        self._learn(step)
         self._recent.append(self._step_sums)
         self._step_sums = Counter()
 

@@ -137,7 +137,7 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
 
 
 def hint(config: DictConfig, key: str) -> Iterator[str]:
-    """A line if the config has no such key: the nearest of its neighbours, or else anywhere."""
+    """A line if the config has no such key, which names the nearest of its neighbours."""
     node: object = config
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -154,30 +154,13 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
                 return
             near = difflib.get_close_matches(part, [*beside, *optional], 1)
             allowed = ", ".join([*beside, *(f"+{name}" for name in optional)])
-            meant = _meant(near or _elsewhere(config, key)) or "."
-            yield f"unknown setting {where!r}{meant} Allowed here: {allowed}"
+            yield f"unknown setting {where!r}{_meant(near) or '.'} Allowed here: {allowed}"
             return
         node = node._get_node(part)
 
 
 def _meant(near: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _elsewhere(config: DictConfig, key: str) -> list[str]:
-    """Settings anywhere whose last name is nearly that of `key`: the one most like it."""
-    last = key.rpartition(".")[2]
-    names = list(_names(config, ""))
-    near = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in names}, 1, 0.85)
-    found = [name for name in names if name.rpartition(".")[2] in near]
-    return difflib.get_close_matches(key, found, 1, 0.0)
-
-
-def _names(node: DictConfig, path: str) -> Iterator[str]:
-    for name in map(str, node):
-        yield f"{path}{name}"
-        if isinstance(below := node._get_node(name), DictConfig) and not below._is_none():
-            yield from _names(below, f"{path}{name}.")
 
 
 KEPT = ("seed", "cache_dir", "tracker")  # of the first experiment, unless an override names them

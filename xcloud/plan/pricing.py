@@ -21,11 +21,10 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, put_off
-from xcloud.plan.costs import Costs, Direction, Update, lines_of
+from xcloud.plan.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
 from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction, Simulator
-from xcloud.plan.profile import BoundaryCodec, Profile
 
 
 @dataclass(eq=False)

@@ -40,18 +40,18 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.codec_timer import time_around_averaging, time_averaging
-from xcloud.plan.costs import Costs
-from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
-from xcloud.plan.plans import FreelyCut, with_micro_batches
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     BoundaryCodec,
     CompressorCosts,
+    Costs,
     Curve,
     DirectionCurves,
     Profile,
     read_profile,
     write_profile,
 )
+from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
+from xcloud.plan.plans import FreelyCut, with_micro_batches
 from xcloud.rank.autopilot import FACTS_FILE
 from xcloud.record.timeline import Timeline, timeline_of
 

@@ -1,6 +1,5 @@
-"""The leak meter around one rank's updates: what it sees of other clouds, boundary by boundary and
-contribution by contribution, goes to a file after the last update. What leaks is found by
-security/leak_meter.py.
+"""The leak meter around one rank's updates: what it sees of other clouds goes to a file after the
+last update, and security/leak_meter.py finds what leaks.
 """
 
 from __future__ import annotations
@@ -88,20 +87,15 @@ def observed(
 ) -> dict[int, BoundaryPorts]:
     """The same ports, whose messages from and to other clouds the observer takes notes of."""
 
-    def of(side: Mapping[int, Any]) -> dict[int, Any]:
+    def of(side: Mapping[int, Any]) -> Any:
         return {
             peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
             for peer, end in side.items()
         }
 
+    sides = ("forward_out", "forward_in", "backward_out", "backward_in")
     return {
-        stage: replace(
-            own,
-            forward_out=of(own.forward_out),
-            forward_in=of(own.forward_in),
-            backward_out=of(own.backward_out),
-            backward_in=of(own.backward_in),
-        )
+        stage: replace(own, **{side: of(getattr(own, side)) for side in sides})
         for stage, own in ports.items()
     }
 
@@ -114,17 +108,17 @@ def leak_observers(
     meter, layout = job.leak_meter, job.cluster
     assert meter is not None
     cloud = layout.placement(rank).cloud
-    vocabularies = {name: data.vocabulary(name) for name in data.text_fields}
+    vocabularies = data.vocabularies
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
         rank, cloud, layout.num_ranks, job.training.max_steps - meter.last_steps + 1,
         meter.max_rows, token_fields, job.fields_of_cloud(cloud), layout.placement(rank).replica,
     )  # fmt: skip
-    texts = data.text_fields & job.model.fields(0, layout.num_stages)
+    texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
         return LeakObservers(observer, None, reporter, run_dir)
     (text,) = texts
-    stage, ids = stages[0], data.vocabulary(text)
+    stage, ids = stages[0], vocabularies[text]
 
     def run(ids_NS: Tensor) -> None:
         ids_NS = ids_NS.to(next(stage.parameters()).device)

@@ -114,7 +114,7 @@ def context_of(
         seed=job.seed,
         device=device,
         cache_dir=job.cache_path,
-        vocabularies={name: data.vocabulary(name) for name in data.text_fields},
+        vocabularies=data.vocabularies,
         sentences=data.sentences,
         samples=partial(_spread, data),
         max_length=job.task.max_length,

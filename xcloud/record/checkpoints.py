@@ -24,7 +24,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.record.files import AGREED_FILE, CheckpointSteps, numbers, sync_names, write_whole
+from xcloud.record.files import (
+    AGREED_FILE,
+    CheckpointSteps,
+    numbers,
+    read_json,
+    sync_names,
+    write_whole,
+)
 
 State = Mapping[str, Tensor | int]
 
@@ -114,11 +121,7 @@ class CheckpointFolder(CheckpointSteps):
 
     def agreed(self, step: int) -> dict[str, Any]:
         """What `mark_agreed` wrote; empty without it."""
-        try:
-            facts = json.loads((self.step_dir(step) / AGREED_FILE).read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return facts if isinstance(facts, dict) else {}
+        return read_json(self.step_dir(step) / AGREED_FILE)
 
     def prune(self, rank: int, keep: int) -> None:
         """Delete this rank's parts of all steps before the newest `keep` that are agreed."""

@@ -47,10 +47,7 @@ def error_file(run_dir: Path, rank: int) -> Path:
 
 def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
     """The error report of a rank that failed on this machine: message, peer_lost, expected."""
-    try:
-        return dict(json.loads(error_file(run_dir, rank).read_text()))
-    except (OSError, ValueError):
-        return None
+    return read_json(error_file(run_dir, rank)) or None
 
 
 def state_file(run_dir: Path, rank: int) -> Path:
@@ -70,6 +67,15 @@ def note_attempt(run_dir: Path, restarts_left: int) -> None:
 def forget_launcher(run_dir: Path) -> None:
     with contextlib.suppress(OSError):
         (run_dir / LAUNCHER_FILE).unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Of what one of these files holds; empty if it is missing or no object."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def has_events(run_dir: Path) -> bool:

@@ -40,9 +40,11 @@ from xcloud.record.mlflow_store import (
 from xcloud.record.tracking import (
     MAX_VALUE_CHARACTERS,
     Point,
+    Recording,
     Status,
     Thinner,
     TrackedRun,
+    Tracker,
     final_metrics,
     is_score,
     legal_name,
@@ -66,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 @settings("tracker")
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
 
     root: relative to the project. uri: of a tracking server; nothing is kept under root then.
@@ -98,9 +100,8 @@ class MlflowTracker:
         return sender
 
 
-class Sender(threading.Thread):
-    """Sends queued values and the event file's curves; the only thread that uses MLflow. A
-    Recording of tracking.py."""
+class Sender(threading.Thread, Recording):
+    """Sends queued values and the event file's curves; the only thread that uses MLflow."""
 
     def __init__(self, tracker: MlflowTracker, run: TrackedRun) -> None:
         super().__init__(name="tracking", daemon=True)
@@ -176,11 +177,10 @@ class Sender(threading.Thread):
             if time.monotonic() >= retry_at_s and not self._deliver():
                 retry_at_s = time.monotonic() + RETRY_AFTER_S
         # One more attempt if the store is known to be down, three for a hiccup at the very end.
-        for attempts_left in reversed(range(1 if self._trouble else FINISH_ATTEMPTS)):
+        for attempt in range(1 if self._trouble else FINISH_ATTEMPTS):
+            time.sleep(min(attempt, 1))
             if self._deliver(last=True):
                 return
-            if attempts_left:
-                time.sleep(1.0)
 
     def _deliver(self, last: bool = False) -> bool:
         """Send everything pending; False if the store is down, in which case nothing is lost."""

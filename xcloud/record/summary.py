@@ -31,7 +31,7 @@ How the figures are made:
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
-- `privacy`: what clipping with noise guarantees, see rank/privacy.py; null without it.
+- `privacy`: what clipping with noise guarantees, see rank/gradient_parts.py; null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `autopilot`: the switches of the compression, each with the step after which it was.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
@@ -67,7 +67,7 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.files import replace_text
+from xcloud.record.files import read_json, replace_text
 
 Summary = dict[str, Any]
 
@@ -338,12 +338,8 @@ def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run; empty if it was killed before writing one."""
-    try:
-        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    """Empty if the run was killed before writing one."""
+    return read_json(run_dir / SUMMARY_FILE)
 
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:

@@ -92,17 +92,12 @@ class Timeline:
     @property
     def step_us(self) -> int:
         """Of the update, as a run counts it; a rank that is ahead begins it before that."""
-        return round(
-            update_s((lane.until_us, lane.until_us - lane.from_us) for lane in self.lanes)
-        )
+        spans = ((lane.until_us, lane.until_us - lane.from_us) for lane in self.lanes)
+        return round(update_s(spans))
 
     def total_us(self, *what: str) -> int:
-        return sum(
-            box.until_us - box.from_us
-            for lane in self.lanes
-            for box in lane.boxes
-            if box.what in what
-        )
+        boxes = (box for lane in self.lanes for box in lane.boxes if box.what in what)
+        return sum(box.until_us - box.from_us for box in boxes)
 
     @property
     def bubble_ratio(self) -> float | None:
@@ -141,8 +136,7 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
             direction = heads[key[1]]["cloud"], heads[key[2]]["cloud"]
             flights.setdefault(direction, []).append(flight)
     ordered = {
-        direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
-        for direction in sorted(flights)
+        way: tuple(sorted(some, key=lambda f: f.from_us)) for way, some in sorted(flights.items())
     }
     return Timeline(steps.pop(), lanes, ordered, _describe(offsets))
 
@@ -227,65 +221,54 @@ def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
     return rows
 
 
-class _Trace:
-    """Entries of the Trace Event Format."""
-
-    def __init__(self) -> None:
-        self.entries: list[dict[str, Any]] = []
-
-    def name(self, process: int, thread: int | None, text: str) -> None:
-        kind, order = ("process", process) if thread is None else ("thread", thread)
-        for what, value in (("name", text), ("sort_index", order)):
-            entry = {"ph": "M", "pid": process, "name": f"{kind}_{what}", "args": {what: value}}
-            self.entries.append(entry if thread is None else {**entry, "tid": thread})
-
-    def box(
-        self, process: int, thread: int, entry: Box | Flight, kind: str, **arguments: object
-    ) -> None:
-        self.entries.append(
-            {"ph": "X", "pid": process, "tid": thread, "name": entry.name, "cat": kind,
-             "ts": entry.from_us, "dur": entry.until_us - entry.from_us, "args": arguments}
-        )  # fmt: skip
-
-    def flight(self, process: int, thread: int, flight: Flight, to: int, number: int) -> None:
-        """A message on the line, and an arrow to its receiver, in process `to`."""
-        self.box(
-            process, thread, flight, flight.kind,
-            bytes=flight.num_bytes, queued_us=flight.queued_us, arrived_us=flight.arrived_us,
-            sender=flight.sender, receiver=flight.receiver,
-        )  # fmt: skip
-        same = {"name": flight.name, "cat": "message", "id": number}
-        start = {"ph": "s", "pid": process, "tid": thread, "ts": flight.from_us}
-        end = {"ph": "f", "bp": "e", "pid": to, "tid": flight.receiver, "ts": flight.arrived_us}
-        self.entries += [{**start, **same}, {**end, **same}]
-
-
 def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, Any]:
     """Trace Event Format, JSON object form: a process for each cloud with a thread for each rank,
     and one for the links with a thread (or more, where messages overlap) for each direction;
     arrows point from a message on the line to its receiver. facts: for otherData."""
-    trace, arrows, threads = _Trace(), itertools.count(1), itertools.count(1)
+    entries: list[dict[str, Any]] = []
+    arrows = itertools.count(1)
+
+    def name(text: str, pid: int, **thread: int) -> None:
+        kind, order = ("thread", thread["tid"]) if thread else ("process", pid)
+        for what, value in (("name", text), ("sort_index", order)):
+            row = {"ph": "M", "pid": pid, "name": f"{kind}_{what}", "args": {what: value}}
+            entries.append(row | thread)
+
+    def add(entry: Box | Flight, kind: str, arguments: object, **at: int) -> None:
+        span = {"ts": entry.from_us, "dur": entry.until_us - entry.from_us}
+        entries.append(
+            {"ph": "X", **at, "name": entry.name, "cat": kind, **span, "args": arguments}
+        )
+
     process_of = {cloud: number for number, cloud in enumerate(timeline.clouds, 1)}
-    links = len(process_of) + 1
     for cloud, process in process_of.items():
-        trace.name(process, None, cloud)
+        name(cloud, process)
     for lane in timeline.lanes:
-        process = process_of[lane.cloud]
-        trace.name(process, lane.rank, f"rank {lane.rank}")
+        at = {"pid": process_of[lane.cloud], "tid": lane.rank}
+        name(f"rank {lane.rank}", **at)
         for box in lane.boxes:
             place = {"stage": box.stage, "micro_batch": box.micro_batch} if box.direction else {}
-            trace.box(process, lane.rank, box, box.what, **place)
+            add(box, box.what, place, **at)
+    links = len(process_of) + 1
     if timeline.flights:
-        trace.name(links, None, "links")
-    for (here, there), flights in timeline.flights.items():
-        for number, row in enumerate(rows_of(flights)):
-            thread = next(threads)
-            several = f" ({number + 1})" if number else ""
-            trace.name(links, thread, f"{here} to {there}{several}")
-            for flight in row:
-                trace.flight(links, thread, flight, process_of[there], next(arrows))
+        name("links", links)
+    rows = [
+        (f"{here} to {there}" + (f" ({number + 1})" if number else ""), process_of[there], row)
+        for (here, there), flights in timeline.flights.items()
+        for number, row in enumerate(rows_of(flights))
+    ]
+    for thread, (label, to, row) in enumerate(rows, 1):
+        name(label, links, tid=thread)
+        for flight in row:
+            told = ("queued_us", "arrived_us", "sender", "receiver")
+            arguments = {"bytes": flight.num_bytes, **{n: getattr(flight, n) for n in told}}
+            add(flight, flight.kind, arguments, pid=links, tid=thread)
+            same = {"name": flight.name, "cat": "message", "id": next(arrows)}
+            begin = {"ph": "s", "pid": links, "tid": thread, "ts": flight.from_us}
+            end = {"ph": "f", "bp": "e", "pid": to, "tid": flight.receiver}
+            entries += [{**begin, **same}, {**end, "ts": flight.arrived_us, **same}]
     return {
-        "traceEvents": trace.entries,
+        "traceEvents": entries,
         "displayTimeUnit": "ms",
         "otherData": {"step": timeline.step, "clocks": timeline.clocks, **facts},
     }

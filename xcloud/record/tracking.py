@@ -1,6 +1,6 @@
-"""What keeps a record of a run outside of its folder: the protocol, what it is given, and none;
-names and values of metrics and parameters, and how many points of a curve a store gets. Sends
-nothing: MLflow's tracker is mlflow_tracker.py.
+"""A record of a run outside of its folder: what keeps it offers, and is given; names and values of
+metrics and parameters, and how many points of a curve a store gets. Sends nothing: MLflow's
+tracker is mlflow_tracker.py.
 
 Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
 `step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
@@ -19,13 +19,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from xcloud.base.settings import settings
 from xcloud.record.events import MEMORY, TIMES, Event, StepCollector, StepTotals
-
-if TYPE_CHECKING:
-    from xcloud.record.mlflow_store import Store
 
 Status = Literal["finished", "failed", "stopped"]
 
@@ -46,44 +43,33 @@ class TrackedRun:
     num_steps: int
 
 
-class Recording(Protocol):
-    """artifact … → finish → places, from one thread; nothing raises."""
+class Recording:
+    """artifact … → finish → places, from one thread; nothing raises. This one keeps nothing."""
 
     def artifact(self, path: Path) -> None:
         """Keep a file or folder; it must not change until `finish` returns."""
 
-    def finish(self, status: Status, summary: Mapping[str, Any]) -> None: ...
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """The run has ended."""
+
     def places(self) -> Mapping[str, str]:
         """Where the run was recorded, how to see it, and what the record lacks: label -> text."""
+        return {}
 
 
-class Tracker(Protocol):
-    """Settings; `start` begins the record of a run."""
+class Tracker:
+    """Settings; `start` begins the record of a run. store: where runs of a sweep are recorded
+    together, if there is such a place."""
 
-    @property
-    def store(self) -> Store | None:
-        """Where runs of a sweep are recorded together, if there is such a place."""
+    store: ClassVar[Any] = None
 
-    def start(self, run: TrackedRun) -> Recording: ...
+    def start(self, run: TrackedRun) -> Recording:
+        return Recording()
 
 
 @settings("tracker")
-class NullTracker:
-    """Keep no record outside the run folder; a Recording, too."""
-
-    store: ClassVar[None] = None
-
-    def start(self, run: TrackedRun) -> NullTracker:
-        return self
-
-    def artifact(self, path: Path) -> None:
-        pass
-
-    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
-        pass
-
-    def places(self) -> dict[str, str]:
-        return {}
+class NullTracker(Tracker):
+    """Keep no record outside the run folder."""
 
 
 # Limits of MLflow 3.17 (mlflow/utils/validation.py).

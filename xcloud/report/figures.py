@@ -123,8 +123,5 @@ def smoothed(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
     """Centred mean over `window` values, fewer at the ends."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    first = np.maximum(index - (window - 1) // 2, 0)
-    last = np.minimum(index + window // 2 + 1, len(values))
-    return np.asarray((sums[last] - sums[first]) / (last - first))
+    whole, ones = np.ones(window), np.ones(len(values))
+    return np.convolve(values, whole, "same") / np.convolve(ones, whole, "same")

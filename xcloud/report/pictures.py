@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_hex
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from xcloud.record.events import OWN
 from xcloud.record.summary import RunStatistics, num_warmup_steps
-from xcloud.record.timeline import Box, Flight, Lane, Timeline, rows_of
+from xcloud.record.timeline import Flight, Lane, Timeline, rows_of
 from xcloud.report.figures import (
     COLOURS,
     FAINT,
@@ -64,6 +66,7 @@ _WIDTH_IN, _LANE_IN, _MARGIN_IN = 13.0, 0.42, 1.75
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _CHARACTER_IN = 0.075  # at 8 points, generously
 _NARROW_IN = 0.03
+_TAIL = 0.05  # height, of a lane
 
 
 def write_pictures(
@@ -74,24 +77,22 @@ def write_pictures(
     predicted: Timeline | None = None,
 ) -> list[Path]:
     """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
-    written = []
-    if timeline is not None:
-        written.append(
-            write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted=predicted)
-        )
-    if write_loss(run_dir / LOSS_PICTURE, run, title):
-        written.append(run_dir / LOSS_PICTURE)
-    if write_step_time(run_dir / STEP_TIME_PICTURE, run, title):
-        written.append(run_dir / STEP_TIME_PICTURE)
-    return written
+    drawn = [
+        None
+        if timeline is None
+        else write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted),
+        write_loss(run_dir / LOSS_PICTURE, run, title),
+        write_step_time(run_dir / STEP_TIME_PICTURE, run, title),
+    ]
+    return [path for path in drawn if path is not None]
 
 
-def write_loss(path: Path, run: RunStatistics, title: str) -> bool:
-    """Loss over steps, raw and smoothed; dev quality below it. False if there is no loss yet."""
+def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
+    """Loss over steps, raw and smoothed; dev quality below it. None if there is no loss yet."""
     step, loss = np.asarray(run.steps.step), np.asarray(run.steps["loss"])
     known = np.isfinite(loss)
     if not known.any():
-        return False
+        return None
     step, loss = step[known], loss[known]
     quality = run.dev_quality()
     figure = canvas(title, 8, 6.4 if quality else 4.2)
@@ -118,14 +119,13 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> bool:
     panels[-1].set_xlabel("step")
     for axes in panels:
         over_steps(axes)
-    save(figure, path)
-    return True
+    return save(figure, path)
 
 
-def write_step_time(path: Path, run: RunStatistics, title: str) -> bool:
-    """How each cloud spent a step, and step time over the run. False without steps."""
+def write_step_time(path: Path, run: RunStatistics, title: str) -> Path | None:
+    """How each cloud spent a step, and step time over the run. None without steps."""
     if not run.num_steps:
-        return False
+        return None
     skip = num_warmup_steps(run.num_steps)
     step, step_s = np.asarray(run.steps.step)[skip:], np.asarray(run.steps["step_s"])[skip:]
     figure = canvas(title, 11, 3.2 + 0.4 * len(run.clouds))
@@ -139,8 +139,7 @@ def write_step_time(path: Path, run: RunStatistics, title: str) -> bool:
         after, text = event["step"] + 0.5, f" {event['choice']}"
         right.axvline(after, color=INK, linewidth=0.8, linestyle=":")
         right.text(after, 0.02 * top, text, fontsize=7, rotation=90, va="bottom")
-    save(figure, path)
-    return True
+    return save(figure, path)
 
 
 def _draw_times(
@@ -204,12 +203,8 @@ def write_timeline(
     figure = canvas(title, _WIDTH_IN, height_in)
     panels = column(figure, [len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
-        painter = _Painter(axes, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
-        for y, (_, content) in enumerate(rows):
-            if isinstance(content, Lane):
-                painter.rank(y, content)
-            else:
-                painter.link(y, content)
+        bars = [bar for y, (_, content) in enumerate(rows) for bar in _bars(y, content)]
+        _draw(axes, bars, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
         axes.set_title(_headed(one, one is predicted), fontsize=TITLE_POINTS, loc="left")
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set_ylim(len(rows) - 0.45, -0.55)
@@ -270,64 +265,59 @@ def _legend(timeline: Timeline) -> Iterator[Patch]:
         yield Patch(facecolor=OTHER_FLIGHT, label=", ".join(sorted(kinds - FLIGHTS.keys())))
 
 
-class _Painter:
-    """Draws lanes. inches_per_unit: scale of the time axis."""
+class _Bar(NamedTuple):
+    """y: of its middle. edge: of a bar that is not too narrow for one. text: where it fits."""
 
-    def __init__(self, axes: Axes, per_us: float, inches_per_unit: float) -> None:
-        self._axes, self._per_us, self._inches_per_unit = axes, per_us, inches_per_unit
+    y: float
+    height: float
+    from_us: float
+    until_us: float
+    colour: str
+    edge: str = "none"
+    text: str = ""
 
-    def rank(self, y: int, lane: Lane) -> None:
-        begin, end = self._per_us * lane.from_us, self._per_us * lane.until_us
-        self._axes.broken_barh([(begin, end - begin)], (y - 0.36, 0.72), facecolor="white",
-                               edgecolor=FAINT, linewidth=0.5)  # fmt: skip
-        several = len({box.stage for box in lane.boxes if box.direction}) > 1
-        for what, (colour, _) in KINDS.items():
-            boxes = [box for box in lane.boxes if box.what == what]
-            is_action = what in ("forward", "backward", "weights")
-            edge = "white" if is_action else "none"
-            self._boxes(y, 0.72, boxes, colour, edge)
-            if is_action:
-                for box in boxes:
-                    small = str(box.stage).translate(_SUBSCRIPT) if several else ""
-                    self._number(y, box, f"{box.micro_batch}{small}", ink_on(colour))
 
-    def link(self, y: int, flights: Sequence[Flight]) -> None:
-        """Boxes on the line, with a thin tail until the message arrived."""
-        rows = rows_of(flights)
-        height = 0.6 / len(rows)
-        for index, row in enumerate(rows):
-            middle = y - 0.3 + height * (index + 0.5)
-            for kind in dict.fromkeys(flight.kind for flight in row):
-                some = [flight for flight in row if flight.kind == kind]
-                colour = FLIGHTS.get(kind, OTHER_FLIGHT)
-                self._boxes(middle, height, some, colour, "white")
-                self._axes.hlines(
-                    [middle + 0.38 * height] * len(some),
-                    [self._per_us * flight.until_us for flight in some],
-                    [self._per_us * flight.arrived_us for flight in some],
-                    colors=colour, linewidth=1.5,
-                )  # fmt: skip
-            if len(rows) <= 2:
-                for flight in row:
-                    if flight.kind in FLIGHTS:
-                        self._number(middle, flight, str(flight.micro_batch), INK)
+def _bars(y: int, content: Lane | Sequence[Flight]) -> Iterator[_Bar]:
+    return _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
 
-    def _boxes(
-        self, y: float, height: float, entries: Sequence[Box | Flight], colour: str, edge: str
-    ) -> None:
-        spans = [
-            (self._per_us * e.from_us, self._per_us * (e.until_us - e.from_us)) for e in entries
-        ]
+
+def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
+    yield _Bar(y, 0.72, lane.from_us, lane.until_us, "white", FAINT)
+    several = len({box.stage for box in lane.boxes if box.direction}) > 1
+    for box in sorted(lane.boxes, key=lambda box: list(KINDS).index(box.what)):
+        bar = _Bar(y, 0.72, box.from_us, box.until_us, KINDS[box.what][0])
+        if box.what in ("forward", "backward", "weights"):
+            small = str(box.stage).translate(_SUBSCRIPT) if several else ""
+            bar = bar._replace(edge="white", text=f"{box.micro_batch}{small}")
+        yield bar
+
+
+def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
+    """Boxes on the line, with a thin tail until the message arrived."""
+    rows = rows_of(flights)
+    height = 0.6 / len(rows)
+    for index, row in enumerate(rows):
+        middle = y - 0.3 + height * (index + 0.5)
+        for flight in row:
+            colour, text = FLIGHTS.get(flight.kind, OTHER_FLIGHT), ""
+            if len(rows) <= 2 and flight.kind in FLIGHTS:
+                text = str(flight.micro_batch)
+            yield _Bar(middle, height, flight.from_us, flight.until_us, colour, "white", text)
+            tail = middle + 0.38 * height
+            yield _Bar(tail, _TAIL, flight.until_us, flight.arrived_us, colour)
+
+
+def _draw(axes: Axes, bars: Sequence[_Bar], per_us: float, inches_per_unit: float) -> None:
+    """inches_per_unit: scale of the time axis."""
+    rectangles, edges = [], []
+    for bar in bars:
+        left, width = per_us * bar.from_us, per_us * (bar.until_us - bar.from_us)
+        rectangles.append(Rectangle((left, bar.y - bar.height / 2), width, bar.height))
         # An edge would hide a very narrow box.
-        is_narrow = [width * self._inches_per_unit < _NARROW_IN for _, width in spans]
-        for narrow, line in ((True, "none"), (False, edge)):
-            some = [span for span, own in zip(spans, is_narrow, strict=True) if own == narrow]
-            self._axes.broken_barh(
-                some, (y - height / 2, height), facecolor=colour, edgecolor=line, linewidth=0.4
-            )
-
-    def _number(self, y: float, entry: Box | Flight, text: str, colour: str) -> None:
-        width = self._per_us * (entry.until_us - entry.from_us) * self._inches_per_unit
-        if width > _CHARACTER_IN * len(text) + 0.03:
-            middle = self._per_us * (entry.from_us + entry.until_us) / 2
-            self._axes.text(middle, y, text, ha="center", va="center", fontsize=8, color=colour)
+        edges.append("none" if width * inches_per_unit < _NARROW_IN else bar.edge)
+        if bar.text and width * inches_per_unit > _CHARACTER_IN * len(bar.text) + 0.03:
+            axes.text(left + width / 2, bar.y, bar.text, ha="center", va="center", fontsize=8,
+                      color=ink_on(bar.colour))  # fmt: skip
+    colours = [bar.colour for bar in bars]
+    drawn = PatchCollection(rectangles, facecolors=colours, edgecolors=edges, linewidths=0.4)
+    axes.add_collection(drawn)

@@ -92,11 +92,8 @@ class Visibility:
     @property
     def defences_label(self) -> str:
         """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
-        chosen = self.chosen_defences
-        labels = (
-            chosen[way].label if way in chosen else "none" for way in ("forward", "backward")
-        )
-        return "+".join(labels) if chosen else ""
+        both = [self.defences.get(way) for way in ("forward", "backward")]
+        return "+".join(d.label if d else "none" for d in both) if any(both) else ""
 
     def check(
         self, what: Literal["holders", "weights"], clouds: Sequence[str],
@@ -104,19 +101,18 @@ class Visibility:
     ) -> None:  # fmt: skip
         """Raise ConfigError if a stage reads a field, or holds a part of the model, where that may
         not be. needs: stage -> names of these. stage_cloud: stage -> its cloud."""
-        rule = self.holders if what == "holders" else self.weights
+        rule: Mapping[str, Sequence[str]] = getattr(self, what)
         verb, unknown = _WORDS[what]
         known = frozenset[str]().union(*needs.values())
         for name, holders in rule.items():
             if name not in known:
                 there = ", ".join(sorted(known))
                 raise ConfigError(f"security.{what}.{name}: {unknown} {there}")
-            for holder in holders:
-                if holder not in clouds:
-                    raise ConfigError(
-                        f"security.{what}.{name} names cloud {holder!r}; the clouds are "
-                        f"{', '.join(clouds)}"
-                    )
+            for holder in set(holders) - set(clouds):
+                raise ConfigError(
+                    f"security.{what}.{name} names cloud {holder!r}; the clouds are "
+                    f"{', '.join(clouds)}"
+                )
         for stage, names in needs.items():
             for name in sorted(names & rule.keys()):
                 if stage_cloud[stage] not in rule[name]:
@@ -189,9 +185,9 @@ class Policy:
         """The same, and what running it would read, write or contact, and with whom."""
         self.check_build(settings)
         for where, key, value in _entries(settings):
-            if where == "cluster.clouds" and isinstance(value, Mapping):
-                for name in value:
-                    if self.clouds is not None and name not in self.clouds:
+            if where == "cluster.clouds" and self.clouds is not None:
+                for name in value if isinstance(value, Mapping) else ():
+                    if name not in self.clouds:
                         more = _line("clouds", *self.clouds, str(name))
                         raise _refusal(where, name, ", ".join(self.clouds), more)
             if not isinstance(value, str) or key == "_target_" or value in self.addresses:

@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,21 @@ _LABELS = {"label", "labels", "start", "end"}
 
 log = logging.getLogger(__name__)
 _DIRECTION = {
-    "activation": "forward",
-    "evaluation": "forward",
+    **dict.fromkeys(("activation", "evaluation", "start", "batch"), "forward"),
     "gradient": "backward",
-    "start": "forward",
-    "batch": "forward",
 }
 
-# What torch.distributed sends itself, before the first step and after the last one.
+# What torch.distributed sends itself, in the store where the ranks meet, before the first step
+# and, where ranks meet in the end, after the last one.
 UNFRAMED = [
-    "rendezvous: addresses and ports of the ranks, names of their process groups",
+    "rendezvous: addresses and ports of the ranks, names of their process groups; where ranks may "
+    "begin again, how often each has",
     "start: settings of the experiment, digests of the code, checkpoints: lines of text from each "
-    "rank, and whether it may go on, in the store where the ranks meet",
-    "start: a number for this run and one for each machine (emulated links only), in that store",
+    "rank, and whether it may go on; where ranks may begin again, from rank 0 alone, with digests "
+    "of data and parameters",
+    "start: a number for this run and one for each machine (emulated links only)",
     "start: a barrier before the first step",
-    "end: when the last steps of each rank began and ended, 8 or fewer, in that store",
-]
-UNFRAMED_ELASTIC = [
-    "rendezvous: addresses and ports of the ranks, names of their process groups, how often each "
-    "rank has begun",
-    "start: settings of the experiment, digests of code, data and parameters: lines of text from "
-    "rank 0, in the store where the ranks meet",
-    "start: a number for this run and one for each machine (emulated links only), in that store",
+    "end: when the last steps of each rank began and ended, 8 or fewer",
 ]
 
 
@@ -69,15 +62,15 @@ def write_rank_audit(
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
     is_elastic: bool = False,
-) -> Path:
-    """Write one rank's part. report_contents: kind of event -> names of its fields. received: by
-    rank of the sender.
+) -> None:
+    """report_contents: kind of event -> names of its fields. received: by rank of the sender.
 
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """
     path = audit_file(run_dir, rank)
     sent = [message for record in records for message in record.described()]
     crosses = any(message["kind"] == "report" for message in sent)
+    meet = layout.ranks_meet_in_the_end and not is_elastic
     audit = {
         "rank": rank,
         "cloud": layout.placement(rank).cloud,
@@ -89,12 +82,8 @@ def write_rank_audit(
             for sender, record in (received or {}).items()
             for message in record.described()
         ],
-        "unframed": UNFRAMED_ELASTIC
-        if is_elastic
-        else UNFRAMED[: None if layout.ranks_meet_in_the_end else 3],
-        "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
-        if crosses
-        else {},
+        "unframed": UNFRAMED if meet else UNFRAMED[:3],
+        "reports": _sorted(report_contents) if crosses else {},
     }
     draft = path.with_name(f".{path.name}")  # a partial file would break the joined audit
     try:
@@ -104,7 +93,6 @@ def write_rank_audit(
         log.warning("%s could not be written: %s", path, error)
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-    return path
 
 
 def join_audit(run_dir: Path) -> dict[str, Any]:
@@ -118,29 +106,30 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
     reports: dict[str, set[str]] = {}
     missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
     for rank in ranks:
-        for message in _messages(rank, missing):
+        of_missing = [message for message in rank["received"] if message["sender"] in missing]
+        for message in [*({**m, "from": rank["cloud"]} for m in rank["messages"]), *of_missing]:
+            boundary, parts = message["boundary"], message["parts"]
             head = {
                 "from": message["from"],
                 "to": message["to"],
-                "boundary": "control" if message["boundary"] is None else message["boundary"],
+                "boundary": "control" if boundary is None else boundary,
                 "direction": _DIRECTION.get(message["kind"], ""),
                 "kind": message["kind"],
             }
-            parts = message["parts"]
             make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in parts]
             new = {**head, "parts": parts, "num_messages": 0, "num_bytes": 0}
             found = joined.setdefault(json.dumps([head, make_up]), new)
             for mine, other in zip(found["parts"], parts, strict=True):
                 mine["shape"] = [*map(_span, mine["shape"], other["shape"])]
-            found["num_messages"] += message["num_messages"]
-            found["num_bytes"] += message["num_bytes"]
+            for count in ("num_messages", "num_bytes"):
+                found[count] += message[count]
         for event, names in rank["reports"].items():
             reports.setdefault(event, set()).update(names)
     audit = {
         "ranks": [rank["rank"] for rank in ranks],
         "missing_ranks": missing,
         "messages": list(joined.values()),
-        "reports": {event: sorted(names) for event, names in sorted(reports.items())},
+        "reports": _sorted(reports),
         "unframed": ranks[0]["unframed"] if ranks[0]["crosses_clouds"] else [],
     }
     text = json.dumps(audit, indent=1, ensure_ascii=False)
@@ -183,13 +172,8 @@ def as_table(audit: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _messages(rank: Mapping[str, Any], missing: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What a rank sent, and what it received from ranks whose own record is missing."""
-    for message in rank["messages"]:
-        yield {**message, "from": rank["cloud"]}
-    for message in rank["received"]:
-        if message["sender"] in missing:
-            yield message
+def _sorted(contents: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    return {event: sorted(names) for event, names in sorted(contents.items())}
 
 
 def _span(a: int | str, b: int | str) -> int | str:

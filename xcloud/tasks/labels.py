@@ -33,18 +33,15 @@ class Labels:
     @staticmethod
     def of_cells(cells: Sequence[str], where: str) -> Labels:
         """Numbers 0..n-1 if all cells are numbers, else their names in alphabetical order."""
-        there = set(cells)
-        if all(cell.isdecimal() for cell in there):
-            most = max(int(cell) for cell in there)
-            if len(there) > 1 and most < MOST_CLASSES:
-                return Labels(tuple(str(number) for number in range(most + 1)))
-        if not 2 <= len(there) <= MOST_CLASSES:
+        names = sorted(set(cells))
+        if not 2 <= len(names) <= MOST_CLASSES:
             raise DataError(
-                f"{where}: {len(there):,} different labels ({_some(there)}); expected 2 to "
+                f"{where}: {len(names):,} different labels ({_some(names)}); expected 2 to "
                 f"{MOST_CLASSES} classes. Is task.label_column right? For numeric targets set "
                 "task.kind=value"
             )
-        return Labels(tuple(sorted(there)))
+        most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
+        return Labels(tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names))
 
     @property
     def head(self) -> Head:
@@ -62,16 +59,12 @@ class Labels:
             return values
         known = {str(number): number for number in range(len(self.names))}
         known |= {name: number for number, name in enumerate(self.names)}
-        unknown = set(cells) - known.keys()
-        if unknown == {"-1"}:
+        if unknown := set(cells) - known.keys():
+            hidden = "; -1 hides a label: test on the dev set (task.test_file=dev or "
+            hidden = f"{hidden}task.test=validation)" if unknown == {"-1"} else ""
             raise DataError(
-                f"{where}: its labels are hidden (-1); test on the dev set (task.test_file=dev or "
-                "task.test=validation)"
-            )
-        if unknown:
-            raise DataError(
-                f"{where}: unknown labels: {_some(unknown)}; the classes are "
-                f"{', '.join(self.names[:20])}"
+                f"{where}: unknown labels: {_some(sorted(unknown))}; the classes are "
+                f"{', '.join(self.names[:20])}{hidden}"
             )
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
 
@@ -85,8 +78,8 @@ class Labels:
         return self.names[int(label)] if 0 <= label < len(self.names) else f"{label} (no class)"
 
 
-def _some(cells: set[str]) -> str:
-    return ", ".join(map(repr, sorted(cells)[:5])) + (", …" if len(cells) > 5 else "")
+def _some(cells: Sequence[str]) -> str:
+    return ", ".join(map(repr, cells[:5])) + (", …" if len(cells) > 5 else "")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -25,9 +24,9 @@ from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
 from xcloud.contracts.task import SPLITS, Scores, Split
 from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
 from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
+from xcloud.tasks.corpus.rows import Corpus, Form, Rows, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.tables import Document, TokenTable, columns_of, pack, pieces_of
+from xcloud.tasks.tables import Document, columns_of, pack, pieces_of
 from xcloud.tasks.text_task import TextTask, View, public_tokenizer
 from xcloud.tasks.tokenizer import (
     SPECIAL_TOKENS,
@@ -179,7 +178,9 @@ class LanguageModelling(TextTask):
 
     def read(self) -> Corpus:
         """All splits, each with the column text or messages. Raises DataError."""
-        return self.arrange(self.find(self.form), self.rows_of)
+        tables = self.find(self.form)
+        self.check_tables(tables)
+        return self.arrange(tables, self.rows_of)
 
     def saved_text(self, folder: Path) -> CausalTokenizer:
         return CausalTokenizer.load(folder / FOLDER_NAME)
@@ -222,6 +223,7 @@ class LanguageData(View[LanguageModelling]):
         tokenizer: CausalTokenizer | None,
     ) -> None:
         tables = {split: columns_of(packed) for split, packed in samples.items()}
+        self._num_tokens = sum(of["text"].num_tokens for of in tables.values())
         columns = {name: {s: of[name] for s, of in tables.items()} for name in sorted(fields)}
         sizes = {split: len(packed) for split, packed in samples.items()}
         tokenizers = {"text": tokenizer} if "text" in fields else {}
@@ -230,7 +232,6 @@ class LanguageData(View[LanguageModelling]):
             split: [[document.number for document in sample] for sample in packed]
             for split, packed in samples.items()
         }
-        self._num_tokens = sum(of["text"].num_tokens for of in tables.values())
         self._tokenizer = tokenizer if fields else None
 
     def describe(self) -> str:
@@ -241,10 +242,8 @@ class LanguageData(View[LanguageModelling]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The tokens of each training sample, special ones among them."""
-        self.check_visible(field, "text field")
-        table = self._columns[field]["train"]
-        assert isinstance(table, TokenTable)
-        return table
+        self.tokenizer(field)
+        return list(self._columns[field]["train"])
 
     def weight(self, ids: Tensor) -> float:
         """Tokens that are guessed in these training samples."""
@@ -284,9 +283,9 @@ class LanguageData(View[LanguageModelling]):
     def shown(self, split: Split, ident: int) -> Mapping[str, str]:
         """The whole text where it may be seen, else the answers."""
         name = "text" if "text" in self._fields else "label"
-        table = self._columns[name][split]
-        assert self._tokenizer is not None and isinstance(table, TokenTable)
-        return {name: self._tokenizer.decode(token for token in table[ident] if token != NO_LABEL)}
+        row = self._columns[name][split][ident]
+        assert self._tokenizer is not None
+        return {name: self._tokenizer.decode(token for token in row if token != NO_LABEL)}
 
     def save_tokenizers(self, folder: Path) -> None:
         """tokenizer/, as transformers loads it, where text or labels are seen."""
@@ -329,21 +328,10 @@ class FolderLanguageModelling(Folder, LanguageModelling):
                 )
         return Rows(len(cells), {column: cells})
 
-    def read(self) -> Corpus:
-        tables = self.find(self.form)
-        files = {split: cast(Sequence[TextFile], of[""]) for split, of in tables.tables.items()}
-        if len({_column(file) for each in files.values() for file in each}) > 1:
+    def check_tables(self, tables: SplitTables) -> None:
+        files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
+        if len({_column(file) for file in files}) > 1:
             raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
-        corpus = self.arrange(tables, self.rows_of)
-        remarks = [*corpus.remarks]
-        for split in (s for s in files if len(files[s]) == 1 and self.document == "blank_line"):
-            texts = corpus.splits[split].texts.get(TEXT, ())
-            if len(texts) == 1 and "\n" in texts[0]:
-                remarks.append(
-                    f"{split} has {texts[0].count(chr(10)) + 1} lines and no blank one, so it is "
-                    "one document: is task.document=line meant?"
-                )
-        return replace(corpus, remarks=remarks)
 
     def _documents(self, file: TextFile) -> list[str]:
         lines = list(read_lines(file.path))

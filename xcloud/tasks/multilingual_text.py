@@ -1,5 +1,6 @@
-"""Multilingual text as token ids for pre-training: which texts are read, how they are mixed.
-Sources are in corpus/; masking is in models/pretraining.py.
+"""Multilingual text as token ids for pre-training: which texts are read, how they are mixed, and
+the command that trains a shared tokenizer. Sources are in corpus/; masking is in
+models/pretraining.py.
 
 Shapes: B samples of a batch, R tokens of a batch, L parts (languages and language pairs),
 N samples of a batch over all ranks.
@@ -7,8 +8,11 @@ N samples of a batch over all ranks.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,15 +23,16 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.settings import Fraction, Positive, check, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import key_of, make_once
-from xcloud.tasks.corpus.multilingual import TextSource, languages_of
+from xcloud.tasks.corpus.multilingual import FolderText, TextSource, languages_of
 from xcloud.tasks.tables import TokenTable, write_table
-from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
 FORMAT = "xcloud tokens 1"
 CHUNK = 1000  # texts tokenised at a time
+POWER = 0.7  # the recipes' language_power
 
 
 @settings("text")
@@ -46,7 +51,7 @@ class MultilingualText:
     source: TextSource
     tokenizer: TokenizerChoice
     max_length: Annotated[int, Field(ge=8)] = 128
-    language_power: Fraction = 0.7
+    language_power: Fraction = POWER
     max_texts: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -142,19 +147,18 @@ class TextStream:
         group_rank: int = 0,
         group_size: int = 1,
     ) -> None:
-        self._tables, self._special, self._seed = list(tables.values()), special, seed
-        self._names = list(tables)
+        self._tables, self._special, self._seed = tables, special, seed
         self._batch_size, self._group_rank, self._group_size = batch_size, group_rank, group_size
-        sizes_L = torch.tensor([len(table) for table in self._tables], dtype=torch.float64)
+        sizes_L = torch.tensor([len(table) for table in tables.values()], dtype=torch.float64)
         self._shares_L = sizes_L**power / (sizes_L**power).sum()
-        self._next, self._used_L = 1, torch.zeros(len(self._tables), dtype=torch.int64)
-        self._orders: dict[int, tuple[int, Tensor]] = {}
+        self._next, self._used_L = 1, torch.zeros(len(tables), dtype=torch.int64)
+        self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def describe(self) -> str:
-        shares = zip(self._names, self._tables, self._shares_L.tolist(), strict=True)
+        shares = zip(self._tables.items(), self._shares_L.tolist(), strict=True)
         return ", ".join(
             f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
-            for name, table, share in shares
+            for (name, table), share in shares
         )
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -163,22 +167,18 @@ class TextStream:
             self._next, self._used_L = 1, torch.zeros_like(self._used_L)
         while self._next < number:
             self._count(self._parts(self._next))
-        parts_N = self._parts(number)
-        used_L = self._used_L.clone()
+        parts_N, used_L = self._parts(number), self._used_L.clone()
         self._count(parts_N)
 
-        mine = slice(
-            self._group_rank * self._batch_size, (self._group_rank + 1) * self._batch_size
-        )
+        first = self._group_rank * self._batch_size
+        mine = slice(first, first + self._batch_size)
         lines: list[list[int]] = [[]] * self._batch_size
-        special = self._special
-        for part in sorted(set(parts_N[mine].tolist())):
+        for part, (name, table) in enumerate(self._tables.items()):
             is_part_N = parts_N == part
             turn_N = used_L[part] + is_part_N.cumsum(0) - 1
-            places = is_part_N[mine].nonzero()[:, 0]
-            ids = self._rows(part, turn_N[mine][places])
-            for place, row in zip(places.tolist(), ids.tolist(), strict=True):
-                lines[place] = [special.bos, *self._tables[part][row], special.eos]
+            for place in is_part_N[mine].nonzero()[:, 0].tolist():
+                row = table[self._row(name, int(turn_N[mine][place]))]
+                lines[place] = [self._special.bos, *row, self._special.eos]
         lengths = torch.tensor([len(line) for line in lines])
         return torch.tensor([token for line in lines for token in line]), lengths
 
@@ -192,19 +192,85 @@ class TextStream:
         self._used_L += parts_N.bincount(minlength=len(self._tables))
         self._next += 1
 
-    def _rows(self, part: int, turns: Tensor) -> Tensor:
-        """Row numbers at these positions of a part's endless order."""
-        size = len(self._tables[part])
-        rows = torch.empty_like(turns)
-        for epoch in sorted(set((turns // size).tolist())):
-            if self._orders.get(part, (-1,))[0] != epoch:
-                draw = torch.Generator().manual_seed(_seed(self._seed, self._names[part], epoch))
-                self._orders[part] = (epoch, torch.randperm(size, generator=draw))
-            inside = turns // size == epoch
-            rows[inside] = self._orders[part][1][turns[inside] % size]
-        return rows
+    def _row(self, name: str, turn: int) -> int:
+        """The row at this position of a part's endless order."""
+        epoch, place = divmod(turn, len(self._tables[name]))
+        if self._orders.get(name, (-1,))[0] != epoch:
+            draw = torch.Generator().manual_seed(_seed(self._seed, name, epoch))
+            self._orders[name] = (epoch, torch.randperm(len(self._tables[name]), generator=draw))
+        return int(self._orders[name][1][place])
 
 
 def _seed(seed: int, name: str, number: int) -> int:
     digest = hashlib.sha256(repr((seed, name, number)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def train_tokenizer(words: Sequence[str] | None = None) -> None:
+    """Train the tokenizer that all clouds of a one-way job share, on public text.
+
+    FOLDER has the format of a run's text.source.path. The file reveals which word pieces the texts
+    use: train on text that may be public, then copy the file to every cloud and set
+    model.text.tokenizer.path.
+
+    At most --max-texts texts are used, sampled per language in proportion to n ** power, n the
+    number of texts in the language; what a small language cannot fill goes to the others. Training
+    uses the same formula (model.text.language_power), but within each cloud, and n counts samples:
+    pieces of text of at most max_length tokens.
+    """
+    parser = argparse.ArgumentParser("python -m xcloud train-tokenizer")
+    parser.description = train_tokenizer.__doc__
+    parser.add_argument("folder", help="folder of public texts")
+    parser.add_argument("--languages", nargs="+", required=True, help="such as es en")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--vocab-size", type=int, default=8000)
+    parser.add_argument("--kind", choices=("bpe", "wordpiece"), default="bpe")
+    parser.add_argument("--lowercase", action="store_true")
+    parser.add_argument("--max-texts", type=int, default=200_000, help="over all languages")
+    parser.add_argument("--power", type=float, default=POWER, help=f"0 to 1, usually {POWER}")
+    asked = parser.parse_args(words)
+    check("--max-texts", asked.max_texts, Positive)
+    check("--power", asked.power, Fraction)
+    choice = TrainedTokenizer(asked.vocab_size, asked.kind, asked.lowercase)
+    source, draw = FolderText(asked.folder), random.Random(0)
+    source.check(asked.languages)
+    sizes: dict[str, int] = {}
+    drawn: dict[str, list[str]] = {}
+    for name in asked.languages:
+        texts = (row[0] for row in source.read(name))
+        sizes[name], drawn[name] = draw_texts(texts, asked.max_texts, draw)
+        if not any(drawn[name]):
+            raise DataError(f"{asked.folder}: there is no text of {name!r}, or all is empty")
+    numbers = mixed(sizes, asked.max_texts, asked.power)
+    chosen = [t for name, side in drawn.items() for t in draw.sample(side, numbers[name])]
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = choice.prepare(chosen, Path(scratch))
+    tokenizer.save(asked.out)
+    print(
+        f"{asked.out}: {tokenizer.token_ids.size:,} pieces, digest {tokenizer.digest:08x}; "
+        "copy it to every cloud"
+    )
+
+
+def draw_texts(texts: Iterable[str], most: int, draw: random.Random) -> tuple[int, list[str]]:
+    """The number of texts and a uniform sample of at most `most` of them (reservoir sampling:
+    Vitter, ACM TOMS 1985, algorithm R)."""
+    seen = 0
+    kept: list[str] = []
+    for seen, text in enumerate(texts, start=1):
+        if len(kept) < most:
+            kept.append(text)
+        elif (place := draw.randrange(seen)) < most:
+            kept[place] = text
+    return seen, kept
+
+
+def mixed(sizes: Mapping[str, int], most: int, power: float) -> dict[str, int]:
+    """Texts to use per language: `most` in all, proportional to size ** power, capped by size."""
+    numbers: dict[str, int] = {}
+    weights = {name: sizes[name] ** power for name in sorted(sizes, key=sizes.__getitem__)}
+    for name, weight in weights.items():  # a small one that is used up leaves more to the others
+        total = sum(weights[other] for other in weights if other not in numbers)
+        room = most - sum(numbers.values())
+        numbers[name] = min(sizes[name], int(room * weight / total))
+    return numbers

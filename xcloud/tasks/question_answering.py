@@ -269,7 +269,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""
-        self.check_visible(field, "text field")
+        self.tokenizer(field)
         windows = self._windows["train"]
         texts = [windows.table.texts(i) for i in range(self._rows["train"])]
         questions = dict(zip(windows.question_of, texts, strict=True))
@@ -317,8 +317,8 @@ class QuestionAnsweringData(View[QuestionAnswering]):
 class FolderQuestionAnswering(Folder, QuestionAnswering):
     """Paragraphs in the folder `path`; dev-v1.1.json is accepted too."""
 
-    def _is_usual(self, name: str, split: Split) -> bool:
-        return super()._is_usual(VERSION.sub("", name), split)
+    def is_usual(self, name: str, split: Split) -> bool:
+        return super().is_usual(VERSION.sub("", name), split)
 
 
 @settings("task", kw_only=True)

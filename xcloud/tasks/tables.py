@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> N
         ends.tofile(file)
 
 
-class TokenTable(Sequence[Sequence[int]]):
+class TokenTable:
     """Rows of tokens; `pad` fills up the shorter ones of a batch. 4 bytes per token, 8 per row.
     num_cut: texts that were longer than a row may be."""
 
@@ -69,13 +69,7 @@ class TokenTable(Sequence[Sequence[int]]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[int]]: ...
-    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def __getitem__(self, index: int) -> list[int]:
         start, end = self._offsets[range(len(self))[index] :][:2].tolist()
         return self._flat[start:end].tolist()
 

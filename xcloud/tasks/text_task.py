@@ -126,7 +126,30 @@ class TextTask(SourceTask):
 T = TypeVar("T", bound=SourceTask)
 
 
-class View(Generic[T]):
+class Tokenized:
+    """The tokenizers of the visible text fields."""
+
+    def __init__(self, tokenizers: Mapping[str, Any]) -> None:
+        self._tokenizers = tokenizers
+
+    @property
+    def vocabularies(self) -> dict[str, TokenIds]:
+        return {field: tokenizer.token_ids for field, tokenizer in self._tokenizers.items()}
+
+    def tokenizer(self, field: str) -> Any:
+        """Raises DataError for a text field that this rank does not see."""
+        if field not in self._tokenizers:
+            visible = ", ".join(sorted(self._tokenizers)) or "none"
+            raise DataError(f"{field!r} is no text field visible here; visible: {visible}")
+        return self._tokenizers[field]
+
+    def save_tokenizers(self, folder: Path) -> None:
+        """Write text_tokenizer.json, or that of any other visible text field."""
+        for field, tokenizer in self._tokenizers.items():
+            tokenizer.save(folder / f"{field}_tokenizer.json")
+
+
+class View(Tokenized, Generic[T]):
     """One rank's view of a task: what all of them share (TaskData).
 
     tokenizers: of the visible text fields. columns: of each visible field, what a batch is made
@@ -165,18 +188,9 @@ class View(Generic[T]):
         return self._rows[split]
 
     @property
-    def text_fields(self) -> frozenset[str]:
-        return frozenset(self._tokenizers)
-
-    @property
     def num_cut(self) -> Mapping[str, int]:
         tables = {name: self._columns[name].values() for name in self._tokenizers}
         return {name: sum(getattr(t, "num_cut", 0) for t in of) for name, of in tables.items()}
-
-    def vocabulary(self, field: str) -> TokenIds:
-        self.check_visible(field, "text field")
-        ids: TokenIds = self._tokenizers[field].token_ids
-        return ids
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
@@ -189,12 +203,11 @@ class View(Generic[T]):
         """The number of samples."""
         return float(len(ids))
 
-    def check_visible(self, field: str, kind: str = "field") -> None:
-        """Raise DataError for a field, or a text field, that this rank does not see."""
-        there = self._fields if kind == "field" else self.text_fields
-        if field not in there:
-            visible = ", ".join(sorted(there)) or "none"
-            raise DataError(f"{field!r} is no {kind} visible here; visible: {visible}")
+    def check_visible(self, field: str) -> None:
+        """Raise DataError for a field that this rank does not see."""
+        if field not in self._fields:
+            visible = ", ".join(sorted(self._fields)) or "none"
+            raise DataError(f"{field!r} is no field visible here; visible: {visible}")
 
     def check_predictions(self, split: Split, predictions: Mapping[int, object]) -> None:
         """Raise DataError if what they are compared with is not visible here, ValueError if there
@@ -218,11 +231,6 @@ class View(Generic[T]):
             entries = {**self.shown(split, ident), **said}.items()
             lines += [f"{name:10} {text}" for name, text in entries] + [""]
         return "\n".join(lines)
-
-    def save_tokenizers(self, folder: Path) -> None:
-        """Write text_tokenizer.json, or that of any other visible text field."""
-        for field, tokenizer in self._tokenizers.items():
-            tokenizer.save(folder / f"{field}_tokenizer.json")
 
 
 def counted(counts: Mapping[Split, int]) -> str:

@@ -5,8 +5,6 @@ which no launcher follows. Rank 0's machine starts it as a separate process.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +16,7 @@ from pathlib import Path
 from xcloud.base.errors import XcloudError
 from xcloud.job.config import flatten, read_config, shared_job
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import error_file
+from xcloud.record.files import error_file, read_json
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.watch.monitor import Monitor
 
@@ -37,8 +35,8 @@ def first_failure(run_dir: Path, rank: int) -> str:
     """The cause of failure of a run on several machines, if known on this machine."""
     failures = []
     for path in sorted(run_dir.glob("rank*.error.json")):
-        with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
-            failure, number = json.loads(path.read_text()), path.name.split(".")[0][4:]
+        if failure := read_json(path):  # else half a file, where the disk is full
+            number = path.name.split(".")[0][4:]
             failures.append((failure["peer_lost"], f"rank {number}: {failure['message']}"))
     # Whoever has a reason of its own before those that lost it.
     return min(failures)[1] if failures else f"the run ended before rank {rank} had finished"

@@ -7,7 +7,6 @@ On one machine the process that started the ranks does this; on several it is a 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from xcloud.record.events import (
     Event,
     EventReader,
 )
-from xcloud.record.files import SAMPLES_FILE
+from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE
-from xcloud.record.tracking import NullTracker, Recording, TrackedRun
+from xcloud.record.tracking import Recording, TrackedRun
 from xcloud.report.progress import ProgressLine
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Monitor:
         self.run = TrackedRun(experiment.run_name, params, tags, run_dir, steps, most)
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self._progress: ProgressLine | None = None
-        self._recording: Recording = NullTracker()  # until the start
+        self._recording = Recording()  # until the start
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
@@ -138,12 +137,9 @@ class Monitor:
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
-        try:
-            lost = json.loads((self.run.run_dir / LOST_LINES_FILE).read_text("utf-8"))
-        except (OSError, ValueError):
-            return 0
-        self.attempt.finished_ranks.update(lost["finished_ranks"])
-        return int(lost["lines"])
+        lost = read_json(self.run.run_dir / LOST_LINES_FILE)
+        self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
+        return int(lost.get("lines", 0))
 
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table. cause: why it ended before

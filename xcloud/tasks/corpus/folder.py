@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -23,13 +22,12 @@ from pydantic import Field
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.task import Split
 from xcloud.tasks.corpus.rows import (
     DEV_NAMES,
     FileKind,
     Form,
     Names,
-    OwnNames,
     Source,
     SplitTables,
     Text,
@@ -198,123 +196,22 @@ class Folder(InFolder):
     test_file: Names = None
     language: Text = "en"
 
-    @property
-    def own_names(self) -> OwnNames:
-        """Names of the corpus itself, used where no file was requested."""
-        return {}
-
     def find(self, form: Form) -> SplitTables:
-        chosen = self._choose(list_files(Path(self.where), form), form)
-        names = {split: [file.name for file in files] for split, files in chosen.items()}
-        tables = {split: self._parts(split, files) for split, files in chosen.items()}
+        files = list_files(Path(self.where), form)
+        tables = self.choose(files, "task.{}_file", form.expected)
+        names = {s: [f.name for f in chain(*parts.values())] for s, parts in tables.items()}
         key = None if self.test_file is None else "task.test_file"
         return SplitTables(tables, {"files": names}, test_key=key)
 
-    def _parts(self, split: Split, files: Sequence[TextFile]) -> Mapping[str, Sequence[TextFile]]:
-        names = self.own_names.get(split, {})
-        parts: dict[str, list[TextFile]] = {}
-        for file in files:
-            parts.setdefault(names.get(file.name, ""), []).append(file)
-        return {"": files} if "" in parts else parts  # parts only if every file has one
-
-    def _patterns(self, split: Split, files: Sequence[TextFile]) -> list[str]:
-        """Of the files requested for a split, or of the corpus's own names if all are there."""
-        asked: Names = getattr(self, f"{split}_file")
-        own = list(self.own_names.get(split, ()))
-        if asked is None:
-            return own if set(own) <= {file.name for file in files} else []
-        return [asked] if isinstance(asked, str) else list(asked)
-
-    def _choose(self, files: Sequence[TextFile], form: Form) -> dict[Split, list[TextFile]]:
-        """The files of each split: those requested, else the one with a usual name.
-
-        dev and test may have none. Raises DataError if a choice is missing or ambiguous.
-        """
-        there = ", ".join(file.label for file in files) or "none"
-        chosen: dict[Split, list[TextFile]] = {}
-        for split in SPLITS:
-            for pattern in self._patterns(split, files):
-                matching = [file for file in files if file.matches(pattern)]
-                if not matching:
-                    raise DataError(
-                        f"{self.where}: no file for task.{split}_file={pattern}; found: {there}"
-                    )
-                held = chosen.setdefault(split, [])
-                held += [file for file in matching if file not in held]
-        taken = [file for parts in chosen.values() for file in parts]
-        if twice := [file.label for file in taken if taken.count(file) > 1]:
-            raise DataError(f"{self.where}: {twice[0]} is used for two splits; check task.*_file")
-        free = [file for file in files if file not in taken]
-        for split in (split for split in SPLITS if split not in chosen):
-            usual = [file for file in free if self._is_usual(file.name, split)]
-            if len(usual) > 1:
-                listed = ", ".join(file.label for file in usual)
-                raise DataError(
-                    f"{self.where}: several files for {split}: {listed}; choose with "
-                    f"task.{split}_file=NAME"
-                )
-            if usual:
-                chosen[split] = usual
-        if "train" not in chosen:
-            raise DataError(
-                f"{self.where}: no training file; expected {form.expected}; found: {there}. "
-                "Choose with task.train_file=NAME (missing dev or test is held out of it)"
-            )
-        return chosen
-
-    def _is_usual(self, name: str, split: Split) -> bool:
+    def is_usual(self, name: str, split: Split) -> bool:
         stem, _, language = name.rpartition(".")
-        if stem in ("train", "test", *DEV_NAMES):
-            return language == self.language and is_usual_name(stem, split)
-        return is_usual_name(name, split)
-
-
-@settings("task", kw_only=True)
-class FolderByLanguage(InFolder):
-    """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
-
-    train_language: of train and dev. languages: tested ones; None: all with a test file.
-    Without a training file, the dev file of train_language is used and a remark says so.
-    """
-
-    train_language: Language = "en"
-    languages: Languages | None = None
-
-    def find(self, form: Form) -> SplitTables:
-        here = self.train_language
-        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
-        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
-        there = ", ".join(file.label for file in files.values()) or "none"
-        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
-        wanted = self.languages or sorted(tested, key=lambda x: (x != here, x)) or ["LANGUAGE"]
-        if missing := [language for language in wanted if language not in tested]:
-            raise DataError(
-                f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; "
-                f"found: {there}"
-            )
-        trained = [f for n in (f"train.{here}", "train") if (f := files.get(n))][:1]
-        dev = [f for n in DEV_NAMES if (f := files.get(f"{n}.{here}"))][:1]
-        remarks = []
-        if not trained and dev:
-            remarks = [f"no training file: {dev[0].label} is the training set"]
-            trained, dev = dev, []
-        if not trained:
-            raise DataError(
-                f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; found: "
-                f"{there}. For another language set task.train_language"
-            )
-        test = {language: [files[f"test.{language}"]] for language in wanted}
-        tables: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": trained}}
-        tables |= {"dev": {"": dev}, "test": test} if dev else {"test": test}
-        facts = {"train": [file.name for file in (*trained, *dev)], "languages": list(wanted)}
-        return SplitTables(tables, facts, remarks, "task.languages")
-
-
-def is_usual_name(name: str, split: Split) -> bool:
-    """Whether a file of this name, without endings, usually holds the split."""
-    if split == "test":  # test, test_2016_flickr, test-2; but not testimony
-        return name == "test" or (name.startswith("test") and not name[4:5].isalpha())
-    return name in (DEV_NAMES if split == "dev" else ("train",))
+        if stem not in ("train", "test", *DEV_NAMES):
+            stem, language = name, self.language
+        if split == "test":  # test, test_2016_flickr, test-2; but not testimony
+            named = stem.startswith("test") and not stem[4:5].isalpha()
+        else:
+            named = stem in (DEV_NAMES if split == "dev" else ("train",))
+        return named and language == self.language
 
 
 def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFile]:

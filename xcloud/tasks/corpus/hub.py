@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.task import Split
 from xcloud.hub import go_offline_if_unreachable
-from xcloud.tasks.corpus.folder import Language
 from xcloud.tasks.corpus.rows import (
-    DEV_NAMES,
     Form,
-    OwnNames,
     Source,
     SplitTables,
     Text,
@@ -34,6 +31,14 @@ class HubTable:
 
     dataset: Any
     where: str
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def matches(self, pattern: str) -> bool:
+        return self.name == pattern
 
     @property
     def _names(self) -> list[str]:
@@ -109,14 +114,12 @@ class Hub(OnHub):
     test: str | None = None
 
     @property
-    def own_names(self) -> OwnNames:
-        """Splits of the data set to be joined into one."""
-        return {}
-
-    @property
     def hides_test(self) -> bool:
         """Whether the data set's test labels are not public."""
         return False
+
+    def is_usual(self, name: str, split: Split) -> bool:
+        return not (split == "test" and self.hides_test) and super().is_usual(name, split)
 
     @property
     def data_set(self) -> str | None:
@@ -128,76 +131,12 @@ class Hub(OnHub):
 
     def find(self, form: Form) -> SplitTables:
         loaded: Mapping[str, Any] = load_hub(self.where, self.data_set, self.revision)
-        tables: dict[Split, Mapping[str, Sequence[HubTable]]] = {}
-        for split in SPLITS:
-            names = self._names(split, list(loaded)).items()
-            tables[split] = {
-                part: [HubTable(loaded[name], f"{self.where}, split {name}")]
-                for name, part in names
-            }
-        tables = {split: parts for split, parts in tables.items() if parts}
-        if "train" not in tables:
-            raise DataError(
-                f"{self.where}: no split train; there are: {', '.join(loaded)}. Set task.train"
-            )
+        there = [
+            HubTable(data, f"{self.where}, split {name}", name) for name, data in loaded.items()
+        ]
         facts = {"config": self.data_set, "revision": self.revision}
-        return SplitTables(tables, facts, test_key=None if self.test is None else "task.test")
-
-    def _names(self, split: Split, there: Sequence[str]) -> Mapping[str, str]:
-        """The data set's splits that make up this one, with their part names."""
-        asked: str | None = getattr(self, split)
-        if asked is not None:
-            if asked not in there:
-                raise DataError(
-                    f"{self.where}: no split {asked!r} for task.{split}; there are: "
-                    f"{', '.join(there)}"
-                )
-            return {asked: ""}
-        own = self.own_names.get(split, {})
-        if own and set(own) <= set(there):
-            return own
-        if split == "test" and self.hides_test:
-            return {}
-        usual = DEV_NAMES if split == "dev" else (split,)
-        return {name: "" for name in [n for n in usual if n in there][:1]}
-
-
-@settings("task", kw_only=True)
-class HubByLanguage(OnHub):
-    """A data set with one config per language, such as facebook/xnli: train and validation of
-    train_language, test of every language in `tested`."""
-
-    train_language: Language = "en"
-
-    @property
-    def tested(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if is_local(self.where):
-            raise ConfigError(
-                f"task.path={self.path} is a folder, but the paper profile reads the hub; "
-                "use profile=files for a folder"
-            )
-
-    @property
-    def data_set(self) -> str:
-        return self.train_language
-
-    def find(self, form: Form) -> SplitTables:
-        def table(language: str, split: str) -> Sequence[HubTable]:
-            loaded = load_hub(self.where, language, self.revision, split)
-            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
-
-        here = self.train_language
-        tables: dict[Split, Mapping[str, Sequence[HubTable]]] = {
-            "train": {"": table(here, "train")},
-            "dev": {"": table(here, "validation")},
-            "test": {language: table(language, "test") for language in self.tested},
-        }
-        facts = {"revision": self.revision, "languages": list(self.tested)}
-        return SplitTables(tables, facts, test_key="task.languages")
+        key = None if self.test is None else "task.test"
+        return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
 
 
 def is_local(name: str) -> bool:

@@ -93,6 +93,19 @@ class Table(Protocol):
         columns, an empty tuple for each row. keys: settings that choose columns, for messages."""
 
 
+class NamedTable(Table, Protocol):
+    """One of several sets."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def label(self) -> str:
+        """The name as a user knows it."""
+
+    def matches(self, pattern: str) -> bool: ...
+
+
 def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
     """Raise DataError if a table lacks one of these columns. keys: what to change then."""
     there = table.columns()
@@ -181,6 +194,66 @@ class Source:
     def find(self, form: Form) -> SplitTables:
         """Reads no text. Raises DataError if a set is missing or ambiguous."""
         raise NotImplementedError
+
+    @property
+    def own_names(self) -> OwnNames:
+        """Names of the corpus itself, used where none were requested."""
+        return {}
+
+    def is_usual(self, name: str, split: Split) -> bool:
+        """Whether a set of this name usually is the split."""
+        return name in (DEV_NAMES if split == "dev" else (split,))
+
+    def choose(
+        self, there: Sequence[NamedTable], key: str, expected: str
+    ) -> dict[Split, Mapping[str, Sequence[NamedTable]]]:
+        """The sets of each split: those that the settings `key` request, all of the corpus's own
+        names, or the one with a usual name. dev and test may have none. Raises DataError if a
+        choice is missing or ambiguous."""
+        listed = ", ".join(one.label for one in there) or "none"
+        chosen: dict[Split, list[NamedTable]] = {}
+        for split in SPLITS:
+            asked: Names = getattr(self, key.format(split).removeprefix("task."))
+            patterns = [asked] if isinstance(asked, str) else list(asked or ())
+            if not patterns and set(own := self.own_names.get(split, ())) <= {
+                t.name for t in there
+            }:
+                patterns = list(own)
+            for pattern in patterns:
+                if not any(one.matches(pattern) for one in there):
+                    raise DataError(
+                        f"{self.where}: nothing for {key.format(split)}={pattern}; found: {listed}"
+                    )
+                held = chosen.setdefault(split, [])
+                held += [one for one in there if one.matches(pattern) and one not in held]
+        taken = [one for sets in chosen.values() for one in sets]
+        if twice := [one.label for one in taken if taken.count(one) > 1]:
+            name = key.format("*")
+            raise DataError(f"{self.where}: {twice[0]} is used for two splits; check {name}")
+        for split in (split for split in SPLITS if split not in chosen):
+            usual = [one for one in there if one not in taken and self.is_usual(one.name, split)]
+            if len(usual) > 1:
+                raise DataError(
+                    f"{self.where}: several for {split}: {', '.join(one.label for one in usual)}; "
+                    f"choose with {key.format(split)}=NAME"
+                )
+            if usual:
+                chosen[split] = usual
+        if "train" not in chosen:
+            raise DataError(
+                f"{self.where}: no training set; expected {expected}; found: {listed}. Choose "
+                f"with {key.format('train')}=NAME (missing dev or test is held out of it)"
+            )
+        return {split: self._parts(split, sets) for split, sets in chosen.items()}
+
+    def _parts(
+        self, split: Split, sets: Sequence[NamedTable]
+    ) -> Mapping[str, Sequence[NamedTable]]:
+        names = self.own_names.get(split, {})
+        parts: dict[str, list[NamedTable]] = {}
+        for one in sets:
+            parts.setdefault(names.get(one.name, ""), []).append(one)
+        return {"": sets} if "" in parts else parts  # parts only if every set has one
 
     def facts(self, **more: object) -> Mapping[str, object]:
         """How the rows were chosen, to be agreed."""
