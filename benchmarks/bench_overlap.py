@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
-from xcloud.cluster.collectives import GlooCollectives
+from xcloud.cluster.gloo_groups import GlooCollectives
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.overlapped_sums import BUCKET_BYTES, OverlappedSums
 

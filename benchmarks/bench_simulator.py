@@ -33,19 +33,19 @@ from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import Costs
-from xcloud.plan.measured import measured_costs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.prediction import Prediction, Simulator
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     BoundaryCodec,
     CompressorCosts,
+    Costs,
     Curve,
     DirectionCurves,
     Piece,
     Profile,
 )
+from xcloud.plan.measured import measured_costs
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
+from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import timeline_of
@@ -85,7 +85,7 @@ def compare(steps: int, overrides: list[str]) -> list[dict[str, Any]]:
             errors = [p.step_s / found["step_s"] - 1 for p in (found["replay"], forecast)]
             print(
                 f"{name:>20} {schedule:>26} | {found['step_s']:.4f} | {100 * errors[0]:+5.1f} % | "
-                f"{100 * errors[1]:+6.1f} % | {found['replay'].bound}",
+                f"{100 * errors[1]:+6.1f} % | {next(iter(found['replay'].critical_s))}",
                 flush=True,
             )
             rows.append({"line": name, "schedule": schedule, "step_s": found["step_s"],

@@ -17,9 +17,7 @@ from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -28,6 +26,8 @@ from xcloud.plan.profile import (
     Piece,
     Profile,
 )
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.plan.pricing import Pricer
 from xcloud.planner.trial import table_of
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges

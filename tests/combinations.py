@@ -26,7 +26,7 @@ from tests.event_lines import steps_done
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.gloo_pairs import GlooPairs
+from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
@@ -344,7 +344,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         if job.roster.is_elastic:
             meet = partial(meet_here, job, rank, run_dir)
             meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
-            transport = GlooPairs().transport(meeting)
+            transport = GlooTransport(meeting)
         process = rank_process.Process(StopSignal())
         rank_process.live(job, run_dir, {}, verdict, process, transport)
 

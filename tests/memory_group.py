@@ -1,12 +1,10 @@
-"""torch.distributed's point-to-point calls within one process, for gloo links in threads."""
+"""A Pair of gloo_link.py within one process, for gloo links in threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
-import pytest
 from torch import Tensor
 
 
@@ -19,6 +17,9 @@ class MemoryGroup:
         self.most_posted = 0
         self._filled: set[int] = set()
         self._changed = threading.Condition()
+
+    def join(self) -> None:
+        """Both ends are here."""
 
     def isend(self, tensor: Tensor, tag: int) -> Work:
         def wait() -> None:
@@ -46,12 +47,3 @@ class MemoryGroup:
 class Work:
     def __init__(self, wait: Callable[[], None]) -> None:
         self.wait = wait
-
-
-def use_memory_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of this test take MemoryGroup where they would take a process group."""
-    calls = SimpleNamespace(
-        isend=lambda tensor, peer, group, tag: group.isend(tensor, tag),
-        irecv=lambda buffer, peer, group, tag: group.irecv(buffer, tag),
-    )
-    monkeypatch.setattr("xcloud.cluster.gloo_link.dist", calls)

@@ -11,9 +11,7 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
@@ -22,6 +20,8 @@ from xcloud.plan.profile import (
     Piece,
     Profile,
 )
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import Space, splits_of
 from xcloud.plan.settings import DIMENSIONS
 

@@ -49,7 +49,7 @@ LINKS = """
 import json, os, sys, time
 import torch, torch.distributed as dist
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Peer
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Pair
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkWindow
 rank = int(sys.argv[1])
@@ -57,14 +57,14 @@ dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}:29581", rank=r
 found = {}
 for num_posted in (3, 20):
     window = LinkWindow(num_posted)
-    group = dist.new_group()
+    pair = Pair(dist.distributed_c10d._get_default_store(), str(num_posted), "", rank)
     if rank == 0:
-        link = GlooOutLink(Peer(group, 1), OutSettings("rank 1", 1000, window=window))
+        link = GlooOutLink(pair, OutSettings("rank 1", 1000, window=window))
         dist.barrier()
         for i in range(20):
             link.send(MessageKey(Kind.ACTIVATION, 1, i), (torch.zeros(100),))
     else:
-        link = GlooInLink(Peer(group, 0), InSettings("rank 0", 1000, window=window))
+        link = GlooInLink(pair, InSettings("rank 0", 1000, window=window))
         dist.barrier()
         for i in range(20):
             link.recv(MessageKey(Kind.ACTIVATION, 1, i), 20)

@@ -75,8 +75,6 @@ class RingRank(Role[RingJob]):
         ranks, size = range(self.job.cluster.num_ranks), FRAME_SLACK_BYTES
         self.ends = ends = Ends(context.transport, self.job.cluster, context.run_dir)
         self.records, window = ends.records, ends.window(1, size)
-        for line in ("ring", "reports"):
-            ends.line(line, ranks)
         self.after = ends.out("ring", ranks[self.rank - len(ranks) + 1], size, window)
         self.before = ends.incoming("ring", ranks[self.rank - 1], size, window)
         if self.rank == 0:

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from xcloud.cluster.link import LinkClock
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Peer
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Pair
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 peer, name = 1 - rank, f"rank {1 - rank} of cloud 'x'"
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-group = dist.new_group()
+pair = lambda line: Pair(dist.distributed_c10d._get_default_store(), line, "", rank)
 key = lambda i: MessageKey(Kind.ACTIVATION, 1, i)
 def over():
     (folder / "over").touch()
@@ -51,14 +51,14 @@ def test_messages_of_any_size_arrive_in_order_and_are_counted(tmp_path: Path) ->
         """
         sizes = [1, 70_000, 3, 0, 70_000, 9]
         if rank == 0:
-            link = GlooOutLink(Peer(group, peer), OutSettings(name, 400_000))
+            link = GlooOutLink(pair("a"), OutSettings(name, 400_000))
             for i, size in enumerate(sizes):
                 link.send(key(i), (torch.arange(size, dtype=torch.float32), torch.tensor([i])))
             link.close(20)
             sent = link.record
             print(sent.num_messages[Kind.ACTIVATION], sent.num_bytes[Kind.ACTIVATION])
         else:
-            link = GlooInLink(Peer(group, peer), InSettings(name, 400_000))
+            link = GlooInLink(pair("a"), InSettings(name, 400_000))
             for i, size in enumerate(sizes):
                 values, number = link.recv(key(i), 20)
                 assert torch.equal(values, torch.arange(size, dtype=torch.float32)) and number == i
@@ -79,12 +79,11 @@ def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> N
         tmp_path,
         """
         profile = LinkProfile(20e6, latency_s=1.0)
-        back = dist.new_group()
-        mine, theirs = (group, back) if rank == 0 else (back, group)
+        mine, theirs = ("there", "back") if rank == 0 else ("back", "there")
         clock = LinkClock(profile, folder / f"{rank}.clock")
-        out = GlooOutLink(Peer(mine, peer), OutSettings(name, 400_000, clock))
+        out = GlooOutLink(pair(mine), OutSettings(name, 400_000, clock))
         settings = InSettings(name, 400_000, is_emulated=True)
-        incoming = GlooInLink(Peer(theirs, peer), settings)
+        incoming = GlooInLink(pair(theirs), settings)
         dist.barrier()
         started = time.perf_counter()
         for i in range(3):
@@ -111,15 +110,14 @@ def test_a_dead_peer_is_named_at_once(tmp_path: Path) -> None:
     results = run_pair(
         tmp_path,
         """
-        if rank == 1:
-            incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000))
-            incoming.recv(key(0), 20)
-            os._exit(0)
-        out = GlooOutLink(Peer(group, peer), OutSettings(name, 1000))
-        incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000))
+        out = GlooOutLink(pair(f"from {rank}"), OutSettings(name, 1000))
+        incoming = GlooInLink(pair(f"from {peer}"), InSettings(name, 1000))
         out.send(key(0), (torch.zeros(3),))
+        incoming.recv(key(0), 20)
+        if rank == 1:
+            os._exit(0)
         try:
-            incoming.recv(key(0), 600)
+            incoming.recv(key(1), 600)
         except LinkClosed as error:
             print(error)
         """,
@@ -133,12 +131,12 @@ def test_a_silent_peer_and_a_message_that_is_too_long_are_clear_errors(tmp_path:
         tmp_path,
         """
         if rank == 0:
-            incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000))
+            incoming = GlooInLink(pair("a"), InSettings(name, 1000))
             try:
                 incoming.recv(key(0), 0.2)
             except LinkTimeout as error:
                 print(error)
-            out = GlooOutLink(Peer(group, peer), OutSettings(name, 1000))
+            out = GlooOutLink(pair("a"), OutSettings(name, 1000))
             try:
                 out.send(key(0), (torch.zeros(1000),))
             except FrameError as error:
@@ -159,7 +157,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> No
         """
         import threading
         if rank == 0:
-            out = GlooOutLink(Peer(group, peer), OutSettings(name, 1000))
+            out = GlooOutLink(pair("a"), OutSettings(name, 1000))
             out.send(MessageKey(Kind.REPORT), ())
             dist.barrier()
         else:
@@ -169,7 +167,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> No
                 ended.set()
             handlers = {Kind.REPORT: lambda frame: frame.parts[0]}
             settings = InSettings(name, 1000, handlers, on_end=end)
-            incoming = GlooInLink(Peer(group, peer), settings)
+            incoming = GlooInLink(pair("a"), settings)
             assert ended.wait(60)
             print(type(reasons[0]).__name__, reasons[0], incoming.said_goodbye)
             dist.barrier()
@@ -194,7 +192,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
         life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
         if rank == 0:
             settings = OutSettings(name, 1000, None, window, life=life, overdue_s=1.0)
-            link = GlooOutLink(Peer(group, peer), settings)
+            link = GlooOutLink(pair("a"), settings)
             with heartbeat(0.2, life.note):
                 for i in range(200):
                     link.send(key(i), ())
@@ -206,7 +204,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
                 print(error)
             over()
         else:
-            link = GlooInLink(Peer(group, peer), InSettings(name, 1000, window=window))
+            link = GlooInLink(pair("a"), InSettings(name, 1000, window=window))
             time.sleep(2.5)
             for i in range(200):
                 link.recv(key(i), 20)
@@ -228,14 +226,14 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
             profile = LinkProfile(1e6)
             clock = LinkClock(profile, folder / "a.clock")
             settings = OutSettings(name, 100_000, clock, life=life())
-            link = GlooOutLink(Peer(group, peer), settings)
+            link = GlooOutLink(pair("a"), settings)
             for i in range(12):
                 link.send(key(i), (torch.zeros(24_000, dtype=torch.uint8),))
             started = time.monotonic()
             link.close(0.5)
             assert time.monotonic() - started > 1.0
             print("closed")
-            incoming = GlooInLink(Peer(group, peer), InSettings(name, 1000, life=life()))
+            incoming = GlooInLink(pair("a"), InSettings(name, 1000, life=life()))
             try:
                 incoming.close(1.0)
             except LinkTimeout as error:
@@ -243,7 +241,7 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
             over()
         else:
             incoming = GlooInLink(
-                Peer(group, peer), InSettings(name, 100_000, life=life(), is_emulated=True)
+                pair("a"), InSettings(name, 100_000, life=life(), is_emulated=True)
             )
             for i in range(12):
                 incoming.recv(key(i), 20)

@@ -30,7 +30,8 @@ from xcloud.parallel.control import (
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.one_way import NOBODY, Order
-from xcloud.rank.one_way.inbox import Inbox, OrderBook
+from xcloud.rank.one_way.intake import Inbox
+from xcloud.rank.one_way.producer import OrderBook
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.pipelines import in_threads
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.gloo_pairs import of_this_attempt
+from xcloud.cluster.gloo_groups import of_this_attempt
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import Meeting, meeting_store

@@ -41,12 +41,15 @@ class Received:
 
 @dataclass
 class Pair:
-    """A PairOfRanks in one process. filled, frames: whatever once held a message."""
+    """A Pair of gloo_link.py in one process. filled, frames: whatever once held a message."""
 
     sent: queue.Queue[Tensor] = field(default_factory=queue.Queue)
     filled: list[weakref.ref[Tensor]] = field(default_factory=list)
     frames: list[weakref.ref[Tensor]] = field(default_factory=list)
     taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def join(self) -> None:
+        """Both ends are here."""
 
     def isend(self, frame: Tensor, tag: int) -> Any:
         self.frames.append(weakref.ref(frame))

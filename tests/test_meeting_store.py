@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import LinkTimeout
-from xcloud.cluster.gloo_pairs import of_this_attempt
+from xcloud.cluster.gloo_groups import of_this_attempt
 from xcloud.join.restarts import attempt_of
 
 

@@ -10,7 +10,7 @@ from tests.pipelines import in_threads
 from tests.runs import free_port
 from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_pairs import PairTransport
+from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.transport import Meeting, meeting_store
@@ -21,10 +21,10 @@ WINDOW = LinkWindow()
 
 def begun(
     rank: int, folder: Path, host: str | None = None, port: int = 0, within_s: float = 60.0
-) -> PairTransport:
+) -> GlooTransport:
     store = meeting_store(rank, folder, host, port)
     beginning = int(store.add(f"beginnings.{rank}", 1))
-    return PairTransport(Meeting(rank, 3, store, within_s, True, beginning))
+    return GlooTransport(Meeting(rank, 3, store, within_s, True, beginning))
 
 
 @pytest.mark.parametrize("over", ["a file", "a server"])
@@ -34,7 +34,7 @@ def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> Non
     hub, first = (begun(rank, tmp_path, host, port) for rank in (0, 1))
     assert not hub.begins_again([1])
 
-    def deliver(sender: PairTransport, value: float) -> float:
+    def deliver(sender: GlooTransport, value: float) -> float:
         incoming = hub.incoming("up", 1, InSettings("rank 1", 4096, window=WINDOW))
         threading.Event().wait(0.05)  # its thread now waits in the store, and nobody else does
         asks = threading.Thread(target=hub.begins_again, args=([3],), daemon=True)
@@ -66,8 +66,8 @@ def test_ranks_of_a_cloud_meet_though_one_was_lost_before_it_had_begun(
     """In the second attempt only rank 1 came so far; in the third it meets the second beginning of
     rank 2, and neither takes up what an earlier attempt has left."""
 
-    def sums(joined: list[PairTransport]) -> list[float]:
-        def one(transport: PairTransport) -> float:
+    def sums(joined: list[GlooTransport]) -> list[float]:
+        def one(transport: GlooTransport) -> float:
             group = transport.group([1, 2])
             assert group is not None
             values = torch.tensor([float(transport.rank)])

@@ -16,12 +16,11 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import FREE, Costs, Direction, Update
+from xcloud.plan.costs import FREE, Costs, Curve, Direction, Profile, Update
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Curve, Profile
 
 FULL = Costs(
     [0.010, 0.020],

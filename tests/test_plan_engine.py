@@ -19,11 +19,20 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import ZeroBubble
 from xcloud.parallel.schedule import Action, GPipe
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import FREE, Costs, Direction, Transfer, Update, lines_of
+from xcloud.plan.costs import (
+    FREE,
+    AveragingCodec,
+    Costs,
+    Curve,
+    Direction,
+    DirectionCurves,
+    Transfer,
+    Update,
+    lines_of,
+)
 from xcloud.plan.engine import NEVER, Program, run
 from xcloud.plan.formulas import Exchange, exchange_of
 from xcloud.plan.prediction import Simulator
-from xcloud.plan.profile import AveragingCodec, Curve, DirectionCurves
 from xcloud.plan.recorded import read_predicted, write_predicted
 from xcloud.plan.settings import Planning
 

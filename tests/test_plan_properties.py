@@ -17,12 +17,20 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import Costs, Direction, Update, lines_of
+from xcloud.plan.costs import (
+    AveragingCodec,
+    BoundaryCodec,
+    Costs,
+    Curve,
+    Direction,
+    DirectionCurves,
+    Update,
+    lines_of,
+)
 from xcloud.plan.formulas import exchange_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, with_micro_batches
 from xcloud.plan.prediction import Simulator
 from xcloud.plan.pricing import Keeping, Pricer, alike, over_epochs
-from xcloud.plan.profile import AveragingCodec, BoundaryCodec, Curve, DirectionCurves
 from xcloud.plan.search import Space, fastest
 from xcloud.plan.settings import DIMENSIONS
 

@@ -14,6 +14,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.plan.costs import AveragingCodec, CompressorCosts, Curve
 from xcloud.plan.plans import (
     NO_COMPRESSION,
     Arranged,
@@ -23,7 +24,6 @@ from xcloud.plan.plans import (
     with_micro_batches,
 )
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import AveragingCodec, CompressorCosts, Curve
 from xcloud.plan.recorded import PLAN_FILE, predicted_of
 from xcloud.plan.search import (
     Space,

@@ -16,9 +16,7 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan import formulas
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
-from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     AveragingCodec,
     CompressorCosts,
     Curve,
@@ -27,6 +25,8 @@ from xcloud.plan.profile import (
     read_profile,
     write_profile,
 )
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import (
     Space,
     crossings,

@@ -22,10 +22,9 @@ from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import Action, GPipe, Schedule
 from xcloud.plan import codec_timer
-from xcloud.plan.costs import Direction
+from xcloud.plan.costs import Direction, Profile, read_profile, write_profile
 from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PLAN_FILE, read_predicted
 from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned

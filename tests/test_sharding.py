@@ -22,7 +22,7 @@ from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, in_threads, samples
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.collectives import GlooCollectives
+from xcloud.cluster.gloo_groups import GlooCollectives
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Chain
 from xcloud.job.config import job_from_config

@@ -24,9 +24,9 @@ from xcloud.launch.processes import RunStopped
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
+from xcloud.plan.costs import read_profile
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION
-from xcloud.plan.profile import read_profile
 from xcloud.plan.settings import Tour
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner

@@ -18,7 +18,7 @@ from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.schedule import GPipe
 from xcloud.plan import formulas
-from xcloud.plan.profile import write_profile
+from xcloud.plan.costs import write_profile
 
 EXAMPLE = project_root() / "docs" / "plans" / "eight_clouds.yaml"
 LAYER_S, TOKENS = 0.01, 16

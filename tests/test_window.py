@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.memory_group import MemoryGroup, use_memory_groups
+from tests.memory_group import MemoryGroup
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
@@ -148,7 +148,6 @@ def ends(
 def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_memory_groups(monkeypatch)
     group, out, incoming = ends(LinkWindow(num_posted=7))
     for i in range(20):
         out.send(MessageKey(Kind.ACTIVATION, 1, i), (torch.zeros(5),))
@@ -166,7 +165,6 @@ def test_a_stage_that_starts_many_micro_batches_before_it_reads_does_not_deadloc
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next stage answers each forward with a gradient that nobody reads yet."""
-    use_memory_groups(monkeypatch)
     window = LinkWindow.covering(300, 1000, budget_bytes=1)
     assert window.num_posted == MIN_POSTED  # what is under way waits in the queues
     _, forward_out, forward_in = ends(window)
@@ -196,7 +194,6 @@ def test_a_stage_that_starts_many_micro_batches_before_it_reads_does_not_deadloc
 def test_an_emulated_link_delivers_a_window_in_each_round_trip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_memory_groups(monkeypatch)
     took_s = []
     for num_posted in (9, 3):
         clock = LinkClock(LinkProfile(1e9, latency_s=0.05), tmp_path / f"{num_posted}.clock")
@@ -218,7 +215,6 @@ def test_a_link_whose_sending_thread_fails_says_so_to_whoever_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run folder that is deleted, or a disk that gives errors, under the emulated line."""
-    use_memory_groups(monkeypatch)
     clock = LinkClock(LinkProfile(1e9), tmp_path / "clock")
 
     def fail(*arguments: object) -> Reservation:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.toy_text import ToyTextTask
+from xcloud.cluster.gloo_link import Pair
 from xcloud.cluster.transport import Meeting
 
 _TAPPED = False
@@ -27,7 +28,6 @@ _TAPPED = False
 class Tapped(NamedTuple):
     rank: int
     call: str  # isend, store, or the name of a collective
-    peer: int  # of isend; else -1
     dtype: str
     data: bytes
 
@@ -47,30 +47,29 @@ def _tap(folder: Path) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     file = open(folder / f"rank{rank}.tape", "ab", buffering=0)
 
-    def keep(call: str, peer: int, tensor: Tensor) -> None:
+    def keep(call: str, tensor: Tensor) -> None:
         data = tensor.detach().contiguous().flatten().numpy().tobytes()
-        head = {"call": call, "peer": peer, "dtype": str(tensor.dtype), "size": len(data)}
+        head = {"call": call, "dtype": str(tensor.dtype), "size": len(data)}
         file.write(json.dumps(head).encode() + b"\n" + data + b"\n")
 
-    def wrap(name: str, which: int) -> None:
-        original = getattr(dist, name)
+    def wrap(owner: Any, name: str, which: int) -> None:
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            keep(name, args[1] if name == "isend" else -1, args[which])
+            keep(name, args[which])
             return original(*args, **kwargs)
 
-        setattr(dist, name, tapped)
+        setattr(owner, name, tapped)
 
     def write(meeting: Meeting, name: str, text: str) -> None:
-        keep(
-            "store", -1, torch.frombuffer(bytearray(f"{name} {text}".encode()), dtype=torch.uint8)
-        )
+        keep("store", torch.frombuffer(bytearray(f"{name} {text}".encode()), dtype=torch.uint8))
         meeting.store.set(name, text)
 
     Meeting.write = write  # type: ignore[method-assign]
-    for name, which in (("isend", 0), ("broadcast", 0), ("all_reduce", 0), ("all_gather", 1)):
-        wrap(name, which)
+    wrap(Pair, "isend", 1)
+    for name, which in (("broadcast", 0), ("all_reduce", 0), ("all_gather", 1)):
+        wrap(dist, name, which)
 
 
 def read_tape(folder: Path) -> list[Tapped]:
@@ -82,5 +81,5 @@ def read_tape(folder: Path) -> list[Tapped]:
                 head = json.loads(line)
                 data = file.read(head["size"])
                 assert file.read(1) == b"\n"
-                found.append(Tapped(rank, head["call"], head["peer"], head["dtype"], data))
+                found.append(Tapped(rank, head["call"], head["dtype"], data))
     return found

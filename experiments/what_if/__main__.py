@@ -41,7 +41,7 @@ from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.job.config import read_plain
-from xcloud.plan.profile import Profile, read_profile
+from xcloud.plan.costs import Profile, read_profile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.compression import Compression, Compressor
 from xcloud.comm.compression_plans import Phased
-from xcloud.plan.profile import (
+from xcloud.plan.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,

@@ -18,9 +18,9 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
+from xcloud.plan.costs import Profile
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Profile
 from xcloud.plan.search import Space, fastest, splits_of
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours

@@ -2,13 +2,14 @@
 
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
 posted its receive, so receives are posted ahead (`LinkWindow`); a receive may be longer than the
-message, so one buffer size serves all; a group per direction keeps the link full duplex. A buffer
-takes memory only as far as a message has ever filled it; a long one is dropped after each message,
-so that averaging links, which are idle for most of a step, hold none.
+message, so one buffer size serves all; a process group for each direction keeps a link full
+duplex. A buffer takes memory only as far as a message has ever filled it; a long one is dropped
+after each message, so that averaging links, which are idle for most of a step, hold none.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import threading
@@ -16,14 +17,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.collectives import GlooCollectives
 from xcloud.cluster.frame import Kind, seal_frame
+from xcloud.cluster.gloo_groups import Groups, OpenGroups
 from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
     ByteQueue,
@@ -34,7 +38,7 @@ from xcloud.cluster.link_end import (
     SendingEnd,
     await_peer,
 )
-from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, Transport
+from xcloud.cluster.transport import CPU, FOREVER, Collectives, Meeting, Transport
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
@@ -42,27 +46,49 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 _OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
-class Peer:
-    """Another rank, in a process group that this one is in too."""
+class Pair:
+    """The process group of one direction of a line between two ranks, which has place 0 or 1."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, store: Store, line: str, ranks: str, place: int) -> None:
+        self._store, self._line, self.ranks, self._place = store, line, ranks, place
+        self._group: Any = None
+
+    def join(self, timeout: timedelta = FOREVER) -> None:
+        """In the thread of the link's end, which waits there for the other side. Who wants
+        something of that end waits no longer than its deadline."""
+        # A client of its own: whoever waits in a store keeps others of that client waiting.
+        own: Any = self._store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = [_device(self._line)], 2, timeout
+        store = PrefixStore(f"{self._line} {self.ranks}", own)
+        self._group = gloo(store, self._place, 2, options)
 
     def isend(self, frame: Tensor, tag: int) -> dist.Work:
-        work = dist.isend(frame, self._peer, self._group, tag=tag)
-        assert work is not None
+        work: dist.Work = self._group.send([frame], 1 - self._place, tag)
         return work
 
     def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
-        work = dist.irecv(buffer, self._peer, self._group, tag=tag)
-        assert work is not None
+        work: dist.Work = self._group.recv([buffer], 1 - self._place, tag)
         return work
+
+
+@cache
+def _device(line: str) -> Any:
+    """The thread of each device looks a hundred times a second, so all pairs of a line have one.
+    On the interface that torch would take."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if names:
+        return gloo.create_device(interface=names.split(",")[0])
+    return gloo.create_default_device()
 
 
 class GlooOutLink(SendingEnd):
     """Sends frames to one peer from a background thread."""
 
-    def __init__(self, pair: Peer, settings: OutSettings) -> None:
+    def __init__(self, pair: Pair, settings: OutSettings) -> None:
         super().__init__(settings)
         self._pair = pair
         self._failure: LinkError | None = None
@@ -111,6 +137,7 @@ class GlooOutLink(SendingEnd):
     def _run(self) -> None:
         settings = self._settings
         try:
+            self._pair.join()
             while (item := self._queue.get()) is not None:
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
@@ -142,7 +169,7 @@ class GlooOutLink(SendingEnd):
 class GlooInLink(ReceivingEnd):
     """Receives frames from one peer in a background thread, each at its time of delivery."""
 
-    def __init__(self, pair: Peer, settings: InSettings) -> None:
+    def __init__(self, pair: Pair, settings: InSettings) -> None:
         super().__init__(settings)
         self._pair = pair
         self._thread = threading.Thread(
@@ -155,6 +182,7 @@ class GlooInLink(ReceivingEnd):
         next_to_post = 0
         spare: list[Tensor] = []
         try:
+            self._pair.join()
             while True:
                 while len(posted) < self._settings.window.num_posted:
                     buffer = spare.pop() if spare else self._new_buffer()
@@ -192,38 +220,25 @@ def first_line(error: BaseException) -> str:
     return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()
 
 
-class Gloo:
-    """The carrier where `cluster.carrier` names no other; of open meetings it is GlooPairs."""
-
-    def transport(self, meeting: Meeting) -> Transport:
-        assert not meeting.is_open
-        if meeting.num_ranks > 1:
-            dist.init_process_group(
-                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
-                timeout=timedelta(seconds=JOIN_WITHIN_S),
-            )  # fmt: skip
-        return GlooTransport(meeting)
-
-
 class GlooTransport(Transport):
-    """Over the process group of torch.distributed that all ranks of the job have joined."""
+    """A process group of two for each direction of a link; those of `group` are torch's."""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting)
-        self._lines: dict[str, dist.ProcessGroup] = {}
-
-    def line(self, name: str, ranks: Sequence[int]) -> None:
-        """A process group for each direction keeps a link full duplex."""
-        self._lines[name] = dist.new_group(list(ranks), timeout=FOREVER)
+        self._groups = OpenGroups(meeting) if meeting.is_open else Groups(meeting)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
-        return GlooOutLink(Peer(self._lines[line], peer), settings)
+        return GlooOutLink(self._pair(line, self.rank, peer), settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
-        return GlooInLink(Peer(self._lines[line], peer), settings)
+        return GlooInLink(self._pair(line, peer, self.rank), settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
-        if len(ranks) == 1:
-            return None
-        group = dist.new_group(list(ranks), timeout=FOREVER)
-        return GlooCollectives(group, device) if self.rank in ranks else None
+        return self._groups.join(ranks, device)
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        return self._groups.begins_again(ranks)
+
+    def _pair(self, line: str, sender: int, receiver: int) -> Pair:
+        ranks = "-".join(f"{rank}.{self._groups.times(rank)}" for rank in (sender, receiver))
+        return Pair(self.meeting.store, line, ranks, int(self.rank == receiver))

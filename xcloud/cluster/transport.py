@@ -130,17 +130,14 @@ CPU = torch.device("cpu")
 
 
 class Transport(ABC):
-    """Every rank of a job calls `line` and `group` with the same arguments in the same order."""
+    """Of one rank. line: a name; with it sender and receiver identify one direction. Every rank of
+    a job calls `group` with the same arguments in the same order."""
 
     computing: AbstractContextManager[object] = nullcontext()
     """Held by the one rank that computes, where ranks share a process and must take turns."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting, self.rank = meeting, meeting.rank
-
-    def line(self, name: str, ranks: Sequence[int]) -> None:  # noqa: B027
-        """From now on `out` and `incoming` may make ends of this name between these ranks; one
-        name is one direction between any two of them. Called in the other ranks too."""
 
     @abstractmethod
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...

@@ -58,9 +58,7 @@ class MultilingualElectra:
 
     @property
     def max_payload_bytes(self) -> int:
-        if isinstance(self.text.tokenizer, TrainedTokenizer):
-            return self._packing(self.text.tokenizer.vocab_size, 0).max_bytes
-        return self._packing(MAX_VOCABULARY, 0).max_bytes
+        return self._packing(None).max_bytes
 
     @property
     def max_positions(self) -> int | None:
@@ -107,7 +105,7 @@ class MultilingualElectra:
         )  # fmt: skip
         report(f"texts: {stream.describe()}")
         encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
-        packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
+        packing = self._packing(tokenizer)
         return GeneratorRank(encoder, settings, packing, tokenizer, context, stream=stream)
 
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
@@ -121,8 +119,7 @@ class MultilingualElectra:
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
         network.encoder = encoder
-        packing = self._packing(tokenizer.token_ids.size, tokenizer.digest)
-        return DiscriminatorRank(network, settings, packing, tokenizer, context)
+        return DiscriminatorRank(network, settings, self._packing(tokenizer), tokenizer, context)
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
         """Task settings that use the exported encoder and its tokenizer."""
@@ -143,9 +140,14 @@ class MultilingualElectra:
             )
         return tokenizer
 
-    def _packing(self, vocab_size: int, digest: int) -> IdPacking:
-        most = max(generator.batch_size for generator in self.generators.values())
-        return IdPacking(vocab_size, most, self.text.max_length - 2, digest, self.coding)
+    def _packing(self, tokenizer: Tokenizer | None) -> IdPacking:
+        """tokenizer: None before it is known."""
+        choice, most = self.text.tokenizer, max(g.batch_size for g in self.generators.values())
+        size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
+        digest = 0
+        if tokenizer is not None:
+            size, digest = tokenizer.token_ids.size, tokenizer.digest
+        return IdPacking(size, most, self.text.max_length - 2, digest, self.coding)
 
     def _encoder(
         self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext
@@ -160,17 +162,12 @@ class MultilingualElectra:
 
         generates = name == "generator"
         build = BuildContext(
-            seed=context.seed,
-            device=context.device,
-            cache_dir=context.cache_dir,
-            vocabularies={name: tokenizer.token_ids},
-            sentences=lambda field: (),
-            max_length=self.text.max_length,
-            group_rank=context.group_rank,
-            barrier=context.barrier,
-            report=report,
+            seed=context.seed, device=context.device, cache_dir=context.cache_dir,
+            vocabularies={name: tokenizer.token_ids}, sentences=lambda field: (),
+            max_length=self.text.max_length, group_rank=context.group_rank,
+            barrier=context.barrier, report=report,
             setting=f"model.{'generators.CLOUD' if generates else name}.backbone",
-        )
+        )  # fmt: skip
         weights = backbone.weights(name, build)
         assert weights.tensors is not None
         if generates and not weights.have_head:

@@ -12,13 +12,12 @@ bos and eos, V token ids, H features.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -113,14 +112,6 @@ class DiscriminatorSettings:
     precision: Literal["fp32", "bf16", "auto"] = "auto"
 
 
-class Corrupted(NamedTuple):
-    """loss: mean cross-entropy of the masked tokens, with graph."""
-
-    ids_R: Tensor
-    replaced_R: Tensor
-    loss: Tensor
-
-
 def corrupt(
     generator: Encoder,
     ids_R: Tensor,
@@ -129,19 +120,16 @@ def corrupt(
     special: TokenIds,
     temperature: float,
     draw: torch.Generator,
-) -> Corrupted:
-    """Mask these rows, sample replacements from the generator, and compute its loss. A masked
-    token whose original id was sampled does not count as replaced. draw: a CPU generator, so that
-    random numbers do not depend on the device.
+) -> tuple[Tensor, Tensor]:
+    """Mask these rows, sample replacements from the generator: ids [R], and the mean cross-entropy
+    of the masked tokens, with graph. draw: a CPU generator, so that random numbers do not depend
+    on the device.
     """
-    truth_M = ids_R[masked_M]
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
     # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
-    loss = F.cross_entropy(scores_MV, truth_M)
     words_M = sample_words(scores_MV.detach(), special, temperature, draw)
-    corrupted_R = ids_R.index_copy(0, masked_M, words_M)
-    return Corrupted(corrupted_R, corrupted_R != ids_R, loss)
+    return ids_R.index_copy(0, masked_M, words_M), F.cross_entropy(scores_MV, ids_R[masked_M])
 
 
 @torch.no_grad()
@@ -278,21 +266,21 @@ class GeneratorRank(_Learner):
             torch.set_grad_enabled(not settings.frozen),
             self._autocast(),
         ):
-            ids_R, masked_M = ids_R.to(self._device), masked_M.to(self._device)
-            packing, temperature = Packing(counts_B.to(self._device)), settings.temperature
-            made = corrupt(self.network, ids_R, packing, masked_M, special, temperature, draw)
+            made_R, loss = corrupt(
+                self.network, ids_R.to(self._device), Packing(counts_B.to(self._device)),
+                masked_M.to(self._device), special, settings.temperature, draw,
+            )  # fmt: skip
         if not settings.frozen:
-            torch.autograd.backward(made.loss)
-        loss = float(made.loss.detach())
-        if not math.isfinite(loss):
+            torch.autograd.backward(loss)
+        if not loss.isfinite():
             raise diverged(
-                f"the loss of batch {number} of producer {self.context.cloud!r} is {loss}",
+                f"the loss of batch {number} of producer {self.context.cloud!r} is {loss.item()}",
                 "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
             )
         inner_C = inner_rows(counts_B)
-        ids_C, replaced_C = made.ids_R.cpu()[inner_C], made.replaced_R.cpu()[inner_C]
-        payload = self.packing.pack(CorruptedTexts(ids_C, counts_B - 2, replaced_C))
-        return Fed(payload, len(counts_B), len(inner_C), loss)
+        made_R = made_R.cpu()  # a token that is drawn as it was is not replaced
+        texts = CorruptedTexts(made_R[inner_C], counts_B - 2, (made_R != ids_R)[inner_C])
+        return Fed(self.packing.pack(texts), len(counts_B), len(inner_C), loss.item())
 
     def replan(self, num_steps: int) -> None:
         self._num_steps = num_steps

@@ -21,19 +21,18 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.gloo_pairs import of_this_attempt
+from xcloud.cluster.gloo_groups import of_this_attempt
+from xcloud.cluster.gloo_link import Pair
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import FOREVER, Meeting
@@ -357,36 +356,21 @@ class FailureDetector:
         self._on_lost(error)
 
 
-@cache
-def _device() -> Any:
-    """One for all lines: the thread of each device of gloo looks a hundred times a second. On the
-    interface that torch would take."""
-    gloo: Any = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
-    if names:
-        return gloo.create_device(interface=names.split(",")[0])
-    return gloo.create_default_device()
-
-
 class Line:
     """Raises RuntimeError once the other side is gone, or does not join it in timeout_s. It sets
     no other limit: FailureDetector looks how long it is silent."""
 
     def __init__(self, store: Store, place: int, timeout_s: float) -> None:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices, options._threads = [_device()], 1
-        options._timeout = timedelta(seconds=timeout_s)
-        self._place = place
-        self._group = gloo(store, place, 2, options)
+        self._pair = Pair(store, "life", "", place)
+        self._pair.join(timedelta(seconds=timeout_s))
 
     def send(self, word: Word, rank: int) -> None:
         message = torch.tensor([word, rank])
-        self._group.send([message], 1 - self._place, 0).wait(FOREVER)
+        self._pair.isend(message, 0).wait(FOREVER)
 
     def receive(self, sender: str) -> tuple[Word, int]:
         message = torch.zeros(2, dtype=torch.int64)
-        self._group.recv([message], 1 - self._place, 0).wait(FOREVER)
+        self._pair.irecv(message, 0).wait(FOREVER)
         word, rank = message.tolist()
         if word not in [*Word] or rank < 0:
             raise FrameError(f"{sender} sent ({word}, {rank}) where a heartbeat was due")

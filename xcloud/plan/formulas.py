@@ -20,8 +20,8 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import most_kept
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Averaging
+from xcloud.plan.costs import AveragingCodec, Piece, Profile
 from xcloud.plan.plans import Arranged, Plan
-from xcloud.plan.profile import AveragingCodec, Piece, Profile
 
 
 def bubble_of_a_free_link(p: int, m: int) -> float:

@@ -13,8 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from xcloud.plan.costs import Costs, Direction, Update
-from xcloud.plan.profile import BoundaryCodec, Curve, DirectionCurves, Piece
+from xcloud.plan.costs import (
+    BoundaryCodec,
+    Costs,
+    Curve,
+    Direction,
+    DirectionCurves,
+    Piece,
+    Update,
+)
 from xcloud.record.timeline import Lane, Timeline
 
 # One step.

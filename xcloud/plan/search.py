@@ -16,6 +16,7 @@ from scipy.optimize import brentq
 
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan import formulas
+from xcloud.plan.costs import Piece
 from xcloud.plan.plans import (
     NO_COMPRESSION,
     Arranged,
@@ -25,7 +26,6 @@ from xcloud.plan.plans import (
     with_micro_batches,
 )
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Piece
 
 MOST_SPLITS = 5000
 TRIES, REFINED = 24, 4  # of a search; see fastest

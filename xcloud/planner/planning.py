@@ -18,7 +18,7 @@ from xcloud.job import config as configs
 from xcloud.job.job import PipelineJob
 from xcloud.parallel.activation_cache import MEGABYTE
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.plan.costs import lines_of
+from xcloud.plan.costs import Profile, lines_of, read_profile
 from xcloud.plan.plans import (
     NO_COMPRESSION,
     Arranged,
@@ -28,7 +28,6 @@ from xcloud.plan.plans import (
     with_micro_batches,
 )
 from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
-from xcloud.plan.profile import Profile, read_profile
 from xcloud.plan.recorded import write_predicted
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.settings import Planning

@@ -18,19 +18,18 @@ from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, Cach
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
-from xcloud.parallel.part import Part, Parts
+from xcloud.parallel.part import Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
+from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
-from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
-from xcloud.rank.tied import join_tied
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.files import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
@@ -136,7 +135,9 @@ class Features:
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
-            self._tied(trainer),
+            join_tied(self.wiring, trainer, job.compression.for_tensor, job.seed)
+            if job.ties_ends
+            else None,
             pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
             if job.autopilot is not None
             else None,
@@ -162,13 +163,6 @@ class Features:
             else TypicalStep(self.clock, context.transport.meeting, reporter),
         ]
         return Parts([*made, *(part for part in after if part is not None)])
-
-    def _tied(self, trainer: Trainer) -> Part | None:
-        if not self.job.ties_ends:
-            return None
-        buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
-        choose, seed = self.job.compression.for_tensor, self.job.seed
-        return join_tied(self.wiring, trainer.pipeline.stages, choose, seed, buffers)
 
     def resume(self, trainer: Trainer) -> None:
         if not trainer.num_updates:

@@ -31,7 +31,7 @@ How the figures are made:
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
-- `privacy`: what clipping with noise guarantees, see rank/privacy.py; null without it.
+- `privacy`: what clipping with noise guarantees, see rank/gradient_parts.py; null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `autopilot`: the switches of the compression, each with the step after which it was.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.

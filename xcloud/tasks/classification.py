@@ -8,6 +8,7 @@ labels are visible, and "part" (the name of a row's set) in splits made of sever
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,18 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import SPLITS, Answers, Scores, Split
-from xcloud.tasks.corpus.folder import Folder, FolderByLanguage, Languages
-from xcloud.tasks.corpus.hub import Hub, HubByLanguage
-from xcloud.tasks.corpus.rows import Corpus, Form, OwnNames, SplitTables, Text, read
+from xcloud.tasks.corpus.folder import Folder, InFolder, Language, Languages, list_files
+from xcloud.tasks.corpus.hub import Hub, HubTable, OnHub, is_local, load_hub
+from xcloud.tasks.corpus.rows import (
+    DEV_NAMES,
+    Corpus,
+    Form,
+    OwnNames,
+    SplitTables,
+    Table,
+    Text,
+    read,
+)
 from xcloud.tasks.labels import CROSS_LINGUAL, GLUE, KEYS, Benchmark, Labels, chosen_columns
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.tables import PairTable
@@ -274,21 +284,83 @@ class CrossLingual(Classification):
 
 
 @settings("task", kw_only=True)
-class FolderCrossLingual(FolderByLanguage, CrossLingual):
-    """The task from files in the folder `path`."""
+class FolderCrossLingual(InFolder, CrossLingual):
+    """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
+
+    train_language: of train and dev. languages: tested ones; None: all with a test file.
+    Without a training file, the dev file of train_language is used and a remark says so.
+    """
+
+    train_language: Language = "en"
+    languages: Languages | None = None
+
+    def find(self, form: Form) -> SplitTables:
+        here = self.train_language
+        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
+        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
+        found = f"found: {', '.join(file.label for file in files.values()) or 'none'}"
+        tested = sorted(name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name))
+        tested.sort(key=lambda language: language != here)
+        wanted = self.languages or tested or ["LANGUAGE"]
+        if missing := [language for language in wanted if language not in tested]:
+            raise DataError(
+                f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; {found}"
+            )
+        trained = [files[name] for name in (f"train.{here}", "train") if name in files][:1]
+        dev = [files[f"{name}.{here}"] for name in DEV_NAMES if f"{name}.{here}" in files][:1]
+        remarks = []
+        if not trained and dev:
+            remarks = [f"no training file: {dev[0].label} is the training set"]
+            trained, dev = dev, []
+        if not trained:
+            raise DataError(
+                f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; {found}. "
+                "For another language set task.train_language"
+            )
+        tables: dict[Split, Mapping[str, Sequence[Table]]] = {"train": {"": trained}}
+        if dev:
+            tables["dev"] = {"": dev}
+        tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
+        facts = {"train": [file.name for file in (*trained, *dev)], "languages": list(wanted)}
+        return SplitTables(tables, facts, remarks, "task.languages")
 
 
 @settings("task", kw_only=True)
-class HubCrossLingual(HubByLanguage, CrossLingual):
-    """The task from the hub. path, languages: null: the benchmark's own."""
+class HubCrossLingual(OnHub, CrossLingual):
+    """A data set of the hub with one config per language, such as facebook/xnli: train and
+    validation of train_language, test of every language. path, languages: null: the benchmark's
+    own."""
 
     path: Text | None = None  # type: ignore[assignment]
+    train_language: Language = "en"
     languages: Languages | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_local(self.where):
+            raise ConfigError(
+                f"task.path={self.path} is a folder, but the paper profile reads the hub; "
+                "use profile=files for a folder"
+            )
 
     @property
     def where(self) -> str:
         return self.path or self.known.hub
 
     @property
-    def tested(self) -> Sequence[str]:
-        return self.languages or self.known.languages
+    def data_set(self) -> str:
+        return self.train_language
+
+    def find(self, form: Form) -> SplitTables:
+        def table(language: str, split: str) -> list[Table]:
+            loaded = load_hub(self.where, language, self.revision, split)
+            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
+
+        tested = list(self.languages or self.known.languages)
+        tables: dict[Split, Mapping[str, Sequence[Table]]] = {
+            "train": {"": table(self.train_language, "train")},
+            "dev": {"": table(self.train_language, "validation")},
+            "test": {language: table(language, "test") for language in tested},
+        }
+        facts = {"revision": self.revision, "languages": tested}
+        return SplitTables(tables, facts, test_key="task.languages")

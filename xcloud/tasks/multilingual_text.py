@@ -147,19 +147,18 @@ class TextStream:
         group_rank: int = 0,
         group_size: int = 1,
     ) -> None:
-        self._tables, self._special, self._seed = list(tables.values()), special, seed
-        self._names = list(tables)
+        self._tables, self._special, self._seed = tables, special, seed
         self._batch_size, self._group_rank, self._group_size = batch_size, group_rank, group_size
-        sizes_L = torch.tensor([len(table) for table in self._tables], dtype=torch.float64)
+        sizes_L = torch.tensor([len(table) for table in tables.values()], dtype=torch.float64)
         self._shares_L = sizes_L**power / (sizes_L**power).sum()
-        self._next, self._used_L = 1, torch.zeros(len(self._tables), dtype=torch.int64)
-        self._orders: dict[int, tuple[int, Tensor]] = {}
+        self._next, self._used_L = 1, torch.zeros(len(tables), dtype=torch.int64)
+        self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def describe(self) -> str:
-        shares = zip(self._names, self._tables, self._shares_L.tolist(), strict=True)
+        shares = zip(self._tables.items(), self._shares_L.tolist(), strict=True)
         return ", ".join(
             f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
-            for name, table, share in shares
+            for (name, table), share in shares
         )
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -168,22 +167,18 @@ class TextStream:
             self._next, self._used_L = 1, torch.zeros_like(self._used_L)
         while self._next < number:
             self._count(self._parts(self._next))
-        parts_N = self._parts(number)
-        used_L = self._used_L.clone()
+        parts_N, used_L = self._parts(number), self._used_L.clone()
         self._count(parts_N)
 
-        mine = slice(
-            self._group_rank * self._batch_size, (self._group_rank + 1) * self._batch_size
-        )
+        first = self._group_rank * self._batch_size
+        mine = slice(first, first + self._batch_size)
         lines: list[list[int]] = [[]] * self._batch_size
-        special = self._special
-        for part in sorted(set(parts_N[mine].tolist())):
+        for part, (name, table) in enumerate(self._tables.items()):
             is_part_N = parts_N == part
             turn_N = used_L[part] + is_part_N.cumsum(0) - 1
-            places = is_part_N[mine].nonzero()[:, 0]
-            ids = self._rows(part, turn_N[mine][places])
-            for place, row in zip(places.tolist(), ids.tolist(), strict=True):
-                lines[place] = [special.bos, *self._tables[part][row], special.eos]
+            for place in is_part_N[mine].nonzero()[:, 0].tolist():
+                row = table[self._row(name, int(turn_N[mine][place]))]
+                lines[place] = [self._special.bos, *row, self._special.eos]
         lengths = torch.tensor([len(line) for line in lines])
         return torch.tensor([token for line in lines for token in line]), lengths
 
@@ -197,17 +192,13 @@ class TextStream:
         self._used_L += parts_N.bincount(minlength=len(self._tables))
         self._next += 1
 
-    def _rows(self, part: int, turns: Tensor) -> Tensor:
-        """Row numbers at these positions of a part's endless order."""
-        size = len(self._tables[part])
-        rows = torch.empty_like(turns)
-        for epoch in sorted(set((turns // size).tolist())):
-            if self._orders.get(part, (-1,))[0] != epoch:
-                draw = torch.Generator().manual_seed(_seed(self._seed, self._names[part], epoch))
-                self._orders[part] = (epoch, torch.randperm(size, generator=draw))
-            inside = turns // size == epoch
-            rows[inside] = self._orders[part][1][turns[inside] % size]
-        return rows
+    def _row(self, name: str, turn: int) -> int:
+        """The row at this position of a part's endless order."""
+        epoch, place = divmod(turn, len(self._tables[name]))
+        if self._orders.get(name, (-1,))[0] != epoch:
+            draw = torch.Generator().manual_seed(_seed(self._seed, name, epoch))
+            self._orders[name] = (epoch, torch.randperm(len(self._tables[name]), generator=draw))
+        return int(self._orders[name][1][place])
 
 
 def _seed(seed: int, name: str, number: int) -> int:

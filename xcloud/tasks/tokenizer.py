@@ -376,11 +376,11 @@ def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
     if continuation is not None:
         inside = piece.startswith(continuation)
         return not inside or begins_unspaced(piece.removeprefix(continuation).encode())
-    if piece.startswith(("Ġ", "▁")):
-        return True
     if byte_level and all(sign in BYTE_OF for sign in piece):
-        return begins_unspaced(bytes(BYTE_OF[sign] for sign in piece))
-    return begins_unspaced(piece.encode())
+        is_marked, text = piece.startswith("Ġ"), bytes(BYTE_OF[sign] for sign in piece)
+    else:
+        is_marked, text = piece.startswith(("Ġ", "▁")), piece.encode()
+    return is_marked or begins_unspaced(text)
 
 
 def begins_unspaced(text: bytes) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ class Ends:
         run_dir: Path,
         messages: MessageLog | None = None,
     ) -> None:
-        self.layout = layout
+        self.transport, self.layout, self.rank = transport, layout, transport.rank
         self._ends: list[tuple[int, SendingEnd | ReceivingEnd]] = []  # with the peer, as made
         self.records: list[LinkRecord] = []
         self.lives = {
@@ -51,16 +50,18 @@ class Ends:
             for peer in range(layout.num_ranks)
             if peer != transport.rank
         }
-        self._transport, self._messages = transport, messages
-        self._clocks = LinkClocks(transport, layout, run_dir)
-
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
-
-    @property
-    def run_dir(self) -> Path:
-        return self._clocks.run_dir
+        self._messages = messages
+        self._run_dir, self._clocks = run_dir, dict[str, LinkClock]()  # by cloud
+        pairs = combinations(layout.clouds, 2)
+        if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
+            # A name that no earlier run in this folder used: link time starts at 0 in every run.
+            self._run_number = transport.run_number()
+            if len(transport.machines()) > 1:
+                # Delivery times are by the machine's clock, which another does not share.
+                raise ConfigError(
+                    "an emulated link (cluster.wan) works between ranks on one machine only; this "
+                    "run spans several: set cluster/wan=real"
+                )
 
     @property
     def outs(self) -> list[SendingEnd]:
@@ -71,21 +72,12 @@ class Ends:
         return [end for _, end in self._ends if isinstance(end, ReceivingEnd)]
 
     @property
-    def computing(self) -> AbstractContextManager[object]:
-        """See Transport."""
-        return self._transport.computing
-
-    @property
     def is_emulated(self) -> bool:
-        return self._clocks.are_used
-
-    def line(self, name: str, ranks: Sequence[int]) -> None:
-        """See Transport."""
-        self._transport.line(name, ranks)
+        return bool(self._clocks)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> RankGroup | None:
         """The group of these ranks, in this order; None outside it. device: see Transport."""
-        joined = self._transport.group(ranks, device)
+        joined = self.transport.group(ranks, device)
         if self.rank not in ranks:
             return None
         return RankGroup(self.rank, tuple(ranks), joined, self.lives)
@@ -103,10 +95,10 @@ class Ends:
         if record.to is not None:
             self.records.append(record)
         settings = OutSettings(
-            self._name(peer), capacity_bytes, self._clocks.to(peer), window, record,
+            self._name(peer), capacity_bytes, self._clock_to(peer), window, record,
             self.lives[peer], self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
-        end = self._transport.out(line, peer, settings)
+        end = self.transport.out(line, peer, settings)
         self._ends.append((peer, end))
         return end
 
@@ -128,7 +120,7 @@ class Ends:
             self.layout.overdue_advice(self.rank, peer), wan is not None and wan.emulated, on_end,
             on_arrival,
         )  # fmt: skip
-        end = self._transport.incoming(line, peer, settings)
+        end = self.transport.incoming(line, peer, settings)
         self._ends.append((peer, end))
         return end
 
@@ -149,22 +141,9 @@ class Ends:
         out = self.out(line, peer, capacity_bytes, window)
         return out, self.incoming(line, peer, capacity_bytes, window, handlers)
 
-    def star(
-        self, line: str, ranks: Sequence[int], capacity_bytes: int, under_way: int
-    ) -> tuple[dict[int, SendingEnd], dict[int, ReceivingEnd]]:
-        """Links between the first of `ranks`, one of which this rank is, and each other one: by
-        peer, those to it and those from it."""
-        peers = ranks[1:] if self.rank == ranks[0] else ranks[:1]
-        ends = {peer: self.both(line, peer, capacity_bytes, under_way) for peer in peers}
-        return {p: out for p, (out, _) in ends.items()}, {p: end for p, (_, end) in ends.items()}
-
     def forget(self, peer: int) -> None:
         """A lost rank's ends are not closed. What they sent stays counted."""
         self._ends = [(other, end) for other, end in self._ends if other != peer]
-
-    def begins_again(self, ranks: Sequence[int]) -> bool:
-        """See Transport."""
-        return self._transport.begins_again(ranks)
 
     def window(self, under_way: int, frame_bytes: int) -> LinkWindow:
         """Of the same arguments at both ends of a link."""
@@ -194,36 +173,14 @@ class Ends:
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
-
-class LinkClocks:
-    """Clocks of the emulated links, one for each direction between two clouds."""
-
-    def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
-        self._rank, self._layout, self.run_dir = transport.rank, layout, run_dir
-        self._clocks: dict[str, LinkClock] = {}
-        pairs = combinations(layout.clouds, 2)
-        if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
-            # A name that no earlier run in this folder used: link time starts at 0 in every run.
-            self._run_number = transport.run_number()
-            if len(transport.machines()) > 1:
-                # Delivery times are by the machine's clock, which another does not share.
-                raise ConfigError(
-                    "an emulated link (cluster.wan) works between ranks on one machine only; this "
-                    "run spans several: set cluster/wan=real"
-                )
-
-    @property
-    def are_used(self) -> bool:
-        return bool(self._clocks)
-
-    def to(self, peer: int) -> LinkClock | None:
-        """Clock for messages from this rank to `peer`; None where nothing is emulated."""
-        wan = self._layout.wan_between(self._rank, peer)
+    def _clock_to(self, peer: int) -> LinkClock | None:
+        """Of messages from this rank to `peer`, shared by all ranks of the two clouds; None where
+        nothing is emulated."""
+        wan = self.layout.wan_between(self.rank, peer)
         if wan is None or not wan.emulated or wan.profile is None:
             return None
-        here = self._layout.placement(self._rank).cloud
-        there = self._layout.placement(peer).cloud
-        name = f"link-{here}-to-{there}.{self._run_number}.clock"
-        if name not in self._clocks:
-            self._clocks[name] = LinkClock(wan.profile, self.run_dir / name)
-        return self._clocks[name]
+        here, there = self.layout.cloud_of(self.rank), self.layout.cloud_of(peer)
+        if there not in self._clocks:
+            name = f"link-{here}-to-{there}.{self._run_number}.clock"
+            self._clocks[there] = LinkClock(wan.profile, self._run_dir / name)
+        return self._clocks[there]

@@ -22,8 +22,8 @@ from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, SendChannel
 from xcloud.comm.compression import ChannelId
+from xcloud.parallel.averaging import ReplicaLinks
 from xcloud.parallel.hub import HUB
-from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.defences import LABEL, Defence
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
@@ -134,10 +134,9 @@ _AHEAD = 3  # messages on a link beside those of steps under way: handed back, o
 
 @dataclass
 class PeerLinks(ReplicaLinks):
-    """Its lines are joined with all others; its ends are made by `open`, once it is known how long
-    a message may be.
+    """Its ends are made by `open`, once it is known how long a message may be.
 
-    line: name of the lines, which are two. stage: for the record of messages. peers: by replica,
+    line: name of the lines. stage: for the record of messages. peers: by replica,
     the rank that holds the same values there, this rank's own included; none where this rank has
     no counterpart. raw_bytes: FP32 bytes of what went to other clouds.
     """
@@ -161,10 +160,8 @@ class PeerLinks(ReplicaLinks):
     def _open(self, replica: int) -> None:
         ends, peer, capacity = self.ends, self.peers[replica], self._capacity
         window = ends.window(self._ahead, capacity)
-        ways = ("up", "down") if self.replica < replica else ("down", "up")
-        out, incoming = (f"{self.line}.{way}" for way in ways)
-        self._out[replica] = ends.out(out, peer, capacity, window, self.stage)
-        self._in[replica] = ends.incoming(incoming, peer, capacity, window, boundary=self.stage)
+        self._out[replica] = ends.out(self.line, peer, capacity, window, self.stage)
+        self._in[replica] = ends.incoming(self.line, peer, capacity, window, boundary=self.stage)
         overdue_s = ends.layout.overdue_s(ends.rank, peer, capacity)
         self._overdue_s[replica] = max(overdue_s, self._wait_s)
 
@@ -221,7 +218,7 @@ class HubLinks(PeerLinks):
 
     def _look_for(self, replica: int) -> None:
         ranks = self.ranks_of(replica)
-        if replica not in self._back and not self.ends.begins_again(ranks):
+        if replica not in self._back and not self.ends.transport.begins_again(ranks):
             return
         if replica not in self._ended:
             self._back.add(replica)
@@ -245,15 +242,12 @@ def replica_links(
     device: torch.device,
     rejoin: Callable[[int], None] | None = None,
 ) -> PeerLinks:
-    """To the ranks that train the same share of the same stages in the other replicas; every rank
-    calls it. Of a stage with unequal numbers of ranks the surplus ones have no peers. rejoin: see
-    HubLinks; None where clouds may not leave."""
+    """To the ranks that train the same share of the same stages in the other replicas. Of a stage
+    with unequal numbers of ranks the surplus ones have no peers. rejoin: see HubLinks; None where
+    clouds may not leave."""
     # The first stage of a rank stands for all that it holds.
-    heads = sorted({min(layout.placement(rank).stages) for rank in range(layout.num_ranks)})
+    heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
     shares = {head: min(len(ranks) for ranks in layout.replicas_of(head)) for head in heads}
-    for head in heads:
-        everyone = sorted(rank for ranks in layout.replicas_of(head) for rank in ranks)
-        _join(ends, f"averaging.{head}", everyone)
     own = layout.placement(ends.rank)
     stage = min(own.stages)
     group_rank = layout.ranks_of(stage, own.replica).index(ends.rank)
@@ -262,27 +256,17 @@ def replica_links(
         peers = tuple(ranks[group_rank] for ranks in layout.replicas_of(stage))
     of = (
         own.replica, layout.num_replicas, shares[stage], sum(shares.values()), peers, ends, device,
-        f"averaging.{stage}", stage,
+        "averaging", stage,
     )  # fmt: skip
     return PeerLinks(*of) if rejoin is None else HubLinks(*of, rejoin=rejoin)
 
 
 def tied_links(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerLinks | None:
-    """Between the leaders of the first and the last stage of each pipeline; as "replicas" 0 and 1.
-    Every rank calls it. None for a rank that is neither, or both."""
-    last, links = layout.num_stages - 1, None
-    for replica in range(layout.num_replicas):
-        peers = tuple(layout.ranks_of(stage, replica)[0] for stage in (0, last))
-        if peers[0] == peers[1]:
-            continue
-        line = f"tied.{replica}"
-        _join(ends, line, sorted(peers))
-        if ends.rank in peers:
-            own = peers.index(ends.rank)
-            links = PeerLinks(own, 2, 1, 1, peers, ends, device, line, own * last)
-    return links
-
-
-def _join(ends: Ends, line: str, ranks: Sequence[int]) -> None:
-    for way in ("up", "down"):  # so that both flow at once
-        ends.line(f"{line}.{way}", ranks)
+    """Between the leaders of the first and the last stage of a pipeline; as "replicas" 0 and 1.
+    None for a rank that is neither, or both."""
+    last, leaders = layout.num_stages - 1, layout.leader_of(layout.placement(ends.rank).replica)
+    peers = leaders[0], leaders[last]
+    if peers[0] == peers[1] or ends.rank not in peers:
+        return None
+    own = peers.index(ends.rank)
+    return PeerLinks(own, 2, 1, 1, peers, ends, device, "tied", own * last)

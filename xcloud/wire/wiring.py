@@ -18,9 +18,8 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import ignore
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import (
-    PLAIN,
     Codec,
     Codecs,
     ReceiveChannel,
@@ -135,7 +134,6 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
     """Reports, checkpoints and heartbeats, between rank 0 and each other rank of any job.
     on_report: see wire."""
     layout, everyone = ends.layout, range(ends.layout.num_ranks)
-    ends.line("control", everyone)
     peers = everyone[1:] if ends.rank == 0 else everyone[:1]
     overdue_s = max(layout.overdue_s(ends.rank, peer, 1024) for peer in peers)
     control = Control(ends.rank, {}, {}, overdue_s, ends.lives)
@@ -160,23 +158,18 @@ def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> 
 
 def _join_sums(job: Experiment, ends: Ends, control: Control | None) -> StageSums:
     """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
-    layout, rank, own = job.cluster, ends.rank, StageSums(ends.rank, ())
-    for replica in range(layout.num_replicas):
-        leaders, leader_of = layout.leaders(replica), layout.leader_of(replica)
-        line = f"norms.{replica}"
-        is_apart = 0 not in leaders and len(leaders) > 1
-        if is_apart:
-            ends.line(line, leaders)
-        if layout.placement(rank).replica != replica:
-            continue
-        own = StageSums(rank, leader_of)
-        if is_apart and rank in leaders:
-            out, incoming = ends.star(line, leaders, FRAME_SLACK_BYTES, _CONTROL_AHEAD)
-            overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in out)
-            own = StageSums(rank, leader_of, out, incoming, overdue_s)
-        elif 0 in leaders and control is not None:
-            own = StageSums(rank, leader_of, control.out, control.incoming, control.overdue_s)
-    return own
+    layout, rank = job.cluster, ends.rank
+    leader_of = layout.leader_of(layout.placement(rank).replica)
+    leaders = sorted({*leader_of})
+    if 0 in leaders and control is not None:
+        return StageSums(rank, leader_of, control.out, control.incoming, control.overdue_s)
+    if rank not in leaders or len(leaders) == 1:
+        return StageSums(rank, leader_of)
+    peers = leaders[1:] if rank == leaders[0] else leaders[:1]
+    star = {p: ends.both("norms", p, FRAME_SLACK_BYTES, _CONTROL_AHEAD) for p in peers}
+    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
+    out, incoming = {p: out for p, (out, _) in star.items()}, {p: i for p, (_, i) in star.items()}
+    return StageSums(rank, leader_of, out, incoming, overdue_s)
 
 
 _FORWARD_AHEAD = 32
@@ -204,17 +197,16 @@ class Boundaries:
 def join_boundaries(
     job: Experiment, ends: Ends, clock: StepClock, device: torch.device
 ) -> Boundaries:
-    """Every rank calls it at the same time, for all boundaries in every replica."""
+    """Those of this rank, in its replica of the pipeline."""
     joined = Boundaries()
     for stage in sorted(job.boundaries):
-        for replica in range(job.cluster.num_replicas):
-            _Joint(job, ends, clock, device, joined, stage, replica).join()
+        _Joint(job, ends, clock, device, joined, stage).join()
     return joined
 
 
 @dataclass
 class _Joint:
-    """Between the ranks of `stage` and those of the next one in one replica."""
+    """Between the ranks of `stage` and those of the next one, in this rank's replica."""
 
     job: Experiment
     ends: Ends
@@ -222,20 +214,11 @@ class _Joint:
     device: torch.device
     joined: Boundaries
     stage: int
-    replica: int
-
-    @property
-    def _boundary(self) -> Boundary:
-        return self.job.boundaries[self.stage]
 
     def join(self) -> None:
-        ends, layout, stage = self.ends, self.job.cluster, self.stage
-        both = (layout.ranks_of(stage, self.replica), layout.ranks_of(stage + 1, self.replica))
-        everyone = sorted({*both[0], *both[1]})
-        if len(everyone) > 1:
-            for direction in ("forward", "backward"):
-                ends.line(self._line(direction), everyone)
-        if ends.rank not in everyone:
+        job, layout, stage, rank = self.job, self.job.cluster, self.stage, self.ends.rank
+        replica, boundary = layout.placement(rank).replica, job.boundaries[stage]
+        if not any(rank in layout.ranks_of(s, replica) for s in (stage, stage + 1)):
             return
         # Which ranks meet: those that have a micro-batch in common.
         meets = [
@@ -243,20 +226,23 @@ class _Joint:
             for i in range(layout.rank_period(stage))
         ]
         in_flight: Counter[tuple[int, int]] = Counter()
-        for schedule in self.job.schedules:
+        for schedule in job.schedules:
             actions = schedule.actions(stage, layout.num_stages)
             in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
-        ports = self.joined.ports[stage] = BoundaryPorts(self._boundary)
-        pairs = sorted(set(meets[self.replica :: layout.num_replicas]))
+        ports = self.joined.ports[stage] = BoundaryPorts(boundary)
+        pairs = sorted(set(meets[replica :: layout.num_replicas]))
+        kept_bytes = round(job.training.activation_cache_mb * MEGABYTE)
         for a, b in pairs:
-            if ends.rank in (a, b) and self._keeps(a, b):
+            if rank not in (a, b):
+                continue
+            if kept_bytes and boundary.is_constant and layout.wan_between(a, b) is not None:
                 # A share for each sender: it cannot know what others have sent.
-                share = self._kept_bytes // sum(receiver == b for _, receiver in pairs)
-                peer, caches = b if ends.rank == a else a, self.joined.shared(ActivationCaches)
+                share = kept_bytes // sum(receiver == b for _, receiver in pairs)
+                peer, caches = b if rank == a else a, self.joined.shared(ActivationCaches)
                 caches[stage, peer] = ActivationCache(share)
             ahead = max(in_flight[a, b], _FORWARD_AHEAD)
             self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
-            if self._boundary.gradient_fields:
+            if boundary.gradient_fields:
                 ahead = in_flight[a, b]
                 self._join("backward", b, a, ahead, ports.backward_out, ports.backward_in)
 
@@ -269,59 +255,41 @@ class _Joint:
         outs: dict[int, Sender],
         ins: dict[int, Receiver],
     ) -> None:
-        """The end or ends of one direction between two ranks that this rank holds."""
-        ends = self.ends
-        if ends.rank not in (sender, receiver):
-            return
+        """The end, or both ends, of one direction between two ranks that this rank holds."""
         if sender == receiver:
             outs[receiver] = ins[sender] = Loopback()
             return
-        boundary, crosses = self._boundary, self._crosses(sender, receiver)
+        job, ends, stage = self.job, self.ends, self.stage
+        boundary, wan = job.boundaries[stage], job.cluster.wan_between(sender, receiver)
         fields = boundary.fields if direction == "forward" else boundary.gradient_fields
-        compression = self.job.compression.at_boundary(self.stage)
-        codecs = _codecs(compression, direction, self.joined) if crosses else _plain
+        compression: CompressionPlan = Compression()
+        if wan is not None:
+            compression = job.compression.at_boundary(stage)
+        codecs = _codecs(compression, direction, self.joined)
         frame, capacity = self._frame_bytes(fields, codecs(), direction)
-        window, line = ends.window(under_way, frame), self._line(direction)
-        identity = ChannelId(self.job.seed, self.stage, direction, sender, receiver)
+        window, line = ends.window(under_way, frame), f"{stage}.{direction}"
+        identity = ChannelId(job.seed, stage, direction, sender, receiver)
         if sender == ends.rank:
-            link = ends.out(line, receiver, capacity, window, self.stage)
+            link = ends.out(line, receiver, capacity, window, stage)
             channel = SendChannel(link, fields, codecs, self.clock, identity)
             self.joined.channels[str(identity)] = outs[receiver] = channel
-            if crosses:
+            if wan is not None:
                 self.joined.wan_sends.append(channel)
-                if (
-                    defence := self.job.defences_at(self.stage, self.replica).get(direction)
-                ) is not None:
-                    outs[receiver] = Guard(channel, defence)
+                replica = job.cluster.placement(sender).replica
+                defence = job.defences_at(stage, replica).get(direction)
+                outs[receiver] = channel if defence is None else Guard(channel, defence)
             return
-        wan = self.job.cluster.wan_between(sender, receiver)
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
             measure = self.joined.shared(LineMeters).of(identity)
-        inlink = ends.incoming(
-            line, sender, capacity, window, boundary=self.stage, on_arrival=measure
-        )
-        kept = self.joined.shared(ActivationCaches).get((self.stage, sender))
+        inlink = ends.incoming(line, sender, capacity, window, boundary=stage, on_arrival=measure)
+        kept = self.joined.shared(ActivationCaches).get((stage, sender))
         channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
         received = channel_of(
             inlink, fields, codecs, self.clock, identity, self.device,
-            self.job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,
+            job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,
         )  # fmt: skip
         self.joined.channels[str(identity)] = ins[sender] = received
-
-    def _crosses(self, sender: int, receiver: int) -> bool:
-        return self.job.cluster.wan_between(sender, receiver) is not None
-
-    @property
-    def _kept_bytes(self) -> int:
-        return round(self.job.training.activation_cache_mb * MEGABYTE)
-
-    def _keeps(self, sender: int, receiver: int) -> bool:
-        crosses = self._crosses(sender, receiver)
-        return bool(self._kept_bytes) and self._boundary.is_constant and crosses
-
-    def _line(self, direction: str) -> str:
-        return f"{self.stage}.{direction}" + (f".{self.replica}" if self.replica else "")
 
     def _frame_bytes(
         self, fields: tuple[BoundaryField, ...], codecs: Codecs, direction: str
@@ -329,20 +297,17 @@ class _Joint:
         """Bytes of the frame that codecs make of the most rows, which bounds what is under way,
         and of the longest frame that can come, so that receives can wait before it is known."""
         frame = capacity = FRAME_SLACK_BYTES
+        boundary = self.job.boundaries[self.stage]
         for entry in fields:
-            rows = entry.max_rows(self.job.max_micro_batch, self._boundary.max_rows_per_sample)
+            rows = entry.max_rows(self.job.max_micro_batch, boundary.max_rows_per_sample)
             spec = entry.spec(rows)
             coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
             frame += coded
             capacity += max(spec.num_bytes, coded)
         if direction == "forward":
-            start = sum(spec.num_bytes for spec in self._boundary.start)
+            start = sum(spec.num_bytes for spec in boundary.start)
             capacity = max(capacity, start + FRAME_SLACK_BYTES)
         return frame, capacity
-
-
-def _plain() -> Codecs:
-    return Codecs([(None, PLAIN)])
 
 
 def _codecs(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,47 +212,6 @@ class Folder(InFolder):
         else:
             named = stem in (DEV_NAMES if split == "dev" else ("train",))
         return named and language == self.language
-
-
-@settings("task", kw_only=True)
-class FolderByLanguage(InFolder):
-    """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
-
-    train_language: of train and dev. languages: tested ones; None: all with a test file.
-    Without a training file, the dev file of train_language is used and a remark says so.
-    """
-
-    train_language: Language = "en"
-    languages: Languages | None = None
-
-    def find(self, form: Form) -> SplitTables:
-        here = self.train_language
-        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
-        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
-        there = ", ".join(file.label for file in files.values()) or "none"
-        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
-        wanted = self.languages or sorted(tested, key=lambda x: (x != here, x)) or ["LANGUAGE"]
-        if missing := [language for language in wanted if language not in tested]:
-            raise DataError(
-                f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; "
-                f"found: {there}"
-            )
-        trained = [f for n in (f"train.{here}", "train") if (f := files.get(n))][:1]
-        dev = [f for n in DEV_NAMES if (f := files.get(f"{n}.{here}"))][:1]
-        remarks = []
-        if not trained and dev:
-            remarks = [f"no training file: {dev[0].label} is the training set"]
-            trained, dev = dev, []
-        if not trained:
-            raise DataError(
-                f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; found: "
-                f"{there}. For another language set task.train_language"
-            )
-        test = {language: [files[f"test.{language}"]] for language in wanted}
-        tables: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": trained}}
-        tables |= {"dev": {"": dev}, "test": test} if dev else {"test": test}
-        facts = {"train": [file.name for file in (*trained, *dev)], "languages": list(wanted)}
-        return SplitTables(tables, facts, remarks, "task.languages")
 
 
 def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFile]:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import Split
 from xcloud.hub import go_offline_if_unreachable
-from xcloud.tasks.corpus.folder import Language
 from xcloud.tasks.corpus.rows import (
     Form,
     Source,
@@ -138,44 +137,6 @@ class Hub(OnHub):
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"
         return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
-
-
-@settings("task", kw_only=True)
-class HubByLanguage(OnHub):
-    """A data set with one config per language, such as facebook/xnli: train and validation of
-    train_language, test of every language in `tested`."""
-
-    train_language: Language = "en"
-
-    @property
-    def tested(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if is_local(self.where):
-            raise ConfigError(
-                f"task.path={self.path} is a folder, but the paper profile reads the hub; "
-                "use profile=files for a folder"
-            )
-
-    @property
-    def data_set(self) -> str:
-        return self.train_language
-
-    def find(self, form: Form) -> SplitTables:
-        def table(language: str, split: str) -> Sequence[HubTable]:
-            loaded = load_hub(self.where, language, self.revision, split)
-            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
-
-        here = self.train_language
-        tables: dict[Split, Mapping[str, Sequence[HubTable]]] = {
-            "train": {"": table(here, "train")},
-            "dev": {"": table(here, "validation")},
-            "test": {language: table(language, "test") for language in self.tested},
-        }
-        facts = {"revision": self.revision, "languages": list(self.tested)}
-        return SplitTables(tables, facts, test_key="task.languages")
 
 
 def is_local(name: str) -> bool:

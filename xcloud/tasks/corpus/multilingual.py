@@ -64,8 +64,7 @@ class TextSource:
 @settings("text.source")
 class DemoText(TextSource):
     """The Spanish-English demo grammar: parts es, en and es-en. Public, so every cloud can train
-    the shared tokenizer on it. See DemoPairs.
-    """
+    the shared tokenizer on it."""
 
     num_texts: Annotated[int, Field(ge=2, le=MAX_PAIRS)] = 22_000
     corpus_seed: NotNegative = 7

@@ -1,0 +1,216 @@
+"""What joins several ranks of one cloud, or of one stage: sums and the like, over gloo or NCCL.
+Where ranks may begin at any time, also again, those of a cloud begin together.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from xcloud.base.errors import ConfigError, LinkTimeout
+from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, machine_id
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_LOOK_S = 0.05
+
+
+class GroupCollectives:
+    """Over a process group of these ranks. (A ProcessGroupGloo, of whose methods torch's
+    annotations know few.)"""
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, list(ranks)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._group
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def sum(self, values: Tensor) -> None:
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
+        return wait
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        self._over(values).broadcast([values], options).wait()
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        gathered = [torch.zeros_like(values) for _ in self._ranks]
+        self._over(values).allgather([gathered], [values]).wait()
+        return gathered
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise ConfigError(
+            "clouds that may begin again shard no tensors over ranks; leave shard out"
+        )
+
+
+class GlooCollectives(GroupCollectives):
+    """Over gloo; tensors on GPUs over NCCL, where each of the ranks has a GPU of its own. NCCL
+    knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+        super().__init__(group, dist.get_process_group_ranks(group))
+        self._nccl = None
+        if device.type == "cuda" and self._has_a_gpu_each(device):
+            # Its own limit would end the process while a rank waits for another cloud.
+            self._nccl = dist.new_group(
+                self._ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
+            )
+
+    def _has_a_gpu_each(self, device: torch.device) -> bool:
+        """Asked in all of these ranks."""
+        places = self.gather(torch.tensor([machine_id(), device.index or 0]))
+        return len({tuple(place.tolist()) for place in places}) == len(places)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._nccl if self._nccl is not None and values.is_cuda else self._group
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device.type != "cuda":
+            return DeviceMesh.from_group(self._group, device.type)
+        if self._nccl is None:
+            raise ConfigError(
+                f"cloud.shard: ranks {self._ranks} shard a stage over NCCL, which needs a GPU for "
+                "each, and two of them share one; give the cloud as many ranks as GPUs "
+                "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
+            )
+        return DeviceMesh.from_group(self._nccl, device.type)
+
+
+class Groups:
+    """Of ranks that begin all at once, over the process group of torch.distributed that all of
+    them join."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        if meeting.num_ranks > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                timeout=timedelta(seconds=JOIN_WITHIN_S),
+            )  # fmt: skip
+
+    def join(self, ranks: Sequence[int], device: torch.device) -> Collectives | None:
+        """See Transport.group."""
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), timeout=FOREVER)
+        return GlooCollectives(group, device) if self.meeting.rank in ranks else None
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """See Transport."""
+        return False
+
+    def times(self, rank: int) -> int:
+        """How often it has begun, as far as this rank's links are concerned."""
+        return 1
+
+
+class OpenGroups(Groups):
+    """Of ranks that may begin at any time, also again."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self._known: dict[int, int] = {}  # beginnings of peers with which links were made
+        self._num_groups = 0
+        self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
+
+    def join(self, ranks: Sequence[int], device: torch.device) -> Collectives | None:
+        """Of ranks that end and begin together; over gloo on GPUs too."""
+        self._num_groups += 1
+        meeting, key = self.meeting, tuple(ranks)
+        if len(ranks) == 1 or meeting.rank not in ranks:
+            return None
+        if key not in self._parts:
+            own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", meeting.store)
+            self._parts[key] = of_this_attempt(own, meeting.rank, ranks, meeting.within_s)
+        store = PrefixStore(f"group {self._num_groups}", self._parts[key])
+        place = list(ranks).index(meeting.rank)
+        group = dist.ProcessGroupGloo(store, place, len(ranks), FOREVER)
+        return GroupCollectives(group, ranks)
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        store = self.meeting.store
+        newest = {peer: int(store.add(f"beginnings.{peer}", 0)) for peer in ranks}
+        if any(count <= self.times(peer) for peer, count in newest.items()):
+            return False
+        self._known |= newest
+        return True
+
+    def times(self, rank: int) -> int:
+        own = rank == self.meeting.rank
+        return self.meeting.beginning if own else self._known.get(rank, 1)
+
+
+def of_this_attempt(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    within_s: float,
+    watch: Callable[[int, Store], None] = lambda peer, line: None,
+) -> Store:
+    """A part of the store that no earlier attempt of `ranks` to begin together has used. Every one
+    of them calls it.
+
+    The first of them numbers the attempt, the others sign in for it, and it begins once the first
+    has named all of them: a rank that was signed in and has died is not among those who wait for
+    that word.
+
+    watch: called in the first rank with every other one that has come, in these with the first,
+    and with a part of the store for the two. Ranks that have not come are waited for within_s;
+    then raises LinkTimeout naming them.
+    """
+    first, *missing = ranks
+    names: dict[int, str] = {}
+    mine, until_s = uuid.uuid4().hex, time.monotonic() + within_s
+    if rank == first:
+        part = f"attempt.{store.add('attempt.count', 1)}"
+        store.set("attempt", part)
+    else:
+        part, missing = "", [first]
+    while time.monotonic() < until_s:
+        if rank == first:
+            for other in [r for r in missing if store.check([f"{part}.{r}"])]:
+                missing.remove(other)
+                names[other] = store.get(f"{part}.{other}").decode()
+                watch(other, _line(store, part, names[other]))
+            if not missing:
+                store.set(f"{part}.all", ",".join(names.values()))
+                return PrefixStore(part, store)
+        elif store.check(["attempt"]):
+            current = store.get("attempt").decode()
+            if store.check([f"{current}.all"]):
+                if mine in store.get(f"{current}.all").decode().split(","):
+                    return PrefixStore(current, store)
+            elif current != part:
+                part = current
+                store.set(f"{part}.{rank}", mine)
+                watch(first, _line(store, part, mine))
+        time.sleep(_LOOK_S)
+    who = ", ".join(map(str, missing))
+    raise LinkTimeout(
+        f"ranks {who} have not come in {within_s:g} s (cluster.liveness.join_within_s)"
+    )
+
+
+def _line(store: Store, part: str, name: str) -> Store:
+    # A client of its own: whoever waits in a store keeps others of that client waiting.
+    return PrefixStore(f"{part}.line.{name}", store.clone())  # type: ignore[attr-defined]
