@@ -5,7 +5,6 @@ experiment that continues with what another one leaves. Only here the package co
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -25,10 +24,12 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     job_from_config,
+    meant,
     plain_settings,
     read_checked,
     read_job,
     this_clouds_policy,
+    unknown_key,
 )
 from xcloud.job.job import PipelineJob
 from xcloud.job.one_way import OneWayExperiment
@@ -111,8 +112,8 @@ def in_one_line(error: Exception) -> str:
     if not found or not options:
         return message
     wrong = message.split("'")[-2]  # group/option
-    near = _meant(difflib.get_close_matches(wrong.rpartition("/")[2], options, 1))
-    return f"there is no {wrong}{near or '.'} There are: {', '.join(options)}"
+    near = meant(wrong.rpartition("/")[2], options)
+    return f"there is no {wrong}{near} There are: {', '.join(options)}"
 
 
 def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
@@ -147,19 +148,13 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
             target = node.get("_target_")
             known = inspect.signature(get_object(target)).parameters if target else ()
             optional = [name for name in known if name not in beside]
-            where = ".".join(parts[: depth + 1])
             if part in optional:
+                where = ".".join(parts[: depth + 1])
                 yield f"{where} is optional and not set yet: write +{key}=VALUE"
-                return
-            near = difflib.get_close_matches(part, [*beside, *optional], 1)
-            allowed = ", ".join([*beside, *(f"+{name}" for name in optional)])
-            yield f"unknown setting {where!r}{_meant(near) or '.'} Allowed here: {allowed}"
+            else:
+                yield unknown_key(".".join(parts[:depth]), part, beside, optional)
             return
         node = node._get_node(part)
-
-
-def _meant(near: Sequence[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 KEPT = ("seed", "cache_dir", "tracker")  # of the first experiment, unless an override names them
