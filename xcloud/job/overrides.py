@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -157,9 +158,6 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
         node = node._get_node(part)
 
 
-KEPT = ("seed", "cache_dir", "tracker")  # of the first experiment, unless an override names them
-
-
 def compose_follow_up(
     config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
 ) -> DictConfig | None:
@@ -174,21 +172,19 @@ def compose_follow_up(
         return None  # and no job is built, which the run does
     experiment = cast(OneWayExperiment, job_from_config(config))  # no other has a follow_up
     try:
-        with _composing(conf_dir):
-            following = compose("config", overrides=list(experiment.follow_up))
+        leaves = experiment.model.leaves(run_dir)
+        first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
+        given = [f"++{key}={json.dumps(value)}" for key, value in first.items()]
+        with _composing(conf_dir):  # what follow_up names itself comes later, and counts
+            following = compose("config", overrides=[*given, *experiment.follow_up])
         OmegaConf.set_struct(following, False)
         named = [override.key_or_group for override in _parsed(experiment.follow_up)]
-        for key in KEPT:
-            if not _chooses(named, key):
-                following[key] = config[key]
-        leaves = experiment.model.leaves(run_dir)
-        read = {key: value for key, value in leaves.items() if not _chooses(named, key)}
-        for key, value in read.items():
-            OmegaConf.update(following, key, value)
+        if not any(name.split(".")[0] == "tracker" for name in named):
+            following.tracker = config.tracker
         if not own:
             this_clouds_policy().check_build(plain_settings(following))
         job = job_from_config(following)
-        if read:
+        if any(OmegaConf.select(following, key) == value for key, value in leaves.items()):
             _check_reading(job.pipeline, experiment)
         else:
             job.check()
@@ -210,13 +206,3 @@ def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:
             f"task.max_length is {job.task.max_length}, but the pre-trained encoder will "
             f"have {most} positions (model.text.max_length)"
         )
-
-
-def _chooses(named: Sequence[str], key: str) -> bool:
-    """Whether one of these is this setting, a part of it or what holds it; task=xnli chooses a
-    file, so a name without a dot holds none.
-    """
-    return any(
-        name == key or name.startswith(f"{key}.") or ("." in name and key.startswith(f"{name}."))
-        for name in named
-    )
