@@ -29,6 +29,7 @@ from xcloud.comm.compression import ChannelId, Compressor
 from xcloud.comm.ids import (
     CorruptedTexts,
     IdPacking,
+    Reader,
     decode_ascending,
     decode_ids,
     encode_ascending,
@@ -48,7 +49,6 @@ from xcloud.join.agreement import (
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.control import (
     check_norms,
-    code_of,
     compare_facts,
     decode_facts,
     encode_facts,
@@ -58,8 +58,10 @@ from xcloud.parallel.control import (
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_way import Order
-from xcloud.rank.one_way.inbox import Inbox, OrderBook
+from xcloud.rank.one_way.intake import Inbox
+from xcloud.rank.one_way.producer import OrderBook
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.survive.checkpointing import code_of
 
 Parts = tuple[Tensor, ...]
 
@@ -165,13 +167,13 @@ def packed_ids() -> Parser:
 def ranked_ids() -> Parser:
     ids = np.random.default_rng(0).zipf(1.3, 400) % 4000
     data = encode_ids(ids.astype(np.int64), 4000).numpy().tobytes()
-    return Parser([data], lambda data: decode_ids(as_bytes(data), 400, 4000))
+    return Parser([data], lambda data: decode_ids(Reader(as_bytes(data)), 400, 4000))
 
 
 def gaps() -> Parser:
     numbers = np.sort(np.random.default_rng(0).choice(5000, 200, replace=False)).astype(np.int64)
     data = encode_ascending(numbers, 5000).numpy().tobytes()
-    return Parser([data], lambda data: decode_ascending(as_bytes(data), 200, 5000))
+    return Parser([data], lambda data: decode_ascending(Reader(as_bytes(data)), 200, 5000))
 
 
 def orders() -> Parser:

@@ -14,8 +14,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.parallel.averaging import Averager
-from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.parallel.averaging import Averager, ReplicaLinks
 
 PATIENCE_S = 20.0
 

@@ -18,8 +18,7 @@ from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.causal_network import Lora
-from xcloud.parallel.averaging import AllToAll, Terms
-from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.security.observer import Observer
 
 BOS = 1

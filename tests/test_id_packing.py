@@ -13,6 +13,7 @@ from xcloud.comm.ids import (
     HEADER_BYTES,
     CorruptedTexts,
     IdPacking,
+    Reader,
     decode_ascending,
     decode_ids,
     encode_ascending,
@@ -163,17 +164,18 @@ def test_ascending_numbers_come_back_and_say_how_long_they_were(
     below = max(numbers, default=0) + 1
     data = encode_ascending(ascending, below)
     more = torch.cat((data, torch.full((beyond,), 255, dtype=torch.uint8)))
-    got, num_bytes = decode_ascending(more, len(ascending), below)
+    rest = Reader(more)
+    got = decode_ascending(rest, len(ascending), below)
 
     assert np.array_equal(got, ascending)
-    assert num_bytes == len(data)
+    assert len(rest.data) == beyond
 
 
 def test_a_dictionary_beyond_the_message_is_refused() -> None:
     data = encode_ids(np.arange(300, dtype=np.int64) % 50, 1000)
     data[3] = 255  # the high byte of its size
     with pytest.raises(FrameError, match="dictionary of"):
-        decode_ids(data, 300, 1000)
+        decode_ids(Reader(data), 300, 1000)
 
 
 def test_classes_that_inflate_without_end_are_cut_off() -> None:
@@ -184,7 +186,7 @@ def test_classes_that_inflate_without_end_are_cut_off() -> None:
     head = np.array([0, len(bomb)], dtype="<u4").tobytes()
     data = torch.frombuffer(bytearray(head + bomb), dtype=torch.uint8)
     with pytest.raises(FrameError, match="101 classes arrived for 100 tokens"):
-        decode_ids(data, 100, 1000)
+        decode_ids(Reader(data), 100, 1000)
 
 
 def test_another_vocabulary_is_refused_in_words() -> None:

@@ -33,8 +33,8 @@ from xcloud.comm.compression import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import by_tensor, contiguous
 from xcloud.parallel.outer_parameters import OuterOptimizer
-from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.wire.ends import Ends
 from xcloud.wire.further_ends import replica_links
 
@@ -345,7 +345,7 @@ def test_no_more_fragments_are_under_way_than_links_have_room_for(
         def counted(fragment: Any, step: int, own: Replica = replica, start: Any = start) -> None:
             nonlocal most
             start(fragment, step)
-            most = max(most, len(own.exchange._under_way))
+            most = max(most, sum(bool(f.under_way) for f in own.exchange._fragments))
 
         replica.exchange._start = counted  # type: ignore[method-assign]
     run_together(job, 19)

@@ -18,7 +18,7 @@ from tests.runs import command, losses, no_workers, read, wait_for
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
-from xcloud.rank.one_way.one_way_rank import OneWayRank
+from xcloud.rank.one_way import OneWayRank
 from xcloud.security.wire_audit import compact
 from xcloud.survive.resume import check_can_go_on
 

@@ -22,8 +22,9 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order
-from xcloud.rank.one_way.inbox import Inbox, OrderBook
+from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order, unpacked
+from xcloud.rank.one_way.intake import Inbox
+from xcloud.rank.one_way.producer import OrderBook
 from xcloud.training.settings import Checkpoints
 
 
@@ -120,7 +121,7 @@ def test_a_plan_goes_on_with_the_same_orders(order: Any, num_steps: int) -> None
 
 def test_a_plan_of_other_producers_is_refused() -> None:
     plans = [ConsumptionPlan(feeding([1.0] * n, [1] * n), 2, Feed(8)) for n in (2, 3)]
-    with pytest.raises(ValueError, match=r"whole numbers 'states' of shape \[3\], got .*\(2,\)"):
+    with pytest.raises(ValueError, match="saved with other producers or ranks"):
         plans[1].load_state_dict(plans[0].state_dict())
 
 
@@ -213,7 +214,7 @@ def test_ranks_of_a_producer_save_after_the_same_batch_and_go_on_bit_for_bit(
     job = one_way("clouds")
     run(job, tmp_path / "whole", monkeypatch)
     saved = state(tmp_path / "whole", SAVED)
-    kept = [saved[f"rank-{rank} producer.kept"].tolist() for rank in (2, 3)]
+    kept = [unpacked(saved, f"rank-{rank} producer.kept") for rank in (2, 3)]
     interrupted(tmp_path / "whole", tmp_path / "again")
     run(job, tmp_path / "again", monkeypatch)
 

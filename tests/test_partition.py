@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xcloud.parallel.partition import by_rows, joined
+from xcloud.parallel.merging import by_rows, joined
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6)
 

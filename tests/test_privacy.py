@@ -17,18 +17,18 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, Terms, private_contribution
+from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import Strategy
-from xcloud.rank.privacy import account
+from xcloud.rank.gradient_parts import account
 from xcloud.security.privacy import (
     CloudPrivacy,
     Privacy,
     SamplePrivacy,
     gaussian_epsilon,
     most_squared_uses,
+    private_contribution,
     sampled_epsilon,
 )
 from xcloud.training.batch_plan import BatchPlan

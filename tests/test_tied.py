@@ -20,7 +20,7 @@ from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
-from xcloud.rank.tied import TiedGradients
+from xcloud.rank.gradient_parts import TiedGradients
 from xcloud.training.settings import Optimizer, Training
 
 LAYOUTS = {

@@ -18,8 +18,8 @@ from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
-from xcloud.rank.one_way.inbox import Inbox
-from xcloud.rank.one_way.one_way_rank import CARRIES
+from xcloud.rank.one_way import CARRIES, noting
+from xcloud.rank.one_way.intake import Inbox
 from xcloud.security.wire_audit import (
     as_table,
     audit_file,
@@ -29,7 +29,6 @@ from xcloud.security.wire_audit import (
     write_rank_audit,
 )
 from xcloud.training.batch_plan import BatchPlan
-from xcloud.wire.one_way_ends import noting
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)

@@ -31,8 +31,8 @@ class OneWayCloud:
 
 @dataclass(frozen=True)
 class OneWayPlacement:
-    """Where one rank stands. producer: number of its cloud among the producers; None in the
-    consumer. group_rank: among the group_size ranks of its cloud."""
+    """producer: number of its cloud among the producers; None in the consumer. group_rank: among
+    the group_size ranks of its cloud."""
 
     rank: int
     cloud: str

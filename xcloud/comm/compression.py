@@ -138,6 +138,7 @@ class Draws(Compressor):
     state is the number of calls.
     """
 
+    seed: int
     own_names = ("num_calls",)
     num_calls = 0
     _stream = 0
@@ -145,9 +146,9 @@ class Draws(Compressor):
     def use_stream(self, stream: int) -> None:
         self._stream, self.num_calls = stream, 0
 
-    def _next_seed(self, seed: int) -> int:
+    def _next_seed(self) -> int:
         self.num_calls += 1
-        return seed_from(self._stream, seed, self.num_calls)
+        return seed_from(self._stream, self.seed, self.num_calls)
 
 
 _ORDER: tuple[Family, ...] = ("none", "low_rank", "sparse", "precision")

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
@@ -103,12 +104,11 @@ class IdPacking:
         shortest, longest = (int(n) for n in torch.stack(counts_B.aminmax()))
         length_bits = (longest - shortest).bit_length()
         lengths = pack((counts_B - shortest).int(), length_bits)
-        id_coding, ids = FIXED, None
-        fixed_bytes = packed_bytes(num_tokens, self.bits)
+        id_coding, ids = FIXED, pack(ids_R.int(), self.bits)
         if self.coding == "smallest" and num_tokens:
-            id_coding, ids = RANKED, encode_ids(ids_R.numpy(), self.vocab_size)
-        if ids is None or len(ids) >= fixed_bytes:
-            id_coding, ids = FIXED, pack(ids_R.int(), self.bits)
+            ranked = encode_ids(ids_R.numpy(), self.vocab_size)
+            if len(ranked) < len(ids):
+                id_coding, ids = RANKED, ranked
         places = replaced_R.numpy().nonzero()[0]
         flag_coding, flags = GAPS, encode_ascending(places, num_tokens)
         if len(flags) >= packed_bytes(num_tokens, 1):
@@ -124,14 +124,13 @@ class IdPacking:
         """Reverse `pack`. Raises FrameError for anything that `pack` cannot have produced."""
         if payload.dtype != torch.uint8 or payload.dim() != 1 or len(payload) < HEADER_BYTES:
             raise FrameError(f"not a message of token ids: {payload.dtype} {tuple(payload.shape)}")
-        payload = payload.cpu().contiguous()
-        version = int(payload[0])
+        rest = Reader(payload.cpu().contiguous())
+        (
+            version, id_coding, flag_coding, length_bits, shortest, vocab_size, digest,
+            num_samples, num_tokens, num_replaced,
+        ) = HEADER.unpack(rest.take(HEADER_BYTES).numpy().tobytes())  # fmt: skip
         if version != VERSION:
             raise FrameError(f"token ids packed by version {version}, expected {VERSION}")
-        (
-            _, id_coding, flag_coding, length_bits, shortest, vocab_size, digest,
-            num_samples, num_tokens, num_replaced,
-        ) = HEADER.unpack(payload[:HEADER_BYTES].numpy().tobytes())  # fmt: skip
         if (vocab_size, digest) != (self.vocab_size, self.digest):
             raise FrameError(
                 f"token ids of another vocabulary: {vocab_size} words, digest {digest:08x}; "
@@ -142,46 +141,50 @@ class IdPacking:
             raise FrameError(f"{num_samples} samples in a message, most {self.max_samples}")
         if num_tokens > num_samples * self.max_length or num_replaced > num_tokens:
             raise FrameError(
-                f"{num_replaced} replaced of {num_tokens} tokens in {num_samples} samples of at "
-                f"most {self.max_length}"
+                f"{num_replaced} replaced of {num_tokens} tokens of {num_samples} texts"
             )
         if max(id_coding, flag_coding) > 1:
             raise FrameError(f"unknown codings {id_coding} and {flag_coding}")
-        data = payload[HEADER_BYTES:]
-
-        taken, data = _split(data, packed_bytes(num_samples, length_bits))
-        counts_B = unpack(taken, length_bits, num_samples).long() + shortest
+        counts_B = rest.codes(length_bits, num_samples).long() + shortest
         if int(counts_B.max()) > self.max_length or int(counts_B.sum()) != num_tokens:
             raise FrameError(f"lengths of {int(counts_B.sum())} tokens in all, got {num_tokens}")
 
         if id_coding == RANKED:
-            array, num_bytes = decode_ids(data, num_tokens, self.vocab_size)
-            ids_R, data = torch.from_numpy(array), data[num_bytes:]
+            ids_R = torch.from_numpy(decode_ids(rest, num_tokens, self.vocab_size))
         else:
-            taken, data = _split(data, packed_bytes(num_tokens, self.bits))
-            ids_R = unpack(taken, self.bits, num_tokens).long()
+            ids_R = rest.codes(self.bits, num_tokens).long()
             if num_tokens and int(ids_R.max()) >= self.vocab_size:
                 raise FrameError(f"id {int(ids_R.max())} is not below {self.vocab_size}")
-
         if flag_coding == GAPS:
-            places, num_bytes = decode_ascending(data, num_replaced, max(1, num_tokens))
+            places = decode_ascending(rest, num_replaced, max(1, num_tokens))
             replaced_R = torch.zeros(num_tokens, dtype=torch.bool)
             replaced_R[torch.from_numpy(places)] = True
-            data = data[num_bytes:]
         else:
-            taken, data = _split(data, packed_bytes(num_tokens, 1))
-            replaced_R = unpack(taken, 1, num_tokens).bool()
+            replaced_R = rest.codes(1, num_tokens).bool()
             if int(replaced_R.sum()) != num_replaced:
                 raise FrameError(f"{int(replaced_R.sum())} flags set, expected {num_replaced}")
-        if len(data):
-            raise FrameError(f"{len(data)} unexpected bytes after the token ids")
+        if len(rest.data):
+            raise FrameError(f"{len(rest.data)} unexpected bytes after the token ids")
         return CorruptedTexts(ids_R, counts_B, replaced_R)
 
 
-def _split(data: Tensor, num_bytes: int) -> tuple[Tensor, Tensor]:
-    if len(data) < num_bytes:
-        raise FrameError(f"token ids are cut short: {len(data)} bytes left, expected {num_bytes}")
-    return data[:num_bytes], data[num_bytes:]
+@dataclass
+class Reader:
+    """What is left of a message, uint8."""
+
+    data: Tensor
+
+    def take(self, num_bytes: int) -> Tensor:
+        if len(self.data) < num_bytes:
+            raise FrameError(
+                f"token ids are cut short: {len(self.data)} bytes left, expected {num_bytes}"
+            )
+        taken, self.data = self.data[:num_bytes], self.data[num_bytes:]
+        return taken
+
+    def codes(self, bits: int, count: int) -> Tensor:
+        """See `unpack`."""
+        return unpack(self.take(packed_bytes(count, bits)), bits, count)
 
 
 # An entry costs 8 to 10 bits. Of 2, 3 and 4 occurrences, 3 was smallest on Wikipedia text of four
@@ -219,39 +222,27 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     return torch.cat(parts)
 
 
-def decode_ids(data: Tensor, num_tokens: int, vocab_size: int) -> tuple[Ints, int]:
-    """Decode `num_tokens` ids from the start of uint8 `data`; returns them and the bytes consumed.
-
-    Raises FrameError for anything that encode_ids cannot have produced; all ids are below
-    vocab_size.
-    """
-    if len(data) < RANKED_HEADER:
-        raise FrameError(f"ranked ids need {RANKED_HEADER} bytes or more, got {len(data)}")
-    size, num_bytes = (
-        int(n) for n in np.frombuffer(data[:RANKED_HEADER].numpy().tobytes(), "<u4")
-    )
-    if size > min(num_tokens // MIN_COUNT, vocab_size) or RANKED_HEADER + num_bytes > len(data):
-        raise FrameError(f"a dictionary of {size} ids and {num_bytes} bytes of classes")
-    symbol_T = _inflate(data[RANKED_HEADER : RANKED_HEADER + num_bytes], num_tokens)
-    at = RANKED_HEADER + num_bytes
-
+def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
+    """`num_tokens` ids below vocab_size. Raises FrameError for anything that encode_ids cannot
+    have produced."""
+    size, num_bytes = np.frombuffer(data.take(RANKED_HEADER).numpy().tobytes(), "<u4").tolist()
+    if size > min(num_tokens // MIN_COUNT, vocab_size):
+        raise FrameError(f"a dictionary of {size} ids for {num_tokens} tokens")
+    symbol_T = _inflate(data.take(num_bytes), num_tokens)
     ids_D = np.empty(size, dtype=np.int64)
     for first, stop in _class_ranges(size):
-        ids_D[first:stop], taken = decode_ascending(data[at:], stop - first, vocab_size)
-        at += taken
-
+        ids_D[first:stop] = decode_ascending(data, stop - first, vocab_size)
     rare_T, class_T = symbol_T // RARE, (symbol_T % RARE).astype(np.int64)
-    end = at + bits_bytes(class_T)
-    if int(rare_T.max(initial=0)) > 1 or end > len(data):
-        raise FrameError(f"{len(data) - at} bytes for codes of {end - at}, or unknown classes")
-    value_T = read_bits(data[at:end], class_T) + (np.int64(1) << class_T) - 1
+    if int(rare_T.max(initial=0)) > 1:
+        raise FrameError(f"unknown classes of tokens: {int(symbol_T.max())}")
+    value_T = read_bits(data.take(bits_bytes(class_T)), class_T) + (np.int64(1) << class_T) - 1
     is_rare_T = rare_T == 1
     known_T = np.where(is_rare_T, vocab_size, size)
     if (value_T >= known_T).any():
         raise FrameError(f"a code points beyond {vocab_size} ids or {size} dictionary entries")
     ids_T = value_T
     ids_T[~is_rare_T] = ids_D[value_T[~is_rare_T]]
-    return ids_T, end
+    return ids_T
 
 
 def _inflate(data: Tensor, num_tokens: int) -> npt.NDArray[np.uint8]:
@@ -291,35 +282,27 @@ def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
     return torch.cat((head, torch.from_numpy(np.packbits(bits)), low))
 
 
-def decode_ascending(data: Tensor, count: int, below: int) -> tuple[Ints, int]:
-    """Decode `count` numbers from the start of uint8 `data`; returns them and the bytes consumed.
-
-    Raises FrameError for anything that encode_ascending cannot have produced.
-    """
+def decode_ascending(data: Reader, count: int, below: int) -> Ints:
+    """`count` of them. Raises FrameError for what encode_ascending cannot have produced."""
     if not count:
-        return np.empty(0, dtype=np.int64), 0
-    if count > below or not len(data):
-        raise FrameError(f"{count} ascending numbers below {below} in {len(data)} bytes")
-    k = int(data[0])
-    if k > 31 or (1 << k) > below:
+        return np.empty(0, dtype=np.int64)
+    k = int(data.take(1)[0])
+    if count > below or k > 31 or (1 << k) > below:
         raise FrameError(f"gaps are coded with k={k} for numbers below {below}")
     # The last one-bit of the gaps is within `longest` bits, whatever the numbers are.
     longest = count + (below >> k)
-    string = data[1 : 1 + (longest + 7) // 8].numpy()
+    string = data.data[: (longest + 7) // 8].numpy()
     ends = np.flatnonzero(np.unpackbits(string))[:count].astype(np.int64)
     if len(ends) < count:
         raise FrameError(f"{len(ends)} of {count} gaps arrived")
-    start = 1 + (int(ends[-1]) // 8 + 1)
+    data.take(int(ends[-1]) // 8 + 1)
     widths = np.full(count, k)
-    stop = start + bits_bytes(widths)
-    if stop > len(data):
-        raise FrameError("the low bits of the gaps are cut short")
     high = np.diff(ends, prepend=-1) - 1
-    gaps = (high << k) + read_bits(data[start:stop], widths)
+    gaps = (high << k) + read_bits(data.take(bits_bytes(widths)), widths)
     numbers = np.cumsum(gaps + 1) - 1
     if int(numbers[-1]) >= below:
         raise FrameError(f"a number is {int(numbers[-1])}, expected below {below}")
-    return numbers, stop
+    return numbers
 
 
 def _best_k(gaps: Ints, below: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -37,7 +36,11 @@ class WarmFactors(Compressor):
 
     @abstractmethod
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """An orthonormal left [R, rank] and a right [rank, D] with the sizes."""
+        """An orthonormal left [R, rank] and a right [rank, D] with the sizes, of finite values
+        whose squares float32 can represent."""
+
+    def _product(self, left_Rr: Tensor, right_rD: Tensor) -> Tensor:
+        return left_Rr @ right_rD
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)
@@ -48,8 +51,34 @@ class WarmFactors(Compressor):
         )
 
     def compress(self, tensor: Tensor) -> Parts:
-        rank = self._rank(*matrix_shape(tuple(tensor.shape)))
-        return scaled_factors(tensor, rank, self._factors)
+        """Both factors have one mean square, so that neither overflows or vanishes in a later
+        cast."""
+        refuse_integers(tensor)
+        num_rows, num_features = matrix_shape(tuple(tensor.shape))
+        rank = self._rank(num_rows, num_features)
+        matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
+        if rank == 0:
+            return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
+        low, high = torch.aminmax(matrix_RD)
+        largest = float(torch.maximum(-low, high))
+        if not math.isfinite(largest):
+            nan = torch.full_like(matrix_RD, math.nan, dtype=tensor.dtype)
+            return (nan[:, :1].expand(-1, rank).clone(), nan[:1].expand(rank, -1).clone())
+        scale = 1.0
+        if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
+            scale = largest or 1.0
+            matrix_RD = matrix_RD / scale
+        left_Rr, right_rD = self._factors(matrix_RD, rank)
+        mean_square = float(right_rD.square().mean()) * num_rows or 1.0
+        balance = mean_square**0.25 * math.sqrt(scale)
+        return (
+            left_Rr.mul_(balance).to(tensor.dtype).contiguous(),
+            right_rD.mul_(scale / balance).to(tensor.dtype).contiguous(),
+        )
+
+    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+        left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
+        return self._product(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
 
     def state_dict(self) -> State:
         """The warm start: the next call depends on it. Never changed in place."""
@@ -59,46 +88,13 @@ class WarmFactors(Compressor):
         basis = state.get("basis")
         if state.keys() - {"basis"} or not (basis is None or isinstance(basis, Tensor)):
             raise ValueError(
-                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}; the "
-                "state was saved with other settings"
+                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}"
             )
         self._basis_Dl = basis
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
-def scaled_factors(
-    tensor: Tensor, rank: int, factor: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-) -> Parts:
-    """Left [R, rank] and right [rank, D] in the tensor's dtype, of one mean square, so that
-    neither overflows or vanishes in a later cast.
-
-    factor: (matrix [R, D], rank) → an orthonormal left and a right with the sizes. It gets finite
-    values of a size whose squares float32 can represent; anything else makes NaN of both.
-    """
-    refuse_integers(tensor)
-    num_rows, num_features = matrix_shape(tuple(tensor.shape))
-    matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
-    if rank == 0:
-        return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
-    low, high = torch.aminmax(matrix_RD)
-    largest = float(torch.maximum(-low, high))
-    if not math.isfinite(largest):
-        nan = torch.full_like(matrix_RD, math.nan, dtype=tensor.dtype)
-        return (nan[:, :1].expand(-1, rank).clone(), nan[:1].expand(rank, -1).clone())
-    scale = 1.0
-    if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
-        scale = largest or 1.0
-        matrix_RD = matrix_RD / scale
-    left_Rr, right_rD = factor(matrix_RD, rank)
-    mean_square = float(right_rD.square().mean()) * num_rows or 1.0
-    balance = mean_square**0.25 * math.sqrt(scale)
-    return (
-        left_Rr.mul_(balance).to(tensor.dtype).contiguous(),
-        right_rD.mul_(scale / balance).to(tensor.dtype).contiguous(),
-    )
 
 
 _EXTRA_COLUMNS = 16
@@ -109,9 +105,9 @@ _FRESH_SHARE = 1e-3
 class Svd(WarmFactors):
     """The tensor as a product of two factors of rank r = max(1, round(rate * min(R, D))).
 
-    x_hat = left @ right, left = c U, right = S V^T / c; c gives both the same mean square, so
-    that neither overflows or vanishes in a later cast. S stands on the right, where the rows of a
-    block have one scale each: INT8 of the factors then costs less than with S split evenly.
+    x_hat = left @ right, left = c U, right = S V^T / c; c gives both the same mean square. S is
+    on the right, where the rows of a block have one scale each: INT8 of the factors then costs
+    less than with S split evenly.
     Source: Pan et al., ZTE Technology Journal 2023(4), section 2.2.1, "SVD(0.6)".
 
     method "exact": torch.linalg.svd.
@@ -137,16 +133,11 @@ class Svd(WarmFactors):
     def label(self) -> str:
         return f"svd({self.rate:g})"
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
-        return (left_Rr @ right_rD).to(spec.dtype).view(spec.shape)
-
     def _rank(self, num_rows: int, num_features: int) -> int:
         full = min(num_rows, num_features)
         return min(full, max(1, round(self.rate * full)))
 
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Orthonormal left [R, r], and right [r, D] scaled by the singular values."""
         if self.method == "exact":
             left, values, right = torch.linalg.svd(matrix_RD, full_matrices=False)
             return left[:, :rank], right[:rank].mul_(values[:rank, None])
@@ -225,9 +216,8 @@ class PowerSgd(WarmFactors):
     def _rank(self, num_rows: int, num_features: int) -> int:
         return min(self.rank, num_rows, num_features)
 
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
-        return outer_sum(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
+    def _product(self, left_Rr: Tensor, right_rD: Tensor) -> Tensor:
+        return outer_sum(left_Rr, right_rD)
 
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -27,14 +27,9 @@ class SampleRows:
     ids: tuple[int, ...]
     counts: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        assert len(self.ids) == len(self.counts), (len(self.ids), len(self.counts))
-
     def spans(self) -> Iterator[tuple[int, slice]]:
         """(sample id, its rows), in message order."""
-        ends = [0]
-        for count in self.counts:
-            ends.append(ends[-1] + count)
+        ends = accumulate(self.counts, initial=0)
         for sample, (start, end) in zip(self.ids, pairwise(ends), strict=True):
             yield sample, slice(start, end)
 
@@ -127,10 +122,7 @@ class _PerSample(Memory):
         if not state:
             return
         if state.keys() != {"ids", "counts", "rows"}:
-            raise ValueError(
-                f"a memory takes over ids, counts and rows, got {sorted(state)}; the state was "
-                "saved with other settings"
-            )
+            raise ValueError(f"a memory takes over ids, counts and rows, got {sorted(state)}")
         ids, counts, rows = state["ids"], state["counts"], state["rows"]
         assert isinstance(ids, Tensor) and isinstance(counts, Tensor) and isinstance(rows, Tensor)
         spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()

@@ -192,7 +192,7 @@ class BlockInt(Draws):
         """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
-        generator = torch.Generator(device).manual_seed(self._next_seed(self.seed))
+        generator = torch.Generator(device).manual_seed(self._next_seed())
         return lambda blocks_MK: self._stochastic(blocks_MK, generator)
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:

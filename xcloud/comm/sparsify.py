@@ -5,6 +5,7 @@ Shapes: N values of the tensor in any shape, k of them sent; R rows of D values 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import lru_cache
 from typing import Annotated, ClassVar
 
@@ -22,93 +23,127 @@ _SAMPLE = 1 << 16
 """Values that show roughly where the largest begin."""
 
 
-@settings("TopK")
-class TopK(Compressor):
-    """The k = max(1, round(rate * N)) values of largest magnitude of the whole tensor.
+class _Sparse(Compressor):
+    """Base class. A tensor is a list of items: values, or rows. Of these some are drawn (`Draws`)
+    or all are looked at, and of these the largest are sent, or all.
 
-    Source: Aji and Heafield, arXiv:1704.05021. Ties go to the first positions; a NaN counts as
-    largest, so that divergence stays visible.
-
-    Wire, for N values: values [k] in the tensor's dtype; positions uint8, see `_SortedPositions`:
-    9 bits per value sent at rate 0.01, 5.3 at 0.1, 2 at 0.5.
+    Wire: the items sent in the tensor's dtype; if they are the largest, their positions uint8, see
+    `_SortedPositions`; if they were drawn, the seed int64 [1] (8 bytes).
     """
 
     family: ClassVar[Family] = "sparse"
-    feedback: ClassVar[Feedback] = "needed"
+    _sends_largest: ClassVar[bool] = True
+
+    @property
+    def feedback(self) -> Feedback:
+        return "needed"
+
+    @abstractmethod
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        """Of the items looked at, and of those sent."""
+
+    def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The number of items, and the shape of one."""
+        return (spec.numel,)
+
+    def _magnitudes(self, items: Tensor) -> Tensor:
+        """float32, one of each item; its sign does not matter."""
+        return items.float()
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        num_items, *item = self._shape(spec)
+        num_seen, num_kept = self._numbers(num_items)
+        specs = [TensorSpec((num_kept, *item), spec.dtype)]
+        if self._sends_largest:
+            num_bytes = _SortedPositions(num_kept, num_seen).num_bytes
+            specs.append(TensorSpec((num_bytes,), torch.uint8))
+        if isinstance(self, Draws):
+            specs.append(TensorSpec((1,), torch.int64))
+        return tuple(specs)
+
+    def compress(self, tensor: Tensor) -> Parts:
+        refuse_integers(tensor)
+        shape = self._shape(TensorSpec.of(tensor))
+        sent = items = tensor.detach().reshape(shape)
+        num_seen, num_kept = self._numbers(shape[0])
+        parts: list[Tensor] = []
+        if isinstance(self, Draws):
+            seed = self._next_seed()
+            sent = items.index_select(0, _drawn(num_seen, shape[0], seed).to(tensor.device))
+            parts.append(torch.tensor([seed], dtype=torch.int64, device=tensor.device))
+        if self._sends_largest:
+            positions = _largest(self._magnitudes(sent), num_kept)
+            sent = sent.index_select(0, positions)
+            parts.insert(0, _SortedPositions(num_kept, num_seen).encode(positions))
+        if isinstance(self, Draws) and num_kept:
+            if not bool(torch.stack(torch.aminmax(items)).isfinite().all()):
+                sent[0] = torch.nan
+        return (sent, *parts)
+
+    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+        values, *places = parts
+        shape = self._shape(spec)
+        num_seen, num_kept = self._numbers(shape[0])
+        if self._sends_largest:
+            positions = _SortedPositions(num_kept, num_seen).decode(places[0])
+        if isinstance(self, Draws):
+            drawn = _drawn(num_seen, shape[0], int(places[-1])).to(values.device)
+            positions = drawn.index_select(0, positions) if self._sends_largest else drawn
+        dense = torch.zeros(shape, dtype=spec.dtype, device=values.device)
+        return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
+
+
+@settings("TopK")
+class TopK(_Sparse):
+    """The k = max(1, round(rate * N)) values of largest magnitude of the whole tensor.
+
+    Source: Aji and Heafield, arXiv:1704.05021. Ties go to the first positions; a NaN counts as
+    largest, so that divergence stays visible. Positions take 9 bits per value sent at rate
+    0.01, 5.3 at 0.1, 2 at 0.5.
+    """
+
     rate: Rate
 
     @property
     def label(self) -> str:
         return f"topk({self.rate:g})"
 
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        num_kept = _num_kept(self.rate, spec.numel)
-        num_bytes = _SortedPositions(num_kept, spec.numel).num_bytes
-        return (TensorSpec((num_kept,), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
-
-    def compress(self, tensor: Tensor) -> Parts:
-        refuse_integers(tensor)
-        values_N = tensor.detach().reshape(-1)
-        num_kept = _num_kept(self.rate, len(values_N))
-        positions = _largest(values_N.float(), num_kept)
-        packed = _SortedPositions(num_kept, len(values_N)).encode(positions)
-        return (values_N.index_select(0, positions), packed)
-
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        values, packed = parts
-        positions = _SortedPositions(len(values), spec.numel).decode(packed)
-        return _spread(values, positions, spec)
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        return num_items, _num_kept(self.rate, num_items)
 
 
 @settings("TopRows")
-class TopRows(Compressor):
+class TopRows(_Sparse):
     """The k = max(1, round(rate * R)) rows of largest norm, sent whole. Ours.
 
     For gradients at a boundary: few tokens carry most of a classifier's gradient, and a row that
     is sent keeps its direction. Ties go to the first rows; a row with a NaN counts as largest, so
     that divergence stays visible. A tensor of one axis has rows of one value.
-
-    Wire, for [R, D]: values [k, D] in the tensor's dtype; positions uint8, see `_SortedPositions`,
-    2 to 8 bits for each row sent.
     """
 
-    family: ClassVar[Family] = "sparse"
-    feedback: ClassVar[Feedback] = "needed"
     rate: Rate
 
     @property
     def label(self) -> str:
         return f"toprows({self.rate:g})"
 
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        num_rows, width = _rows_of(spec)
-        num_kept = _num_kept(self.rate, num_rows)
-        num_bytes = _SortedPositions(num_kept, num_rows).num_bytes
-        return (TensorSpec((num_kept, width), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        return num_items, _num_kept(self.rate, num_items)
 
-    def compress(self, tensor: Tensor) -> Parts:
-        refuse_integers(tensor)
-        num_rows, width = _rows_of(TensorSpec.of(tensor))
-        rows_RD = tensor.detach().reshape(num_rows, width)
-        num_kept = _num_kept(self.rate, num_rows)
+    def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        width = spec.shape[-1] if len(spec.shape) > 1 else 1
+        return (spec.numel // width if width else 0), width
+
+    def _magnitudes(self, items: Tensor) -> Tensor:
         # Scaled by the largest value: squares of gradients of 1e-25 would underflow.
-        largest_R = rows_RD.float().abs().amax(1) if width else rows_RD.new_zeros(num_rows).float()
+        largest_R = items.float().abs().amax(1) if items.shape[1] else items.new_zeros(len(items))
         scale_R = torch.where(largest_R > 0, largest_R, torch.ones_like(largest_R))
-        norms_R = (rows_RD.float() / scale_R[:, None]).norm(dim=1) * scale_R
-        positions = _largest(norms_R, num_kept)
-        packed = _SortedPositions(num_kept, num_rows).encode(positions)
-        return (rows_RD.index_select(0, positions), packed)
-
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        values, packed = parts
-        num_rows, width = _rows_of(spec)
-        positions = _SortedPositions(len(values), num_rows).decode(packed)
-        dense = torch.zeros((num_rows, width), dtype=spec.dtype, device=values.device)
-        return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
+        scaled_RD = items.float() / scale_R[:, None]
+        return scale_R.mul(torch.linalg.vector_norm(scaled_RD, dim=1))
 
 
 @settings("RandomK", frozen=False)
-class RandomK(Draws):
+class RandomK(Draws, _Sparse):
     """k = max(1, round(rate * N)) values, one from each of k equal strips of the tensor.
 
     The strips start at a random offset, so each value has the same probability k/N. They need
@@ -119,11 +154,10 @@ class RandomK(Draws):
     this is worse than sending nothing (relative error sqrt(N/k - 1), otherwise sqrt(1 - k/N)),
     and error feedback diverges with it. Use it only where gradients of many senders are averaged.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
-
-    Wire, for N values: values [k] in the tensor's dtype; seed int64 [1] (8 bytes).
     """
 
-    family: ClassVar[Family] = "sparse"
+    _sends_largest = False
+
     rate: Rate
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0  # combined with the channel's
     unbiased: bool = False
@@ -136,31 +170,19 @@ class RandomK(Draws):
     def label(self) -> str:
         return f"randomk({self.rate:g})" + ("-unbiased" if self.unbiased else "")
 
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        num_kept = _num_kept(self.rate, spec.numel)
-        return (TensorSpec((num_kept,), spec.dtype), TensorSpec((1,), torch.int64))
-
-    def compress(self, tensor: Tensor) -> Parts:
-        refuse_integers(tensor)
-        values_N = tensor.detach().reshape(-1)
-        seed = self._next_seed(self.seed)
-        num_kept = _num_kept(self.rate, len(values_N))
-        positions = _drawn(num_kept, len(values_N), seed).to(tensor.device)
-        values = values_N.index_select(0, positions)
-        _show_divergence(values, values_N)
-        return (values, torch.tensor([seed], dtype=torch.int64, device=tensor.device))
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        return 2 * (_num_kept(self.rate, num_items),)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         values, seed = parts
         if self.unbiased and len(values):
             # Not before sending, where the factor could overflow float16.
             values = values * (spec.numel / len(values))
-        positions = _drawn(len(values), spec.numel, int(seed)).to(values.device)
-        return _spread(values, positions, spec)
+        return super().decompress((values, seed), spec)
 
 
 @settings("RandomTopK", frozen=False)
-class RandomTopK(Draws):
+class RandomTopK(Draws, _Sparse):
     """The k = max(1, round(top * m)) values of largest magnitude among
     m = max(1, round(random * N)) that are drawn as `RandomK` draws them.
 
@@ -169,13 +191,8 @@ class RandomTopK(Draws):
     What is drawn costs a seed only, and a position among m fewer bits than one among N; the search
     for the largest is over m values. With feedback, what was not drawn has its turn later.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
-
-    Wire, for N values: values [k] in the tensor's dtype; positions uint8, see `_SortedPositions`,
-    5.3 bits per value at top = 0.1; seed int64 [1] (8 bytes).
     """
 
-    family: ClassVar[Family] = "sparse"
-    feedback: ClassVar[Feedback] = "needed"
     random: Rate
     top: Rate
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0  # combined with the channel's
@@ -184,33 +201,9 @@ class RandomTopK(Draws):
     def label(self) -> str:
         return f"topk({self.top:g} of random {self.random:g})"
 
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        num_drawn = _num_kept(self.random, spec.numel)
-        num_kept = _num_kept(self.top, num_drawn)
-        return (
-            TensorSpec((num_kept,), spec.dtype),
-            TensorSpec((_SortedPositions(num_kept, num_drawn).num_bytes,), torch.uint8),
-            TensorSpec((1,), torch.int64),
-        )
-
-    def compress(self, tensor: Tensor) -> Parts:
-        refuse_integers(tensor)
-        values_N = tensor.detach().reshape(-1)
-        seed = self._next_seed(self.seed)
-        num_drawn = _num_kept(self.random, len(values_N))
-        drawn = values_N.index_select(0, _drawn(num_drawn, len(values_N), seed).to(tensor.device))
-        positions = _largest(drawn.float(), _num_kept(self.top, num_drawn))
-        values = drawn.index_select(0, positions)
-        _show_divergence(values, values_N)
-        packed = _SortedPositions(len(values), num_drawn).encode(positions)
-        return (values, packed, torch.tensor([seed], dtype=torch.int64, device=tensor.device))
-
-    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        values, packed, seed = parts
-        num_drawn = _num_kept(self.random, spec.numel)
-        among = _SortedPositions(len(values), num_drawn).decode(packed)
-        positions = _drawn(num_drawn, spec.numel, int(seed)).to(values.device)
-        return _spread(values, positions.index_select(0, among), spec)
+    def _numbers(self, num_items: int) -> tuple[int, int]:
+        num_drawn = _num_kept(self.random, num_items)
+        return num_drawn, _num_kept(self.top, num_drawn)
 
 
 @lru_cache(maxsize=1024)  # a message asks for the same one four times
@@ -288,12 +281,6 @@ def _few_marked(marks_N: Tensor) -> Tensor:
     return torch.cat([positions, _marked(marks_N[whole:]).add_(whole)])
 
 
-def _rows_of(spec: TensorSpec) -> tuple[int, int]:
-    """(number of rows, values per row)."""
-    width = spec.shape[-1] if len(spec.shape) > 1 else 1
-    return (spec.numel // width if width else 0), width
-
-
 def _num_kept(rate: float, numel: int) -> int:
     return min(numel, max(1, round(rate * numel)))
 
@@ -341,12 +328,6 @@ def _exactly(bits_N: Tensor, some: Tensor, num_kept: int, num_of_some: int) -> T
     return positions
 
 
-def _show_divergence(chosen: Tensor, values_N: Tensor) -> None:
-    """Make the first chosen value NaN if any of all values is not finite."""
-    if len(chosen) and not bool(torch.stack(torch.aminmax(values_N)).isfinite().all()):
-        chosen[0] = torch.nan
-
-
 @lru_cache(maxsize=1)  # who encodes with feedback decodes the same message next
 def _drawn(num_kept: int, numel: int, seed: int) -> Tensor:
     """Distinct positions, one in each of `num_kept` strips whose sizes differ by at most one. Not
@@ -357,8 +338,3 @@ def _drawn(num_kept: int, numel: int, seed: int) -> Tensor:
     offset = torch.randint(max(numel, 1), (1,), generator=generator)
     within = torch.rand(num_kept, dtype=torch.float64, generator=generator).mul_(sizes)
     return bounds[:-1].add(within.long()).add_(offset).remainder_(max(numel, 1))
-
-
-def _spread(values: Tensor, positions: Tensor, spec: TensorSpec) -> Tensor:
-    dense = torch.zeros(spec.numel, dtype=spec.dtype, device=values.device)
-    return dense.scatter_(0, positions, values.to(spec.dtype)).view(spec.shape)

@@ -58,17 +58,14 @@ class _Coded(StatefulParts):
 
     def take(self, own: State) -> None:
         residual, expected = own.get("residual"), self.residual
-        if (
-            expected is not None
-            and isinstance(residual, Tensor)
-            and residual.shape == expected.shape
-        ):
-            self.residual = residual.to(expected, copy=True)
-        elif residual is not None or expected is not None:
+        shapes = [r.shape if isinstance(r, Tensor) else None for r in (residual, expected)]
+        if shapes[0] != shapes[1]:
             raise ValueError(
-                f"the state of {self.name!r} has {_in_words(residual)} for a residual, expected "
-                f"{_in_words(expected)}; it was saved with other settings"
+                f"the state of {self.name!r} has a residual of shape {shapes[0]}, expected "
+                f"{shapes[1]}; it was saved with other settings"
             )
+        if expected is not None:
+            self.residual = torch.as_tensor(residual).to(expected, copy=True)
 
 
 class TensorCodec(StatefulParts):
@@ -99,9 +96,8 @@ class TensorCodec(StatefulParts):
             if compressor.feedback == "needed" and not feedback:
                 raise ConfigError(
                     f"{compressor.label}, chosen for {name!r}, leaves out the same part of an "
-                    "average again and again unless what it left out is added to the next one: "
-                    "set feedback to true, or choose a compressor that needs none (docs/"
-                    "averaging.md lists them)"
+                    "average again and again without feedback: set feedback to true, or choose a "
+                    "compressor that needs none (docs/averaging.md lists them)"
                 )
             kept = feedback and compressor.feedback in ("useful", "needed")
             residual = torch.zeros(spec.shape, dtype=dtype, device=device) if kept else None
@@ -222,7 +218,3 @@ def _apart(made: Tensor, source: Tensor) -> Tensor:
     """`made`, or a copy if it shares memory with `source`, which will change."""
     same = made.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return made.clone() if same else made
-
-
-def _in_words(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else "none"

@@ -32,11 +32,9 @@ def precision_recall(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Fed:
-    """One batch for one rank of the consumer.
-
-    payload: uint8 [N], packed, all that the consumer gets to know.
-    loss: the producer's own mean loss of this batch; it is reported, not sent to the consumer.
-    """
+    """One batch for one rank of the consumer. payload: uint8 [N], packed, all that the consumer
+    gets to know. loss: the producer's own mean loss of this batch; it is reported, not sent to the
+    consumer."""
 
     payload: Tensor
     num_samples: int
@@ -47,12 +45,9 @@ class Fed:
 @dataclass(frozen=True, kw_only=True)
 class OneWayContext(BuildPlace):
     """What a rank hands to a model that builds its part: of the `group_size` ranks of `cloud` this
-    is number `group_rank`.
-
-    num_steps: updates that this part will make, as far as is known beforehand; of a producer its
-    share of the batches, until `Producer.replan` says otherwise. Only learning rates that fall to
-    zero need it.
-    producers: names of the clouds that feed.
+    is number `group_rank`. num_steps: updates that this part will make, as far as is known; of a
+    producer its share of the batches, until `Producer.replan` says otherwise. producers: names of
+    the clouds that feed.
     """
 
     num_steps: int

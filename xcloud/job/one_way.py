@@ -14,7 +14,7 @@ How the figures of its summary are made, beside those of any run (record/summary
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
@@ -124,24 +124,21 @@ class FeedCollector(StepCollector):
     def __init__(self, layout: OneWayLayout) -> None:
         super().__init__(layout.num_consumers)
         self.group_sizes = {name: layout.clouds[name].num_ranks for name in layout.producers}
-        self.pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
+        self.pending = defaultdict[tuple[str, str], float](float)  # seconds by kind and producer
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":  # what was fed to steps that are done again
-            self.pending = {kind: {} for kind in TIMES}
+            self.pending.clear()
         if event["event"] == "fed":
             for kind in TIMES:
-                add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})
+                self.pending[kind, event["cloud"]] += event.get(kind, 0.0)
         totals = super().feed(event)
         if totals is not None:
-            add_to(
-                totals.numbers, {("num_ranks", n): size for n, size in self.group_sizes.items()}
-            )
-            for kind in TIMES:
+            for name, size in self.group_sizes.items():
+                add_to(totals.numbers, {("num_ranks", name): size})
                 # Every producer in every step: all means and curves have the same length.
-                fed = dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
-                totals.numbers |= {(kind, name): seconds for name, seconds in fed.items()}
-                self.pending[kind] = {}
+                totals.numbers |= {(kind, name): self.pending[kind, name] for kind in TIMES}
+            self.pending.clear()
         return totals
 
 
@@ -154,7 +151,7 @@ class OneWayStatistics(RunStatistics):
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made: Counter[str] = Counter()
         self._loss: dict[str, float | None] = {}
-        self._seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
+        self._seconds = defaultdict[tuple[str, str], float](float)  # by kind and producer
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "fed":
@@ -162,13 +159,13 @@ class OneWayStatistics(RunStatistics):
             self._made[name] += event["num_batches"]
             self._loss[name] = event.get("loss", self._loss.get(name))  # absent: all were skipped
             for kind in TIMES:
-                add_to(self._seconds[kind], {name: event.get(kind, 0.0)})
+                self._seconds[kind, name] += event.get(kind, 0.0)
         return super().feed(event)
 
     def seconds(self, kind: str, first: int) -> dict[str, float]:
         sums = super().seconds(kind, first)
         if self.num_steps:  # what was reported after the last step counts, too
-            add_to(sums, self._feed.pending[kind])
+            add_to(sums, {name: self._feed.pending[kind, name] for name in self._shares})
         return sums
 
     def num_skipped(self) -> int:
@@ -206,17 +203,14 @@ class OneWayStatistics(RunStatistics):
     def _producer(self, name: str) -> dict[str, Any]:
         made = self._made[name]
         states = [e["state"] for e in self.events("producer") if e["producer"] == name]
-        own = Counter(
-            event["event"]
-            for event in self.events("skipped_update", "finish")
-            if event["cloud"] == name
-        )
+        ended = self.events("skipped_update", "finish")
+        own = Counter(event["event"] for event in ended if event["cloud"] == name)
         return {
             "num_made": made,
             "num_skipped_updates": own["skipped_update"],
             "loss": self._loss.get(name),
             **{
-                f"{kind}_per_batch": ratio(self._seconds[kind].get(name) or None, made, 6)
+                f"{kind}_per_batch": ratio(self._seconds[kind, name] or None, made, 6)
                 for kind in ("compute_s", "waiting_s")
             },
             "state": states[-1] if states else "absent",

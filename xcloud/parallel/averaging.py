@@ -6,12 +6,12 @@ Shapes: R replicas.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +21,7 @@ from xcloud.cluster.link import Parts
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
-from xcloud.parallel.partition import by_rows, joined
-from xcloud.parallel.replica_links import ReplicaLinks, first_part
-from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
+from xcloud.parallel.merging import Contribution, Merge, by_rows, check_merge, joined, weighted_sum
 
 _WEIGHT = TensorSpec((1,), torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
@@ -32,38 +29,100 @@ _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
-def private_contribution(
-    names: Collection[str], privacy: CloudPrivacy, num_parts: int, silent: Collection[str] = ()
-) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Clips what this replica contributes, and adds noise (security/privacy.py says what that
-    guarantees). Noise comes before the encoder, so its residual is of noised values.
+@dataclass
+class ReplicaLinks(ABC):
+    """One rank's links, one each way, to its counterparts in the other replicas of the pipeline:
+    the ranks that train the same share of the same stages there.
 
-    names: of the tensors. num_parts: messages that together are one contribution of a cloud.
-    silent: names of which zero is sent (or nan, where they are not finite).
+    Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
+    apart. A link hands messages out in the order in which they were sent. All replicas make the
+    same calls, so what another one sends to this one has the same keys, in the same order, as what
+    this one sends there: by these `recv` finds a message out of turn.
+
+    replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
+    of a group. num_parts: such ranks of all stages of a replica.
     """
-    are_silent = [name in silent for name in names]
-    limit, deviation = privacy.clip / math.sqrt(num_parts), privacy.clip * privacy.noise
-    # Not drawn from the run's seed: the other clouds know that one too.
-    chance = np.random.default_rng()
 
-    def noised(tensor: Tensor) -> Tensor:
-        return tensor + noise_like(tensor, deviation, chance) if deviation else tensor
+    replica: int
+    num_replicas: int
+    num_shares: int
+    num_parts: int
+    _expected: dict[int, deque[MessageKey]] = field(
+        default_factory=lambda: defaultdict(deque), init=False
+    )
+    _early: dict[tuple[int, MessageKey], Parts] = field(default_factory=dict, init=False)
 
-    def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = list(zip(tensors, are_silent, strict=True))
-        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
-        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
+    @property
+    def others(self) -> list[int]:
+        return [replica for replica in range(self.num_replicas) if replica != self.replica]
 
-    return protect
+    @abstractmethod
+    def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
+        """Before the first message. capacity_bytes: of the longest message, frame included; the
+        same in all replicas. wait_s: how long another replica may take, if that is longer than
+        its link. under_way: exchanges that begin before an earlier one ends."""
+
+    def send(
+        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
+        raw_bytes: int,
+    ) -> None:  # fmt: skip
+        """Returns before delivery. carries: what each part is, in words, for the record of what
+        left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
+        """
+        self.post(to_replica, key, parts, carries, raw_bytes)
+        self._expected[to_replica].append(key)
+
+    def recv(self, from_replica: int, key: MessageKey) -> Parts:
+        """The counterpart of what was sent there as `key`. Raises as `next` does."""
+        expected = self._expected[from_replica]
+        while (from_replica, key) not in self._early:
+            self._early[from_replica, expected[0]] = self.next(from_replica, expected[0])
+            expected.popleft()
+        return self._early.pop((from_replica, key))
+
+    @abstractmethod
+    def post(
+        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
+        raw_bytes: int,
+    ) -> None:  # fmt: skip
+        """As `send`, of a message that has no counterpart."""
+
+    @abstractmethod
+    def next(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+        """The next message, which must be `key`. Its parts are the receiver's to check.
+
+        Raises FrameError for another message, LinkTimeout after wait_s seconds (default: what the
+        link's profile allows for a message of the largest size), LinkClosed if that rank is gone.
+        After a LinkTimeout the same message may be asked for again.
+        """
+
+    @abstractmethod
+    def cloud_of(self, replica: int) -> str: ...
+
+    @abstractmethod
+    def ranks_of(self, replica: int) -> Sequence[int]:
+        """Of its cloud."""
+
+    @abstractmethod
+    def name_of(self, replica: int) -> str:
+        """The counterpart there, in words."""
+
+
+def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
+    """What a message begins with, and the rest of it. Raises FrameError for another beginning."""
+    if not parts or TensorSpec.of(parts[0]) != spec:
+        raise FrameError(
+            f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
+            f"{spec}; do all clouds run the same experiment file?"
+        )
+    return parts[0], parts[1:]
 
 
 class Merged(NamedTuple):
-    """The result of an averaging.
-
-    changes: merged tensors, of one merge after the other; usually of one.
-    is_counted: whether what this replica contributed is in one of them.
-    step: where clouds may be late, that the others have reached.
-    values: in place of changes, for a replica that missed too many: see OuterParameters.flat.
+    """changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
+    what this replica contributed is in one of them. step: where clouds may be late, that the
+    others have reached. values: in place of changes, for a replica that missed too many: see
+    OuterParameters.flat.
     """
 
     changes: Sequence[list[Tensor]] = ()
@@ -77,10 +136,9 @@ class Terms:
     """How one averaging goes, the same in all replicas but for `protect` and `watch`.
 
     channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
-    most_weight: that a replica can have for what it did in so many steps.
-    protect: applied to what this replica contributes before it is encoded.
-    watch: called with each contribution of another replica: step, replica, its decoded tensors by
-        name.
+    most_weight: that a replica can have for what it did in so many steps. protect: applied to what
+    this replica contributes before it is encoded. watch: called with each contribution of another
+    replica: step, replica, its decoded tensors by name.
     """
 
     merge: Merge = weighted_sum
@@ -113,11 +171,9 @@ SUM = Terms()
 
 
 class Averager(StatefulParts):
-    """Brings the tensors of all replicas together; every replica makes the same calls. This one is
-    of a rank that carries nothing across: it merges nothing.
-
-    Several steps may be under way at once. Its state holds what is under way too, and a restored
-    averager sends it again.
+    """Brings the tensors of all replicas together; every replica makes the same calls. Several
+    steps may be under way at once; they are part of the state, and sent again by a restored
+    averager. This one is of a rank that carries nothing across.
     """
 
     @property
@@ -150,8 +206,8 @@ class Averager(StatefulParts):
 class _UnderWay:
     """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
     sent: what `own` and all messages can be made of again, by the name of the codec or "own".
-    before: the residuals of codecs before they encoded for this step, to which they go back if the
-    result is not finite: nobody uses it. None is known after a restart.
+    before: the residuals of codecs, to which they go back if nobody uses the result as it is not
+    finite; none is known after a restart.
     """
 
     weight: float
@@ -240,13 +296,10 @@ class AllToAll(Averager):
         under_way = self._steps[step]
         for replica in self._links.others:
             name = self._codec_to(replica)
-            codec, parts = self._codecs[name], under_way.sent[name]
-            self._post(replica, self._key(step), codec, parts, under_way.weight)
+            self._post(replica, self._key(step), name, under_way.sent[name], under_way.weight)
 
-    def _post(
-        self, replica: int, key: MessageKey, codec: TensorCodec, parts: Parts, weight: float
-    ) -> None:
-        message = (torch.tensor([weight], dtype=torch.float64), *parts)
+    def _post(self, replica: int, key: MessageKey, name: str, parts: Parts, weight: float) -> None:
+        codec, message = self._codecs[name], (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
         self._links.send(replica, key, message, carries, codec.raw_bytes)
 
@@ -281,16 +334,13 @@ class AllToAll(Averager):
 
 
 class Aggregators(AllToAll):
-    """As before, but each replica merges a part of about equal size: it gathers the others'
-    contributions, merges them with its own, which crossed no link, and hands back the result,
-    encoded again.
+    """Each replica merges a part of about equal size: it gathers the others' contributions, merges
+    them with its own, which crossed no link, and hands back the result, encoded again.
 
     2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
     on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
     an aggregator of what it handed back. All replicas use what was handed back.
     Large tensors are cut between rows. A robust merge sees the part, not the whole.
-
-    new_codec: of these tensors, the same in all replicas.
     """
 
     def __init__(
@@ -309,7 +359,7 @@ class Aggregators(AllToAll):
         self._steps[step].before["handed_back"] = codec.residuals
         parts, own = codec.encode(self._merged(step))
         for replica in self._links.others:
-            self._post(replica, key, codec, parts, 1.0)
+            self._post(replica, key, "handed_back", parts, 1.0)
         results = {self._links.replica: own}
         for replica in self._links.others:
             _, parts = self._receive(replica, key)

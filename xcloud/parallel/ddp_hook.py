@@ -28,8 +28,7 @@ class CompressedAveraging:
     """What the hook carries from step to step; one for each model.
 
     compressor: of every gradient, or a choice by shape (the `names` of a PerTensor need `model`,
-        which may be the module inside or the DistributedDataParallel).
-    feedback: add what a message lost to the next one (TensorCodec).
+        the module inside or the DistributedDataParallel). feedback: as of TensorCodec.
     merge: of the ranks' gradients; the mean, as DistributedDataParallel has it, or a robust one.
     num_bytes: of this rank's messages so far; each goes to every other rank. raw_bytes: FP32 bytes
         of what they stand for.
@@ -39,15 +38,10 @@ class CompressedAveraging:
     """
 
     def __init__(
-        self,
-        compressor: Compressor | PerTensor,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        feedback: bool = True,
-        merge: Merge = weighted_mean,
-        seed: int = 0,
+        self, compressor: Compressor | PerTensor, process_group: dist.ProcessGroup | None = None,
+        *, feedback: bool = True, merge: Merge = weighted_mean, seed: int = 0,
         model: nn.Module | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         chosen = PerTensor(compressor) if isinstance(compressor, Compressor) else compressor
         if not isinstance(chosen, PerTensor):
             raise ConfigError(
@@ -55,8 +49,7 @@ class CompressedAveraging:
             )
         if model is None and (chosen.names or chosen.embeddings is not None):
             raise ConfigError(
-                "a PerTensor that chooses by name needs CompressedAveraging(..., model=model): a "
-                "bucket of gradients does not tell the names of its parameters"
+                "a PerTensor that chooses by name needs CompressedAveraging(..., model=model)"
             )
         self.process_group, self.merge = process_group, merge
         self.num_bytes = self.raw_bytes = 0

@@ -1,13 +1,12 @@
 """Replicas in several clouds that stay equal: one gradient for all of them in every update.
 
-Inside a cloud the gradients of a stage's ranks are summed; across clouds each rank carries its
-own share of the sum, so that what crosses is per cloud and not per rank; the merged shares are
-gathered inside again. All stages of a rank go in one message. Of a sharded stage each rank carries
-what it holds, and nothing is gathered.
+Inside a cloud the gradients of a stage's ranks are summed (gloo's reduce-scatter takes longer);
+across clouds each rank carries its own share of the sum, so that what crosses is per cloud and not
+per rank; the merged shares are gathered inside again. All stages of a rank go in one message. Of a
+sharded stage each rank carries what it holds, and nothing is gathered.
 
-(A reduce-scatter in place of the sum would do inside; gloo's takes longer than its all-reduce.
-These are no rounds of local updates with every=1: the merged gradient is needed before the
-optimizer, and the loss travels with it.)
+No rounds of local updates with every=1: the merged gradient is needed before the optimizer, and
+the loss travels with it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.state import MEMORY, State, Stateful, whole_number
 from xcloud.parallel.averaging import Averager, Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work, local_part
-from xcloud.parallel.merging import Robust, weighted_sum
-from xcloud.parallel.partition import Piece, by_rows, gather_shares
+from xcloud.parallel.merging import Piece, Robust, by_rows, gather_shares, weighted_sum
 from xcloud.parallel.replicas import ReplicaCheck, Replicas
 from xcloud.parallel.strategy import Averaging, Traits
 
@@ -108,10 +106,10 @@ class AveragedGradients(Exchange):
         due = self._under_way if self._delay else step
         if due:
             total = self._receive(due, total)
-        else:
+        else:  # the others' are not here yet
             for buffer in buffers.values():
                 buffer.zero()
-            total = total * self._num_replicas  # the others' are not here yet
+            total = total * self._num_replicas
         self._under_way = step if self._delay else 0
         for buffer in buffers.values():
             if buffer.is_sharded:  # the norm of what other ranks hold is another one now

@@ -1,8 +1,8 @@
 """Averaging where a cloud may be late, leave and come back. Replica 0, the hub, must stay: it
 merges what has come in time and answers each replica for itself, so that nobody waits for a third.
 
-Every message of a replica says which merge it knows last; the answer makes it know the newest.
-What was not merged stays in the replica's own values, and so is a part of its next message.
+Every message says which merge its replica knows last; the answer makes it know the newest. What
+was not merged stays in the replica's own values, and so is a part of its next message.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import Stateful
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Averager, Merged, Terms
+from xcloud.parallel.averaging import Averager, Merged, ReplicaLinks, Terms, first_part
 from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, can_merge
-from xcloud.parallel.replica_links import ReplicaLinks, first_part
+from xcloud.parallel.merging import Contribution
 from xcloud.record.reporter import Reporter
 
 HUB = 0
@@ -43,8 +42,8 @@ _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 
 class MergeRecord(NamedTuple):
-    """A merge: at which step, the step of the one before, how much each replica counted (0: left
-    out), and the merged change as it was sent: nothing where the merge was left out."""
+    """before: step of the merge before. weights: how much each replica counted, 0: left out.
+    parts: the merged change as it was sent; nothing where the merge was left out."""
 
     step: int
     before: int
@@ -54,7 +53,7 @@ class MergeRecord(NamedTuple):
 
 @dataclass
 class MergeLog:
-    """Writes merges, and who is absent, as events and notes of the run."""
+    """Events and notes of merges, and of who is absent."""
 
     reporter: Reporter
     links: ReplicaLinks
@@ -64,13 +63,12 @@ class MergeLog:
         weights = {self.links.cloud_of(r): weight for r, weight in enumerate(record.weights)}
         kind = "merge" if all(record.weights) else "partial_merge"
         self.reporter.event(kind, step=record.step, weights=weights)
-        is_left_out = not any(record.weights)
-        if is_left_out and not self._is_left_out:
+        was_left_out, self._is_left_out = self._is_left_out, not any(record.weights)
+        if self._is_left_out and not was_left_out:
             self.reporter.note(
                 f"the merge of step {record.step} is left out, and those after it until enough "
                 "clouds with finite changes are there; each trains on by itself"
             )
-        self._is_left_out = is_left_out
 
     def status(
         self, replica: int, status: Literal["late", "left", "back"], step: int, why: str
@@ -78,15 +76,14 @@ class MergeLog:
         """late: left out until it comes; left: disconnected or timed out; back: after either."""
         cloud, ranks = self.links.cloud_of(replica), list(self.links.ranks_of(replica))
         self.reporter.event("absence", now=True, absent=cloud, ranks=ranks, what=status, step=step)
-        words = {"late": "is late", "left": "is gone", "back": "is back"}[status]
-        self.reporter.note(f"cloud {cloud} {words} (step {step}){f': {why}' if why else ''}")
+        word = {"left": "gone"}.get(status, status)
+        self.reporter.note(f"cloud {cloud} is {word} (step {step}){f': {why}' if why else ''}")
 
 
 @dataclass
 class _End(Averager):
-    """What hub and members have in common. codec: of what a replica sends; merged: of what the hub
-    answers. Both are decoded by whoever did not encode them. known: the step of the newest merge
-    that this replica's values contain."""
+    """codec: of what a replica sends; merged: of what the hub answers. known: the step of the
+    newest merge that this replica's values contain."""
 
     links: ReplicaLinks
     codec: TensorCodec
@@ -204,7 +201,7 @@ class Hub(_End):
             self._due[replica] = known
         changes, parts = [], Parts()
         num_counted = sum(contribution.weight > 0 for contribution in self._taken.values())
-        if can_merge(self.terms.merge, num_counted) and are_finite(
+        if num_counted >= getattr(self.terms.merge, "needs", 0) and are_finite(
             merged := self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
         ):
             parts, seen = self.merged.encode(merged)
@@ -255,13 +252,12 @@ class Hub(_End):
         try:
             parts = self.links.next(replica, key, max(0.0, wait_s))
         except LinkTimeout as error:
-            if peer.state == "present":
-                why = f"it did not come in {self.wait_s:g} s"
-                if self.late == "skip":
-                    peer.state = "late"
-                    self.log.status(replica, "late", step, why)
-                else:
-                    self._lose(replica, step, why, error)
+            why = f"it did not come in {self.wait_s:g} s"
+            if peer.state == "present" and self.late == "skip":
+                peer.state = "late"
+                self.log.status(replica, "late", step, why)
+            elif peer.state == "present":
+                self._lose(replica, step, why, error)
             return None
         except LinkClosed as error:
             peer.number = 0  # what comes next is of a new link
@@ -274,14 +270,13 @@ class Hub(_End):
     def _read(self, replica: int, step: int, parts: Parts) -> tuple[int, Contribution | None]:
         peer = self._peers[replica]
         (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
-        contribution = None
-        if rest:
-            contribution = self.terms.contribution(
-                int(asked_at), step - peer.merged_at, replica, weight, self.codec, rest
-            )
-        else:  # it begins, with the values of here
+        if not rest:  # it begins, with the values of here
             peer.merged_at = step
-        return int(known), contribution
+            return int(known), None
+        num_steps = step - peer.merged_at
+        return int(known), self.terms.contribution(
+            int(asked_at), num_steps, replica, weight, self.codec, rest
+        )
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
         if self.leave == "fail":
@@ -299,8 +294,7 @@ class Hub(_End):
         if is_known:
             parts = tuple(part for record in missed for part in record.parts)
             num_merged = sum(bool(record.parts) for record in missed)
-            carries = self.merged.carries * num_merged
-            raw = self.merged.raw_bytes * num_merged
+            carries, raw = self.merged.carries * num_merged, self.merged.raw_bytes * num_merged
         else:
             parts, carries = self.values(), _VALUES
             raw = sum(4 * part.numel() for part in parts)

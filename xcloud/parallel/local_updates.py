@@ -21,9 +21,8 @@ from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_numb
 from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
-from xcloud.parallel.merging import Robust, weighted_mean
+from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters, StepBudget
-from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
 from xcloud.parallel.strategy import Averaging, Traits
 
@@ -89,11 +88,8 @@ class LocalUpdates(Averaging):
                 "a merge must end before the next one of the same parameters begins"
             )
         if self.restart_s is not None and self.leave == "fail":
-            raise ConfigError(
-                f"{NAME}.restart_s needs {NAME}.leave=go_on: a run that ends with a lost "
-                "cloud starts nothing again"
-            )
-        if self.is_elastic and (self.fragments > 1 or self.overlap or self.mix):
+            raise ConfigError(f"{NAME}.restart_s needs {NAME}.leave=go_on")
+        if self.is_elastic and not self.is_at_once:
             raise ConfigError(
                 f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
                 f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
@@ -118,16 +114,20 @@ class LocalUpdates(Averaging):
         return self.late == "skip" or self.leave == "go_on"
 
     @property
+    def is_at_once(self) -> bool:
+        """A merge is of all parameters, which are equal in all replicas after it."""
+        return self.fragments == 1 and not self.overlap and not self.mix
+
+    @property
     def traits(self) -> Traits:
-        is_at_once = self.fragments == 1 and not self.overlap and not self.mix
         column = "elastic" if self.is_elastic else "local updates"
         return Traits(
             is_apart=True,
             is_elastic=self.is_elastic,
             may_leave=self.leave == "go_on",
             every=self.every,
-            equal_every=self.every if is_at_once else 0,
-            column=column if is_at_once else "streaming",
+            equal_every=self.every if self.is_at_once else 0,
+            column=column if self.is_at_once else "streaming",
             per_step=self.fragments / self.every,
             fragments=self.fragments,
             hidden_steps=self.overlap,
@@ -157,13 +157,12 @@ class LocalUpdates(Averaging):
             "weigh=tokens": self.weigh == "tokens",
         }
         asked = ", ".join(f"{NAME}.{name}" for name, is_set in needs.items() if is_set)
-        for name, cloud in layout.clouds.items():
+        for name, cloud in layout.clouds.items() if asked else ():
             is_whole = len(cloud.stages or ()) == layout.num_stages
-            if asked and (not is_whole or cloud.one_stage_per_rank):
+            if not is_whole or cloud.one_stage_per_rank:
                 raise ConfigError(
                     f"{asked}: each rank must hold the whole model, but those of cloud {name!r} "
-                    "hold parts; set strategy.replicas=null and one_stage_per_rank=false, or "
-                    "leave the setting out"
+                    "hold parts; set strategy.replicas=null and one_stage_per_rank=false"
                 )
 
     def join(self, replicas: Replicas) -> Exchange:
@@ -202,12 +201,11 @@ class _Fragment(StatefulParts):
 
 
 class LocalRounds(Exchange):
-    """Of one rank. Gradients are summed inside the replica. After the last step all replicas have
-    the same values: it ends with a merge of all parameters, of which nothing own is kept.
+    """Of one rank. Gradients are summed inside the replica. It ends with a merge of everything,
+    of which nothing own is kept, so that all replicas have the same values.
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
-    replica that was late leaves out the steps up to the one that the hub has reached, so that it
-    is in time for the next merge.
+    replica that was late leaves out the steps up to the one that the hub has reached.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
@@ -229,10 +227,9 @@ class LocalRounds(Exchange):
             for number, run in enumerate(runs)
         ]
         averagers = [fragment.averager for fragment in self._fragments]
-        self._check: ReplicaCheck | None = None
-        if not averaging.is_elastic:
+        self._check = None if averaging.is_elastic else ReplicaCheck(replicas, 0, replicas.group)
+        if self._check is not None:
             replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
-            self._check = ReplicaCheck(replicas, 0, replicas.group)
             self._check.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)
@@ -250,7 +247,8 @@ class LocalRounds(Exchange):
         if not self.is_idle(step):
             for fragment in self._fragments:
                 fragment.work += averaging.work_of(work)
-        for fragment in self._under_way:
+        under_way = [fragment for fragment in self._fragments if fragment.under_way]
+        for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
             if step - fragment.under_way >= averaging.overlap or is_last:
                 self._finish(fragment, averaging.mix)
         for fragment in self._fragments:
@@ -309,12 +307,6 @@ class LocalRounds(Exchange):
     def _most_weight(self, num_steps: int) -> float:
         work = self._settings.work_of(self._replicas.most_work)
         return self._settings.weight_of(work * num_steps)
-
-    @property
-    def _under_way(self) -> list[_Fragment]:
-        """In the order in which they were sent."""
-        fragments = [fragment for fragment in self._fragments if fragment.under_way]
-        return sorted(fragments, key=lambda fragment: fragment.under_way)
 
     def _start(self, fragment: _Fragment, step: int) -> None:
         fragment.sent, fragment.work = fragment.work, 0.0

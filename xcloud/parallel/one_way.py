@@ -12,12 +12,13 @@ producer makes nothing that was not ordered.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import StatefulParts, whole_number
+from xcloud.comm.state import StatefulParts
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
@@ -37,11 +38,9 @@ stand at the same number; it is kept until a rank of the consumer wants it."""
 
 @settings("feed")
 class Feed:
-    """How a consumer takes from its producers.
-
-    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. It must
-        cover what one step takes and what the round trip of the link takes meanwhile. null = twice
-        what one producer alone would have to give for a step, at least 8.
+    """run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. They
+        must cover what a step takes, and the round trip of the link meanwhile. null = twice what
+        one producer alone would have to give for a step, at least 8.
     order: fixed = in turn by share, the same in every run of the same seed (bit-equal in one cloud
         and across clouds as long as no producer is slow or lost); arrival = whoever has a batch
         ready, nearest to the shares.
@@ -79,8 +78,8 @@ class Feed:
         if self.run_ahead is not None and self.run_ahead < needed:
             raise ConfigError(
                 f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
-                f"{batches_per_step} batches of a step with {fewest} ranks; set it to at least "
-                f"{needed}, better {2 * needed}"
+                f"{batches_per_step} batches of a step; set it to {needed} or more, better "
+                f"{2 * needed}"
             )
         if self.min_producers is not None and self.min_producers > len(layout.producers):
             raise ConfigError(
@@ -114,10 +113,8 @@ class Order(NamedTuple):
 
 class Round:
     """What happened in an attempt at a step: of one rank of the consumer, and, once `packed` is
-    added up, of all. The others are views of it.
-
-    ready: in how many ranks the producer is there, or is no longer behind. slow, dead: likewise.
-    consumed, skipped: batches, by source and rank. sums: of the consumer's part. signal: of the
+    added up, of all. The others are views of it: sums of the consumer's part; in how many ranks a
+    producer is ready, slow, dead; batches consumed and skipped, by source and rank; signal of the
     first rank, what all do after the step.
     """
 
@@ -127,6 +124,11 @@ class Round:
         parts = torch.split(self.packed, sizes)
         self.sums, self.ready, self.slow, self.dead, consumed, skipped, self.signal = parts
         self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
+
+
+_KEPT = (
+    "state", "has_started", "turns", "_used_before", "_num_slots", "_num_skipped", "_num_used",
+)  # fmt: skip
 
 
 class ConsumptionPlan(StatefulParts):
@@ -139,16 +141,7 @@ class ConsumptionPlan(StatefulParts):
     batches. promised: Order.num_planned, by producer and number.
     """
 
-    own_names = (
-        "states",
-        "counts",
-        "slots",
-        "numbers",
-        "has_started",
-        "turns",
-        "used_before",
-        "promised",
-    )
+    own_names = ("plan", "promised")
 
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
@@ -263,8 +256,7 @@ class ConsumptionPlan(StatefulParts):
     def _promise(self, p: int, number: int) -> int:
         """Batches that each rank of an active producer will have made at the end: what it gave,
         and its share of what is left among those that feed. The same for all ranks that make this
-        number, whenever each gets its order: ranks that average gradients need one learning rate.
-        """
+        number: ranks that average gradients need one learning rate."""
         is_whole = len(self.active) == len(self._shares)
         together = 1.0 if is_whole else self._together(self.active)  # a sum may be rounded
         num_left = max(0, self._num_batches - self._num_used)
@@ -322,9 +314,8 @@ class ConsumptionPlan(StatefulParts):
         return state
 
     def readmit_lost(self) -> list[int]:
-        """Producers that were lost are there again in a resumed run, perhaps without what they had
-        learned: they take part once they are ready. What they owed is not waited for, and their
-        numbers continue. Returns them."""
+        """Producers that were lost are there again in a resumed run, and take part once they are
+        ready. What they owed is not waited for, and their numbers continue. Returns them."""
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
             self.state[p], sources = State.ABSENT, self._sources[p]
@@ -339,53 +330,31 @@ class ConsumptionPlan(StatefulParts):
 
     def own(self) -> Saved:
         """Between two steps."""
-        slots = [(c, source) for c, some in enumerate(self.slots) for source in some]
-        return {
-            "states": torch.tensor([int(state) for state in self.state]),
-            "counts": torch.tensor(self._counts),
-            "slots": rows_of(2, slots),
-            "numbers": torch.tensor([self._num_slots, self._num_skipped, self._num_used]),
-            "has_started": int(self.has_started),
-            "turns": torch.tensor(self.turns, dtype=torch.float64),
-            "used_before": torch.tensor(self._used_before),
-            "promised": rows_of(3, [(*key, number) for key, number in self.promised.items()]),
-        }
+        plan = {name: getattr(self, name) for name in _KEPT}
+        plan |= {"counts": self._counts.tolist(), "slots": [[*slots] for slots in self.slots]}
+        promised = [(*key, number) for key, number in self.promised.items()]
+        return {"plan": packed(plan), "promised": packed(promised)}
 
     def take(self, own: Saved) -> None:
-        states = whole_numbers(own, "states", len(self.state)).tolist()
-        self.state = [State(number) for number in states]
-        self._counts[:] = whole_numbers(own, "counts", *self._counts.shape).numpy()
+        plan = unpacked(own, "plan")
+        if np.shape(plan["counts"]) != self._counts.shape:
+            raise ValueError("the plan was saved with other producers or ranks of the consumer")
+        for name in _KEPT:
+            setattr(self, name, plan[name])
+        self.state = [State(number) for number in self.state]
+        self._counts[:] = plan["counts"]
         self.numbers = self.ordered.sum(1)
-        for slots in self.slots:
-            slots.clear()
-        for consumer, source in whole_numbers(own, "slots", -1, 2).tolist():
-            self.slots[consumer].append(source)
-        numbers = whole_numbers(own, "numbers", 3).tolist()
-        self._num_slots, self._num_skipped, self._num_used = numbers
-        self.has_started = bool(whole_number(own, "has_started"))
-        self.turns = torch.as_tensor(own["turns"]).tolist()
-        self._used_before = whole_numbers(own, "used_before", len(self.state)).tolist()
-        promised = whole_numbers(own, "promised", -1, 3).tolist()
-        self.promised = {(p, number): num_planned for p, number, num_planned in promised}
+        self.slots = [deque(slots) for slots in plan["slots"]]
+        self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
 
 
-def whole_numbers(state: Saved, name: str, *shape: int) -> Tensor:
-    """An int64 tensor of this shape, -1 for any length. Raises ValueError if there is none."""
-    value = state.get(name)
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype != torch.int64
-        or value.dim() != len(shape)
-        or any(n not in (-1, m) for n, m in zip(shape, value.shape, strict=True))
-    ):
-        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        raise ValueError(
-            f"a state needs whole numbers {name!r} of shape {list(shape)}, got {found}; it was "
-            "saved with other settings"
-        )
-    return value
+def packed(value: object) -> Tensor:
+    """Numbers in lists and dicts as a value of a state; see `unpacked`."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def rows_of(width: int, rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """int64 [len(rows), width], of no rows too, for `whole_numbers`."""
-    return torch.tensor(rows, dtype=torch.int64).view(-1, width)
+def unpacked(own: Saved, name: str) -> Any:
+    """What was `packed`. Raises ValueError if there is none."""
+    if not isinstance(value := own.get(name), Tensor):
+        raise ValueError(f"a state needs {name!r}, got {sorted(own)}; other settings saved it")
+    return json.loads(value.numpy().tobytes())

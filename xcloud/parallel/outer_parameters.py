@@ -19,13 +19,13 @@ from xcloud.base.settings import settings
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
 from xcloud.parallel.exchange import RankGroup, are_finite
-from xcloud.parallel.partition import Piece, gather_shares
+from xcloud.parallel.merging import Piece, gather_shares
 
 
 @settings("strategy.averaging.outer")
 class OuterOptimizer:
-    """Gradient descent on the outer parameters, whose gradient is how far the replicas have moved
-    away from them: outer - values, merged over the replicas.
+    """Gradient descent on the outer parameters. Their gradient: outer - values, how far replicas
+    have moved away, merged.
 
     velocity = momentum * velocity + gradient
     outer -= learning_rate * (gradient + momentum * velocity   if nesterov, else velocity)
@@ -75,12 +75,9 @@ class OuterParameters:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        shares: Sequence[Sequence[Piece]],
-        group: RankGroup,
-        optimizer: OuterOptimizer,
-    ) -> None:
+        self, parameters: Mapping[str, nn.Parameter], shares: Sequence[Sequence[Piece]],
+        group: RankGroup, optimizer: OuterOptimizer,
+    ) -> None:  # fmt: skip
         self._parameters, self._shares = list(parameters.values()), shares
         self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
         self._own = [self._parameters[piece.index] for piece in self._mine]
@@ -124,12 +121,11 @@ class OuterParameters:
 
     def replace(self, values: Parts) -> None:
         """Raises FrameError for those of other settings."""
-        if len(values) != 2:
-            raise FrameError(f"the hub sent {len(values)} tensors for values and velocity")
+        found, expected = ([flat.shape for flat in some] for some in (values, self.flat()))
+        if found != expected:
+            raise FrameError(f"the hub sent values and velocity of {found}, expected {expected}")
         for tensors, flat in zip((self.outer, self.velocity), values, strict=True):
             sizes = [tensor.numel() for tensor in tensors]
-            if flat.shape != (sum(sizes),):
-                raise FrameError(f"the hub sent {tuple(flat.shape)} values, expected {sum(sizes)}")
             for tensor, piece in zip(tensors, torch.split(flat, sizes), strict=True):
                 tensor.copy_(piece.view_as(tensor))
 

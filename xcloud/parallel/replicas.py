@@ -13,11 +13,10 @@ from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.compression import Chain, seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.parallel.averaging import Averager, Terms, averager_for, private_contribution
+from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part
 from xcloud.parallel.exchange import RankGroup, Work, digest, local_part
-from xcloud.parallel.replica_links import ReplicaLinks, first_part
 from xcloud.record.reporter import Reporter
-from xcloud.security.privacy import CloudPrivacy
+from xcloud.security.privacy import CloudPrivacy, private_contribution
 
 Shapes = Mapping[str, torch.Size]
 _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
@@ -25,7 +24,7 @@ _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is average
 
 @dataclass(frozen=True)
 class Replicas:
-    """What a strategy builds the exchange of one rank from. Every rank does it at the same time.
+    """Every rank builds its exchange at the same time.
 
     links: to this rank's counterparts in the other replicas. group: the ranks of this replica that
         hold the same stages. stages: of this rank. choose: the compressor of each tensor.
@@ -59,32 +58,26 @@ class Replicas:
         return any(local_part(p) is not p for p in self.trained.values())
 
     def codec(
-        self,
-        shapes: Shapes,
-        feedback: bool,
-        stream: Sequence[str | int],
+        self, shapes: Shapes, feedback: bool, stream: Sequence[str | int],
         plain: Collection[str] = (),
-    ) -> TensorCodec:
+    ) -> TensorCodec:  # fmt: skip
         """stream: of random numbers. plain: names of tensors that go as they are."""
         every = (p for module in self.stages.values() for p in module.parameters())
         first = next(iter(self.trained.values()), next(every, torch.zeros(0)))
         name, *number = stream
+        identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
-            shapes,
-            lambda name, shape: Chain() if name in plain else self.choose(name, shape),
-            seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number),
-            feedback,
-            first.dtype,
-            first.device,
-        )
+            shapes, lambda name, shape: Chain() if name in plain else self.choose(name, shape),
+            identity, feedback, first.dtype, first.device,
+        )  # fmt: skip
 
     def averager(
         self, shapes: Shapes, terms: Terms, feedback: bool, *stream: str | int,
         plain: Collection[str] = (), num_fragments: int = 1,
     ) -> Averager:  # fmt: skip
         """Of the tensors that this rank carries across; see `codec` and `guarded`."""
-        guarded = self.guarded(terms, shapes, plain, num_fragments)
         made = partial(self.codec, feedback=feedback, stream=stream, plain=plain)
+        guarded = self.guarded(terms, shapes, plain, num_fragments)
         return averager_for(self.links, shapes, made, guarded)
 
     def guarded(
@@ -127,19 +120,13 @@ class ReplicaCheck:
         Raises ReplicasDiffer naming stage and rank.
         """
         links, stages = self.of.links, sorted(self.of.stages)
-        mine = torch.stack(
-            [
-                digest(
-                    p for p in self.of.stages[stage].parameters() if p.requires_grad or not step
-                )
-                for stage in stages
-            ]
-        )
+        parameters = (self.of.stages[stage].parameters() for stage in stages)
+        compared = [[p for p in some if p.requires_grad or not step] for some in parameters]
+        mine = torch.stack([digest(some) for some in compared])
         gathered = zip(self.alike.ranks, self.alike.gather(mine), strict=True)
         theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
-        if (
-            self.of.group.group_rank < links.num_shares
-        ):  # the others are compared inside their cloud only
+        # The others are compared inside their cloud only.
+        if self.of.group.group_rank < links.num_shares:
             key = MessageKey(Kind.AVERAGING, step, _CHECK)
             for replica in links.others:
                 links.send(replica, key, (mine,), ("digests of parameters",), 0)
@@ -153,8 +140,6 @@ class ReplicaCheck:
                     when = f"after update {step}" if step else "before the first update"
                     raise ReplicasDiffer(
                         f"{when} the parameters of stage {stage} differ between rank "
-                        f"{self.alike.rank} and {name}. Replicas must begin with the same seed, "
-                        "checkpoint and caches, and compute the same update from the same "
-                        "gradient: use the same kind of processor and the same release of torch "
-                        "in all clouds"
+                        f"{self.alike.rank} and {name}; all clouds need the same seed, checkpoint "
+                        "and caches, kind of processor and release of torch"
                     )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from xcloud.parallel.exchange import Exchange
     from xcloud.parallel.replicas import Replicas
 
+_CHOOSE = "choose strategy=data_parallel, hybrid or local_updates"
+
 WHOLE_MODEL = (0, 1)
 """The stages of a rank that holds all of a model whose cuts nobody asked for."""
 
@@ -31,9 +33,8 @@ class Traits:
     is_apart: each replica makes updates of its own. is_elastic: the run continues where a cloud is
     late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
     the run. every: updates that a contribution of a replica sums up. equal_every: updates after
-    which all replicas are equal; 0 = only after the last.
-    column: of survive/resume.TABLE. changes_results: what is learned differs from what one
-    process would learn.
+    which all replicas are equal; 0 = only after the last. column: of survive/resume.TABLE.
+    changes_results: what is learned differs from what one process would learn.
     For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
     hidden_steps: that pass while one crosses. num_copies: of the trained values, kept in each
     rank.
@@ -107,8 +108,7 @@ class Strategy:
         if self.averaging is None and self.replicas != 1:
             raise ConfigError(
                 f"strategy.replicas is {self.replicas}, but without strategy.averaging nothing "
-                "would bring the replicas together; choose strategy=data_parallel, hybrid or "
-                "local_updates"
+                f"would bring the replicas together; {_CHOOSE}"
             )
 
     @property
@@ -170,8 +170,7 @@ class Strategy:
         if self.averaging is None:
             raise ConfigError(
                 f"cluster.clouds holds {found} replicas of the pipeline, which strategy="
-                f"{self.name} never averages; choose strategy=data_parallel, hybrid or "
-                "local_updates, or leave replica out"
+                f"{self.name} never averages; {_CHOOSE}, or leave replica out"
             )
         if self.replicas not in (None, found):
             raise ConfigError(
@@ -179,8 +178,7 @@ class Strategy:
                 f"{found} replicas; make them equal"
             )
         together: dict[int, set[tuple[int, ...]]] = {}  # stages that share a rank, by replica
-        for rank in range(layout.num_ranks):
-            place = layout.placement(rank)
+        for place in map(layout.placement, range(layout.num_ranks)):
             together.setdefault(place.replica, set()).add(tuple(sorted(place.stages)))
         for replica, groups in together.items():
             if groups != together[0]:
@@ -194,11 +192,8 @@ class Strategy:
 
 def _is_by_position(layout: ClusterLayout) -> bool:
     """Whether the stages are those that clouds take which name none."""
-    if len(layout.clouds) == 1:
-        return False
-    return [cloud.stages for cloud in layout.clouds.values()] == [
-        (k,) for k in range(len(layout.clouds))
-    ]
+    held = [cloud.stages for cloud in layout.clouds.values()]
+    return len(held) > 1 and held == [(k,) for k in range(len(held))]
 
 
 def _with_stages(

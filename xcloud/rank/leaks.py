@@ -1,6 +1,5 @@
-"""The leak meter around one rank's updates: what it sees of other clouds, boundary by boundary and
-contribution by contribution, goes to a file after the last update. What leaks is found by
-security/leak_meter.py.
+"""The leak meter around one rank's updates: what it sees of other clouds goes to a file after the
+last update, and security/leak_meter.py finds what leaks.
 """
 
 from __future__ import annotations
@@ -88,20 +87,15 @@ def observed(
 ) -> dict[int, BoundaryPorts]:
     """The same ports, whose messages from and to other clouds the observer takes notes of."""
 
-    def of(side: Mapping[int, Any]) -> dict[int, Any]:
+    def of(side: Mapping[int, Any]) -> Any:
         return {
             peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
             for peer, end in side.items()
         }
 
+    sides = ("forward_out", "forward_in", "backward_out", "backward_in")
     return {
-        stage: replace(
-            own,
-            forward_out=of(own.forward_out),
-            forward_in=of(own.forward_in),
-            backward_out=of(own.backward_out),
-            backward_in=of(own.backward_in),
-        )
+        stage: replace(own, **{side: of(getattr(own, side)) for side in sides})
         for stage, own in ports.items()
     }
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from xcloud.training.trainer import Trainer
 
 
 class MemoryMeter:
-    """`first_step` goes around every step, `describe` ends it. All figures are bytes:
+    """`first_step` goes around every step; `describe` says in bytes:
 
     peak: most resident memory of the process since the first step began, libraries and network
         buffers included; where the system cannot forget an earlier peak (no Linux, or not
@@ -87,7 +88,7 @@ class MemoryReport(Part):
         self._reporter.event("memory", **figures, checkpoint=copied)
 
 
-class SavedTensors:
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """While it is entered, counts what autograd keeps for the backward: num_bytes now, peak_bytes
     at most. Parameters are left out, and what several tensors share is counted once."""
 
@@ -95,13 +96,7 @@ class SavedTensors:
         self.peak_bytes = self.num_bytes = 0
         self._kept: Counter[int] = Counter()  # tensors in each memory block, by its address
         self._lock = threading.Lock()  # a GPU's backward lets go in a thread of its own
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _Kept.tensor_of)
-
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        self._hooks.__exit__(*raised)
+        super().__init__(self._keep, lambda kept: getattr(kept, "tensor", kept))
 
     def _keep(self, tensor: Tensor) -> Tensor | _Kept:
         whole = tensor if tensor._base is None else tensor._base
@@ -121,19 +116,17 @@ class SavedTensors:
                 self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
+@dataclass(eq=False)
 class _Kept:
     """A tensor that autograd keeps, and what tells that it is let go."""
 
-    def __init__(self, tensor: Tensor, owner: SavedTensors, address: int, num_bytes: int) -> None:
-        self.tensor, self.address, self.num_bytes = tensor, address, num_bytes
-        self._owner = owner
+    tensor: Tensor
+    owner: SavedTensors
+    address: int
+    num_bytes: int
 
     def __del__(self) -> None:
-        self._owner._add(self.address, -1, self.num_bytes)
-
-    @staticmethod
-    def tensor_of(kept: Tensor | _Kept) -> Tensor:
-        return kept.tensor if isinstance(kept, _Kept) else kept
+        self.owner._add(self.address, -1, self.num_bytes)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

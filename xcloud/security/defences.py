@@ -102,7 +102,7 @@ class GaussianNoise(Defence):
         # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
         scale = torch.where(norms > clip, clip / norms, 1.0)
         noise = self.sigma * clip * normal(tensor, chance)
-        return tensor * scale.view(_column(tensor)) + noise
+        return tensor * scale.view(-1, *[1] * (tensor.dim() - 1)) + noise
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class MaxNorm(Defence):
             return squares.new_zeros(len(has_row)).index_add_(0, owner, squares)
 
         def of_rows(per_sample: Tensor) -> Tensor:
-            return per_sample[owner].view(_column(tensor))
+            return per_sample[owner].view(-1, *[1] * (tensor.dim() - 1))
 
         with torch.no_grad():
             squares = squares_of(tensor)
@@ -186,10 +186,9 @@ class Marvell(Defence):
         is_class = labels.dim() == 1 and not labels.is_floating_point()
         if not is_class or bool(((labels != 0) & (labels != 1)).any()):
             raise ConfigError(
-                "Marvell hides a binary label, so it needs integers 0 and 1, got "
-                f"{str(labels.dtype).removeprefix('torch.')} labels such as "
-                f"{labels.flatten()[:3].tolist()}; for other labels choose another "
-                "security/defences/backward (max_norm, gaussian_noise)"
+                "Marvell hides a binary label, so it needs integers 0 and 1, got labels such as "
+                f"{labels.flatten()[:3].tolist()}; choose another security/defences/backward "
+                "(max_norm, gaussian_noise)"
             )
         rows = tensor.detach().flatten(1).double()
         flat = rows.new_zeros(*has_row.shape, rows.shape[1])
@@ -259,10 +258,6 @@ def noise_shape(
 
 def normal(like: Tensor, chance: np.random.Generator) -> Tensor:
     return torch.from_numpy(chance.standard_normal(like.shape, dtype=np.float32)).to(like)
-
-
-def _column(tensor: Tensor) -> tuple[int, ...]:
-    return (-1, *[1] * (tensor.dim() - 1))
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> float:

@@ -10,14 +10,11 @@ Labels, for every cloud that may not see them, from each kind of message it rece
 Text, for every cloud that may not see it, from activations it received:
     linear and network inverter guess each row's token -> fraction correct, without special
     tokens; the baseline is always the most frequent one.
-Attacks that learn are fitted on half of the samples (by sample, not by row) and judged on the
-other half. Each figure is the largest over attacks and messages, so a little above 0.5 by chance
-if samples are few. Deterministic. A low figure is no proof of privacy.
+Attacks that learn are fitted on half of the samples and judged on the other half. Each figure is
+the largest over attacks and messages, so a little above 0.5 by chance if samples are few.
+Deterministic. A low figure is no proof of privacy.
 
 What replicas average is attacked by experiments/gradient_leaks (security/meter=averages).
-
-For a run on several machines, first copy the observations folders into one, then
-    python -m xcloud leak-meter RUN_DIR
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -115,9 +113,8 @@ def measure(run_dir: Path) -> dict[str, Any]:
     label, text = _labels(notes), _texts(notes)
 
     def auc_of(kind: str) -> float | None:
-        aucs = [value for by_message in label.values() for message, entry in by_message.items()
-                if kind in message
-                for name, value in entry.items() if name != "num_samples"]  # fmt: skip
+        found = [e for by in label.values() for message, e in by.items() if kind in message]
+        aucs = [auc for e in found for name, auc in e.items() if name != "num_samples"]
         return max(aucs, default=None)
 
     recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in entries(text)]
@@ -137,8 +134,7 @@ def entries(found: Found) -> Iterator[dict[str, float]]:
 
 
 def read_observations(run_dir: Path) -> Observations:
-    notes, texts = Observations(), dict[str, list[Rows]]()
-    parts: dict[tuple[str, str], list[Rows]] = {}
+    notes, parts = Observations(), dict[tuple[str, str], list[Rows]]()
     files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
     if not files:
         raise DataError(
@@ -155,15 +151,14 @@ def read_observations(run_dir: Path) -> Observations:
             notes.special_ids |= about["special_ids"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
                 rows = Rows(*(file.get_tensor(f"{name}/{part}") for part in Rows._fields))
-                kind, _, rest = name.partition(".")
-                if kind == TRUTH:
-                    texts.setdefault(rest, []).append(rows)
-                else:
-                    parts.setdefault((about["cloud"], name), []).append(rows)
-    notes.truth = {name: dict(Rows.join(some).pieces()) for name, some in texts.items()}
+                whose = TRUTH if name.startswith(f"{TRUTH}.") else about["cloud"]
+                parts.setdefault((whose, name), []).append(rows)
     for (cloud, name), some in parts.items():
         newest = dict(Rows.join(some).pieces())
-        notes.seen.setdefault(cloud, {})[Stream.parse(name)] = newest
+        if name.startswith(f"{TRUTH}."):
+            notes.truth[name.removeprefix(f"{TRUTH}.")] = newest
+        else:
+            notes.seen.setdefault(cloud, {})[Stream.parse(name)] = newest
     if missing := sorted(set(range(num_ranks)) - found):
         raise DataError(
             f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
@@ -223,8 +218,9 @@ def _attack_labels(
         found["spectral"].append(max(spectral_attack(v, positive) for v in views.values()))
         margin = scores[:, number] - scores.logsumexp(1)
         found["probe"].append(auc(margin, positive[~is_known]))
-    means = {name: _mean(values_of) for name, values_of in found.items()}
-    return {**{k: round(v, 4) for k, v in means.items() if v == v}, "num_samples": len(ids)}
+    kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in found.items()}
+    means = {name: round(fmean(aucs), 4) for name, aucs in kept.items() if aucs}
+    return {**means, "num_samples": len(ids)}
 
 
 def _texts(notes: Observations) -> Found:
@@ -271,15 +267,9 @@ def _invert(
 
 def _chosen(ids: Sequence[int], most: int) -> list[int]:
     """At most `most` ids, in an order independent of their content."""
-    generator = torch.Generator().manual_seed(0)
     ordered = sorted(ids)
-    order = torch.randperm(len(ordered), generator=generator)[:most]
-    return [ordered[k] for k in order.tolist()]
-
-
-def _mean(values: Sequence[float]) -> float:
-    kept = [value for value in values if not math.isnan(value)]
-    return sum(kept) / len(kept) if kept else math.nan
+    order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
+    return [ordered[k] for k in order[:most].tolist()]
 
 
 def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
@@ -288,7 +278,7 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
     from sklearn.metrics import roc_auc_score
 
     if bool(is_positive_N.all()) or not bool(is_positive_N.any()):
-        return float("nan")
+        return math.nan
     return float(roc_auc_score(is_positive_N.numpy(), scores_N.nan_to_num().numpy()))
 
 
@@ -305,7 +295,7 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     positives = torch.nonzero(is_positive_N).flatten()
     spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
     found = []
-    for known in sorted(set(positives[spread].tolist())):
+    for known in sorted({*positives[spread].tolist()}):
         others = torch.arange(len(unit)) != known
         found.append(auc(unit[others] @ unit[known], is_positive_N[others]))
     return sum(found) / len(found)

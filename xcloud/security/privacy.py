@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -86,6 +86,31 @@ def noise_like(tensor: Tensor, deviation: float, chance: np.random.Generator) ->
     """N(0, deviation^2). chance: secret to the sender; who can draw the same can subtract it."""
     drawn = torch.from_numpy(chance.standard_normal(tensor.shape, dtype=np.float32))
     return deviation * drawn.to(tensor)
+
+
+def private_contribution(
+    names: Collection[str], privacy: CloudPrivacy, num_parts: int, silent: Collection[str] = ()
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Clips what this replica contributes, and adds noise: before the encoder, so its residual is
+    of noised values.
+
+    names: of the tensors. num_parts: messages that together are one contribution of a cloud.
+    silent: names of which zero is sent (or nan, where they are not finite).
+    """
+    are_silent = [name in silent for name in names]
+    limit, deviation = privacy.clip / math.sqrt(num_parts), privacy.clip * privacy.noise
+    # Not drawn from the run's seed: the other clouds know that one too.
+    chance = np.random.default_rng()
+
+    def noised(tensor: Tensor) -> Tensor:
+        return tensor + noise_like(tensor, deviation, chance) if deviation else tensor
+
+    def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = list(zip(tensors, are_silent, strict=True))
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
+        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
+
+    return protect
 
 
 def most_squared_uses(batches: Iterable[Tensor]) -> int:

@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,12 +23,10 @@ from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, whole_numbers
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.export import exporting
-from xcloud.rank.one_way.inbox import Inbox
-from xcloud.rank.one_way.intake import POLL_S, Intake
-from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
+from xcloud.rank.one_way import CARRIES, OneWayRank
+from xcloud.rank.one_way.intake import POLL_S, Inbox, Intake
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import report_scores
 from xcloud.record.files import failure_of
@@ -58,13 +57,12 @@ class ConsumerRun(StatefulParts):
         }  # fmt: skip
 
     def own(self) -> Saved:
-        """Between two steps. A batch on its way is in no rank's state: wait until it is here."""
+        """Between two steps, once every batch that was ordered is here."""
         taken = [self._intake.taken[p] for p in range(len(self._names))]
-        return {"step": self._step, "taken": torch.tensor(taken)}
+        return {"step": self._step, "taken": packed(taken)}
 
     def take(self, own: Saved) -> None:
-        taken = whole_numbers(own, "taken", len(self._names)).tolist()
-        self._intake.taken = Counter(dict(enumerate(taken)))
+        self._intake.taken = Counter(dict(enumerate(unpacked(own, "taken"))))
         self._step = whole_number(own, "step")
 
     def load_state_dict(self, state: Saved) -> None:
@@ -105,10 +103,7 @@ class ConsumerRun(StatefulParts):
             what = f"the loss or gradient of step {step} of the consumer"
             note = self._guard.leave_out(step, what)
         with self._rank.computing_in(self._clock, "optimizer"):
-            if is_finite:
-                self._part.update(step, sums["weight"])
-            else:
-                self._part.skip(step)
+            self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
         self._intake.end_step(step, self._rank.other_bytes, sums, not is_finite)
         if note and self._leads:
             self._rank.reporter.event("skipped_update", step=step)
@@ -155,23 +150,22 @@ class ConsumerRun(StatefulParts):
 
     def _lose(self, p: int, before: State, why: str, checkpoints: Checkpointer) -> None:
         """Until now a checkpoint needed its part: the plan counted on its batches."""
-        rank, name, on_dead = self._rank, self._names[p], self._rank.job.feed.on_dead
+        rank, name = self._rank, self._names[p]
         for lost in rank.job.cluster.ranks_in(name) if self._leads else ():
             rank.control.out.pop(lost, None)
             checkpoints.lose(lost)
         if before is State.ABSENT and not rank.inbox.was_ready(p):
             raise LinkClosed(f"producer {name!r} was lost before it was ready: {why}")
-        if on_dead == "stop":
+        if rank.job.feed.on_dead == "stop":
             advice = "To continue without it set feed.on_dead=redistribute"
             raise LinkClosed(f"producer {name!r} is gone: {why}. {advice}")
-        if on_dead == "pause" and not self.plan.is_exhausted:
+        if rank.job.feed.on_dead == "pause" and not self.plan.is_exhausted:
             with self._clock.during("wait"):
                 if self._leads:
-                    self._wait_for_user()
+                    self._wait_for_user(rank.context.run_dir / GO_ON_FILE)
                 rank.group.barrier()
 
-    def _wait_for_user(self) -> None:
-        file = self._rank.context.run_dir / GO_ON_FILE
+    def _wait_for_user(self, file: Path) -> None:
         file.unlink(missing_ok=True)
         self._intake.note(
             f"paused at step {self._step} (feed.on_dead=pause); to continue without it make the "
@@ -223,20 +217,18 @@ class ConsumerRank(OneWayRank):
             self.inbox.set_ended(rank - layout.num_consumers, why)
 
     def needs(self, lost: frozenset[int]) -> bool:
-        """One of those that feed it, too; what becomes of one that has ended the plan decides."""
-        return super().needs(lost) or (self.rank == 0 and self._needs_one_of(lost))
-
-    def _needs_one_of(self, lost: frozenset[int]) -> bool:
-        """Of producers that are silent: any of them, or the last ones, as feed.on_slow says."""
+        """Of those that feed it any one, or the last ones, as feed.on_slow says, too; what becomes
+        of one that has ended the plan decides."""
+        if super().needs(lost) or self.rank:
+            return super().needs(lost)
         layout = self.job.cluster
         are_silent = [
             not lost.isdisjoint(layout.ranks_in(cloud))
             for producer, cloud in enumerate(layout.producers)
             if self.is_fed and not self.inbox.end_of(producer)
         ]
-        if self.job.feed.on_slow == "wait":
-            return any(are_silent)
-        return bool(are_silent) and all(are_silent)
+        needed = any if self.job.feed.on_slow == "wait" else all
+        return bool(are_silent) and needed(are_silent)
 
     def why_gone(self, p: int) -> str:
         """In the producer's own words where it has left them on this machine."""
@@ -248,8 +240,8 @@ class ConsumerRank(OneWayRank):
     @property
     def other_bytes(self) -> int:
         """What has crossed between clouds besides batches: orders, reports and the like."""
-        both = (*self.records, *self.received.values())
         kinds = CARRIES.keys() - {Kind.BATCH}
+        both = (*self.records, *self.received.values())
         return sum(record.num_bytes[kind] for record in both for kind in kinds)
 
     def send_orders(self, orders: list[Order]) -> None:
@@ -282,13 +274,12 @@ class ConsumerRank(OneWayRank):
 
     def run(self) -> None:
         self._phase("loading")
-        job, run_dir = self.job, self.context.run_dir
+        job = self.job
         if self.rank == 0:  # how many texts a producer has is nobody else's matter
             digest = hashlib.sha256(job.model.data.encode()).hexdigest()[:16]
             self.reporter.event("data", name=job.model.data, digest=digest, rows={})
-        building = self.building(job.max_steps)
         with self.computing:
-            part = job.model.consumer(building)
+            part = job.model.consumer(self.building(job.max_steps))
         run = ConsumerRun(self, part)
         checkpoints = restored(self.context, {"consumer": run}, self.control, {})
         self.group.barrier()
@@ -299,9 +290,7 @@ class ConsumerRank(OneWayRank):
         self._await_checkpoint(checkpoints, run.plan)  # a stop would drop what it waits for
         self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
         self.send_stop()
-        if self.group.leads and not self.is_stopped:
-            with exporting(run_dir), self.computing:
-                part.export(run_dir)
+        self.export(part.export)
         self.report_memory(part.module, part)
         self._part_from_producers()
         if self.is_stopped:

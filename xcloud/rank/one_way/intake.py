@@ -1,31 +1,226 @@
-"""Which batches a rank of the consumer takes in a step, as planned or as they come, and what it
-reports of them and of the producers.
+"""Batches that have come to one rank of the consumer, and what is known of the producers (Inbox);
+which of them it takes in a step, as planned or as they come, and what it reports (Intake).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import FrameError, LinkError
+from xcloud.cluster.frame import Frame
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.comm.state import State as Saved
+from xcloud.comm.state import StatefulParts
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import precision_recall
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way import ConsumptionPlan, Round, State
-from xcloud.rank.one_way.inbox import Arrived, Inbox
+from xcloud.parallel.one_way import ConsumptionPlan, Order, Round, State, packed, unpacked
 from xcloud.record.events import add_to
 from xcloud.record.reporter import Reporter
 
 POLL_S = 0.2
 
 
+class Arrived(NamedTuple):
+    """num_bytes: on the wire, header included."""
+
+    producer: int
+    source: int
+    number: int
+    payload: Tensor
+    num_bytes: int
+
+
+@dataclass
+class _Box:
+    """Of one source. due: numbers that were ordered and have not come; ended: why none will."""
+
+    producer: int
+    name: str
+    life: PeerLife
+    waiting: deque[Arrived] = field(default_factory=deque)
+    due: deque[int] = field(default_factory=deque)
+    last_number: int = 0
+    heard_at_s: float = 0.0
+    is_ready: bool = False
+    ended: str = ""
+
+
+class Inbox(StatefulParts):
+    """Links fill it from their threads; one thread takes from it. lives: of ranks, note there what
+    `wait` waits for. most_waiting: batches of a source, which sends none that was not ordered.
+
+    Its state has the batches that are here, once all that were ordered have come. Who is ready or
+    gone is no part of it: a resumed run is connected anew.
+    """
+
+    own_names = ("batches", "payloads")
+
+    def __init__(
+        self, layout: OneWayLayout, max_payload_bytes: int, lives: Mapping[int, PeerLife],
+        most_waiting: int = 1 << 14,
+    ) -> None:  # fmt: skip
+        self._max_payload_bytes, self._most_waiting = max_payload_bytes, most_waiting
+        self._changed = threading.Condition(threading.RLock())
+        self._boxes = [
+            _Box(p, f"producer {cloud!r} (its rank {i})", lives[layout.num_consumers + source])
+            for p, (cloud, sources) in enumerate(
+                zip(layout.producers, layout.sources, strict=True)
+            )
+            for i, source in enumerate(sources)
+        ]
+        self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
+
+    # from the links
+    def put(self, source: int, frame: Frame) -> None:
+        """Raises FrameError for anything but one vector of bytes in the order of its numbers."""
+        number, parts, box = frame.key.step, frame.parts, self._boxes[source]
+        name = f"batch {number} of {box.name}"
+        with self._changed:
+            if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].dim() != 1:
+                found = [(p.dtype, tuple(p.shape)) for p in parts]
+                raise FrameError(f"{name} is not one vector of bytes but {found}")
+            if len(parts[0]) > self._max_payload_bytes or number <= box.last_number:
+                raise FrameError(
+                    f"{name} has {len(parts[0])} bytes, at most {self._max_payload_bytes} were "
+                    f"promised, and came after number {box.last_number}"
+                )
+            # An order may be known here later than its batch comes, but not without end.
+            due, num = box.due, len(box.waiting)
+            if (due and number < due[-1] and number not in due) or num >= self._most_waiting:
+                raise FrameError(
+                    f"{name} was not ordered: due are {list(due)[:8]}, and {num} wait here"
+                )
+            while due and due[0] <= number:
+                due.popleft()
+            box.last_number, box.heard_at_s = number, time.monotonic()
+            box.waiting.append(Arrived(box.producer, source, number, parts[0], frame.num_bytes))
+            self._changed.notify_all()
+
+    def set_ready(self, source: int, frame: Frame | None = None) -> None:
+        """frame: in which it says so."""
+        with self._changed:
+            self._boxes[source].is_ready = True
+            self._changed.notify_all()
+
+    def set_ended(self, source: int, reason: LinkError | str) -> None:
+        with self._changed:
+            self._boxes[source].ended = self._boxes[source].ended or str(reason)
+            self._changed.notify_all()
+
+    # from the plan
+    def expect(self, orders: Sequence[Order]) -> None:
+        """These are on their way to this rank: from now on silence counts."""
+        with self._changed:
+            for order in orders:
+                box = self._boxes[order.source]
+                if order.number > box.last_number:
+                    if not box.due:
+                        box.heard_at_s = time.monotonic()
+                    box.due.append(order.number)
+
+    def readmit(self, producer: int) -> None:
+        """A producer that was lost begins again with what is ordered from now on."""
+        for box in self._of[producer]:
+            box.waiting.clear()
+            box.due.clear()
+
+    # for the training loop
+    def is_ready(self, producer: int) -> bool:
+        """All its ranks have said so, and nothing that was ordered is missing."""
+        return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
+
+    def was_ready(self, producer: int) -> bool:
+        """All its ranks have ever said so, or it was refused."""
+        return all(box.is_ready for box in self._of[producer])
+
+    def end_of(self, producer: int) -> str:
+        """Why nothing more can come from it; empty while something can. A producer whose ranks
+        average their gradients ends with the first of them."""
+        return next((box.ended for box in self._of[producer] if box.ended), "")
+
+    def silent_s(self, producer: int) -> float:
+        """How long it has been silent although something was ordered; 0 if nothing is due."""
+        heard = [box.heard_at_s for box in self._of[producer] if box.due]
+        return time.monotonic() - min(heard) if heard else 0.0
+
+    @property
+    def due(self) -> list[int]:
+        """Producers of which something that was ordered for this rank has not come, and may."""
+        owing = sorted({box.producer for box in self._boxes if box.due})
+        return [p for p in owing if not self.end_of(p)]
+
+    @property
+    def filled(self) -> list[int]:
+        """Sources of which there are batches."""
+        return [source for source, box in enumerate(self._boxes) if box.waiting]
+
+    @property
+    def here(self) -> list[int]:
+        """Producers of which there are batches."""
+        return sorted({self._boxes[source].producer for source in self.filled})
+
+    def next_of(self, source: int) -> Arrived | None:
+        """The oldest unused batch of a source, None if there is none."""
+        waiting = self._boxes[source].waiting
+        return waiting.popleft() if waiting else None
+
+    def next_from(self, producer: int) -> Arrived:
+        """The batch with the lowest number of any rank of a producer of which one is here."""
+        heads = [box.waiting for box in self._of[producer] if box.waiting]
+        return min(heads, key=lambda waiting: waiting[0].number).popleft()
+
+    def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
+        """Until something has changed such that `until()` holds, or the time is over."""
+        with ExitStack() as stack:
+            for life, message in self._awaited():
+                stack.enter_context(life.awaiting(message))
+            with self._changed:
+                self._changed.wait_for(until, timeout_s)
+
+    def _awaited(self) -> list[tuple[PeerLife, str]]:
+        """Batches that are due; if none is, that who is not ready says it is."""
+        with self._changed:
+            there = [box for box in self._boxes if not box.ended]
+            batches = [(box.life, f"batch {box.due[0]}") for box in there if box.due]
+            unready = (box.life for box in there if not box.is_ready)
+            return batches or [(life, "the message that it is ready") for life in unready]
+
+    def own(self) -> Saved:
+        with self._changed:
+            waiting = [one for box in self._boxes for one in box.waiting]
+            rows = [(a.source, a.number, len(a.payload), a.num_bytes) for a in waiting]
+            payloads = [torch.empty(0, dtype=torch.uint8), *(a.payload for a in waiting)]
+            batches = packed([[box.last_number for box in self._boxes], rows])
+            return {"batches": batches, "payloads": torch.cat(payloads)}
+
+    def take(self, own: Saved) -> None:
+        """Before anything arrives. Raises ValueError for the state of other sources."""
+        last_numbers, rows = unpacked(own, "batches")
+        pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, _, size, _ in rows])
+        for box, last_number in zip(self._boxes, last_numbers, strict=True):
+            box.last_number = last_number
+            box.waiting.clear()
+        for (source, number, _, num_bytes), payload in zip(rows, pieces, strict=True):
+            box = self._boxes[source]
+            box.waiting.append(Arrived(box.producer, source, number, payload.clone(), num_bytes))
+
+
 @dataclass
 class Intake:
-    """Of one rank of the consumer. taken: batches by producer, since one last came or went. used,
-    skipped: of this step so far, batches, and by name of the producer how many it did without.
-
-    The first rank speaks of the producers, and of sums over all ranks.
+    """Of one rank of the consumer; the first one speaks of the producers, and of sums over all.
+    taken: batches by producer, since one last came or went. used, skipped: of this step so far,
+    batches, and by name of the producer how many it did without.
     """
 
     job: OneWayExperiment
@@ -85,11 +280,9 @@ class Intake:
             mine.slow[p] = self._is_left_out(p)
             mine.dead[p] = bool(self.inbox.end_of(p))
 
-    def _is_slow(self, p: int) -> bool:
-        return self.inbox.silent_s(p) > self.plan.feed.slow_after_s
-
     def _is_left_out(self, p: int) -> bool:
-        return self.plan.feed.on_slow == "redistribute" and self._is_slow(p)
+        feed = self.plan.feed
+        return feed.on_slow == "redistribute" and self.inbox.silent_s(p) > feed.slow_after_s
 
     def _await(self, step: int, source: int) -> Arrived | None:
         """The next batch of a source; None if it is too slow, or gone and used up."""
@@ -103,7 +296,7 @@ class Intake:
             self._look_for_slow(step)
             if self._is_left_out(p):
                 return None
-            inbox.wait(POLL_S, lambda: inbox.has(source) or bool(inbox.end_of(p)))
+            inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
 
     def _await_any(self, step: int) -> Arrived | None:
         """A batch of whoever has one, nearest to the shares; None if nothing more can be expected
@@ -128,19 +321,18 @@ class Intake:
     def _look_for_slow(self, step: int) -> None:
         """Where the run waits for a slow producer, say so once, and when it sends again; elsewhere
         the plan does."""
-        if self.plan.feed.on_slow != "wait":
+        inbox, feed = self.inbox, self.plan.feed
+        if feed.on_slow != "wait":
             return
-        active = [p for p in self.plan.active if not self.inbox.end_of(p)]
-        slow = {p for p in active if self._is_slow(p)}
+        active = [p for p in self.plan.active if not inbox.end_of(p)]
+        slow = {p for p in active if inbox.silent_s(p) > feed.slow_after_s}
         for p in sorted(slow - self._noted_slow):
-            self.producer(
-                step, p, State.SLOW, f"{self._silent}; waiting for it (feed.on_slow=wait)"
-            )
+            what = f"{self._silent}; waiting for it (feed.on_slow=wait)"
+            self.producer(step, p, State.SLOW, what)
         for p in sorted(self._noted_slow - slow):
             self.producer(step, p, State.ACTIVE, "sends again")
         self._noted_slow = slow
 
-    # --- what this rank reports
     @property
     def _names(self) -> Sequence[str]:
         return self.job.cluster.producers
@@ -176,24 +368,20 @@ class Intake:
     ) -> None:
         """Report it. sums: over all ranks; of a skipped update they need not be numbers.
         other_bytes: sent and received so far besides batches."""
-        taken: Counter[str] = Counter()
         fed_bytes: Counter[str] = Counter()
         line_s: dict[str, float] = {}
         layout = self.job.cluster
-        for arrived in self.used:
+        for arrived in self.used if layout.crosses_clouds else ():
             name = self._names[arrived.producer]
-            taken[name] += 1
-            if layout.crosses_clouds:
-                fed_bytes[name] += arrived.num_bytes
-                wan = layout.wan_between(layout.ranks_in(name)[0], 0)
-                if wan is not None and wan.profile is not None:
-                    add_to(line_s, {name: wan.profile.line_s(arrived.num_bytes)})
+            fed_bytes[name] += arrived.num_bytes
+            if (profile := layout.wan_of(name, layout.consumer).profile) is not None:
+                add_to(line_s, {name: profile.line_s(arrived.num_bytes)})
         event: dict[str, Any] = {
             "step": step,
             "step_s": round(self.clock.end_step(), 6),
             **{kind: round(seconds, 6) for kind, seconds in self.clock.seconds.items()},
             "sent": {"forward": fed_bytes.total(), "other": other_bytes - self._other_bytes},
-            "taken": taken,
+            "taken": Counter(self._names[arrived.producer] for arrived in self.used),
             "skipped": self.skipped,
             "fed_bytes": fed_bytes,
             "line_s": line_s,

@@ -5,35 +5,130 @@ wait when nothing is ordered. It gets nothing from the consumer but orders.
 from __future__ import annotations
 
 import math
+import queue
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.base.errors import FrameError, LinkError
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way import NOBODY, Order, rows_of, whole_numbers
+from xcloud.parallel.one_way import NOBODY, Order, packed, unpacked
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.export import exporting
-from xcloud.rank.one_way.inbox import OrderBook
-from xcloud.rank.one_way.one_way_rank import CARRIES, OneWayRank
+from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
-from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, code_of
+
+
+class SaveNow(NamedTuple):
+    """Between two batches: save the state after step `step` of the consumer."""
+
+    step: int
+    code: int
+
+
+@dataclass
+class OrderBook:
+    """What is ordered of one rank of a producer. `take_*` are handlers of a link, and raise
+    FrameError for what no consumer sends; `next()` is the loop's. consumer: note there what `next`
+    waits for. num_consumers: ranks that a batch may be for. most_waiting: orders not begun;
+    most_number: of a batch. source: this rank."""
+
+    consumer: PeerLife = field(default_factory=PeerLife)
+    num_consumers: int = 1
+    most_waiting: int = 1 << 14
+    most_number: int = 1 << 30
+    source: int = 0
+    is_stopped: bool = field(default=False, init=False)
+    _last: int = field(default=0, init=False)  # number ordered
+    _for_nobody: set[int] = field(default_factory=set, init=False)
+    """Of these some rank may still want the batch."""
+    _waiting: queue.SimpleQueue[Order | SaveNow | LinkError | None] = field(
+        default_factory=queue.SimpleQueue, init=False
+    )
+
+    def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
+        """Batch `number` was made before the run went on, and is kept if it was for nobody."""
+        self._last = max(self._last, number)
+        self._for_nobody.update(for_nobody)
+
+    def take_orders(self, frame: Frame) -> None:
+        """int32 [N, 3]. What was ordered for nobody may be ordered again."""
+        part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
+        if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
+            found = [(p.dtype, tuple(p.shape)) for p in frame.parts]
+            raise FrameError(f"orders must be int32 [N, 3], got {found}")
+        for row in part.tolist():
+            order = Order(self.source, *row)
+            is_again = order.number in self._for_nobody
+            if (
+                self.is_stopped
+                or not (is_again or self._last < order.number <= self.most_number)
+                or not NOBODY <= order.consumer < self.num_consumers
+                or not 1 <= order.num_planned <= self.most_number
+                or len(self._for_nobody) > self.most_waiting
+            ):
+                raise FrameError(
+                    f"{order} after number {self._last} and {'a' if self.is_stopped else 'no'} "
+                    f"stop; there are {self.num_consumers} consumers and at most "
+                    f"{self.most_number} batches"
+                )
+            self._last = max(self._last, order.number)
+            if order.consumer != NOBODY:
+                self._for_nobody.discard(order.number)
+            elif is_again:
+                continue
+            else:
+                self._for_nobody.add(order.number)
+            self._put(order)
+
+    def take_stop(self, frame: Frame) -> None:
+        """All ranks of the cloud have been ordered the same numbers."""
+        if self.is_stopped or frame.parts:
+            raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
+        self.is_stopped = True
+        self._waiting.put(None)
+
+    def take_save(self, frame: Frame) -> None:
+        """After everything that was ordered so far."""
+        self._put(SaveNow(frame.key.step, code_of(frame, 0)))
+
+    def take_end(self, reason: LinkError) -> None:
+        self._waiting.put(reason)
+
+    def _put(self, item: Order | SaveNow) -> None:
+        if self._waiting.qsize() >= self.most_waiting:
+            raise FrameError(f"more than {self.most_waiting} orders that are not begun")
+        self._waiting.put(item)
+
+    def next(self, may_drop: bool) -> Order | SaveNow | None:
+        """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
+        Raises LinkError if the consumer is gone."""
+        with self.consumer.awaiting(f"orders after batch {self._last}"):
+            item = self._waiting.get()
+        if may_drop and self.is_stopped:
+            return None
+        if isinstance(item, LinkError):
+            raise item
+        return item
 
 
 class ProducerRun(StatefulParts):
     """Makes and learns every number in turn. number: of the last batch learned from. kept:
-    payloads made for nobody, which may still be wanted, by number. Figures that were not reported
-    yet are no part of its state."""
+    payloads made for nobody, which may still be wanted, by number."""
 
     own_names = ("number", "num_planned", "kept", "payloads")
 
@@ -50,10 +145,9 @@ class ProducerRun(StatefulParts):
         self._losses: list[float] = []  # of the batches learned from
 
     def feed(self, checkpoints: Checkpointer) -> bool:
-        """Until the consumer wants no more: what is under way is brought to its end, what is
-        ordered besides only where ranks that average gradients must end with the same batch.
-        Returns whether the run ends early, as it was asked to. Raises LinkClosed if the consumer
-        is gone."""
+        """Until the consumer wants no more; what is ordered and not begun is made only where ranks
+        that average gradients must end with the same batch. Returns whether the run ends early, as
+        it was asked to. Raises LinkClosed if the consumer is gone."""
         is_stopped, averages = False, self._buffer is not None and self._rank.group.group_size > 1
         while True:
             with self._clock.during("wait"):
@@ -76,20 +170,19 @@ class ProducerRun(StatefulParts):
         return {
             "number": self.number,
             "num_planned": self._num_planned,
-            "kept": rows_of(2, [(number, len(p)) for number, p in self.kept.items()]),
+            "kept": packed([(number, len(p)) for number, p in self.kept.items()]),
             "payloads": torch.cat([torch.empty(0, dtype=torch.uint8), *self.kept.values()]),
         }
 
     def take(self, own: State) -> None:
         self.number = whole_number(own, "number")
-        kept = whole_numbers(own, "kept", -1, 2)
-        pieces = torch.split(torch.as_tensor(own["payloads"]), kept[:, 1].tolist())
-        self.kept = {n: p.clone() for n, p in zip(kept[:, 0].tolist(), pieces, strict=True)}
+        kept = unpacked(own, "kept")
+        pieces = torch.split(torch.as_tensor(own["payloads"]), [size for _, size in kept])
+        self.kept = {n: p.clone() for (n, _), p in zip(kept, pieces, strict=True)}
         if num_planned := whole_number(own, "num_planned"):
             self._replan(num_planned)
 
     def _replan(self, num_planned: int) -> None:
-        """Batches that this rank will make in all, as the consumer plans by now."""
         if num_planned != self._num_planned:
             self._num_planned = num_planned
             self.part.replan(num_planned)
@@ -182,25 +275,22 @@ class ProducerRank(OneWayRank):
         self._outs[consumer].send(key, (payload,), CARRIES[Kind.BATCH])
 
     def run(self) -> None:
-        job, place, run_dir = self.job, self.place, self.context.run_dir
+        job, place = self.job, self.place
         assert place.producer is not None
         # Batches that each rank will make if every cloud keeps to its share.
         wanted = job.max_steps * job.training.batches_per_step * job.cluster.shares[place.producer]
-        building = self.building(max(1, math.ceil(wanted / place.group_size)))
         with self.computing:
-            part = job.model.producer(building)
+            part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
         run = ProducerRun(self, part, place.cloud)
         checkpoints = restored(self.context, {"producer": run}, self.control, {})
         self.orders.begin_after(run.number, run.kept)
-        ready_file(run_dir, self.rank).touch()
+        ready_file(self.context.run_dir, self.rank).touch()
         self.say_ready()
         self.context.asked.is_armed = job.checkpoint.are_made
         self.is_stopped = run.feed(checkpoints)
         self.context.asked.is_armed = False
         checkpoints.settle()
         self.report_memory(part.parameters_module, part)
-        if self.group.leads and not self.is_stopped:
-            with exporting(run_dir), self.computing:
-                part.finish(run_dir)
+        self.export(part.finish)
         self.reporter.event("stop" if self.is_stopped else "finish")
         self.leave(checkpoints)

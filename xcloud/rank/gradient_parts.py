@@ -1,17 +1,23 @@
-"""Differential privacy in one rank: DP-SGD around an update, and what the run's noise guarantees.
-The mathematics are security/privacy.py's.
+"""Parts that change a rank's gradients before the optimizer: differential privacy (DP-SGD; the
+mathematics are security/privacy.py's), and the matrix that both ends of a pipeline hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from xcloud.comm.compression import Chain, seed_from
+from xcloud.comm.state import StateTree
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.parallel.averaging import AllToAll, Averager
+from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import (
@@ -24,6 +30,80 @@ from xcloud.security.privacy import (
 )
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.trainer import Trainer
+from xcloud.wire.wiring import Wiring
+
+TIED = "embeddings.weight"
+"""What choices of a compressor know a tied matrix by; its two ends have two names for it."""
+
+
+@dataclass(frozen=True)
+class TiedGradients(Part):
+    """A matrix that the first and the last stage both hold (embeddings and head), of one rank that
+    holds one end or both. In every update both get the sum of the two gradients, so they stay
+    equal bit for bit, whatever compressor the gradients cross through.
+
+    held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.
+    averager: between the two ends; None in ranks that do not speak, and where both are here.
+    """
+
+    name = "tied"
+
+    held: Mapping[int, nn.Parameter]
+    groups: Mapping[int, RankGroup]
+    averager: Averager | None
+    buffers: Mapping[int, FlatBuffer]
+
+    def after_exchange(self, step: int) -> None:
+        """Of the norm the first end counts."""
+        held = [self.held[stage].grad for stage in sorted(self.held)]
+        gradients = [gradient for gradient in held if gradient is not None]
+        if len(gradients) == 2:
+            gradients[0] += gradients[1]
+            gradients[1].copy_(gradients[0])
+        else:
+            self._across(step, gradients[0])
+        last = max(self.held)
+        if last:
+            own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
+            self.buffers[last].squares_elsewhere = -(float(own) ** 2)
+
+    def _across(self, step: int, gradient: Tensor) -> None:
+        (group,) = self.groups.values()
+        merged = gradient
+        if self.averager is not None:
+            # One that is not finite stays where it is, and stops or skips the update by its norm;
+            # compressors may not accept it.
+            is_finite = bool(gradient.isfinite().all())
+            self.averager.start(step, [gradient if is_finite else torch.zeros_like(gradient)])
+            ((merged,),) = self.averager.finish(step).changes
+            merged = merged if is_finite else gradient
+        gradient.copy_(group.from_leader(merged.clone()))
+
+    def parts(self) -> StateTree:
+        return {"averager": self.averager}
+
+
+def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> TiedGradients | None:
+    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
+    ends = {stage: module.tied() for stage, module in trainer.pipeline.stages.items()}
+    held = {stage: tied for stage, tied in ends.items() if tied is not None}
+    if not held:
+        return None
+    averager, links = None, wiring.tied
+    if links is not None:
+        (parameter,) = held.values()
+        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        averager = AllToAll(
+            links, TensorCodec(
+                {TIED: parameter.shape},
+                lambda name, shape: Chain() if within else choose(name, shape),
+                seed_from(seed, "tied"), True, parameter.dtype, parameter.device,
+            )
+        )  # fmt: skip
+        links.open(averager.max_bytes)
+    groups = {stage: wiring.groups[stage] for stage in held}
+    buffers = {stage: trainer.stages[stage].buffer for stage in held}
+    return TiedGradients(held, groups, averager, buffers)
 
 
 class PrivateGradients(Part):
