@@ -191,9 +191,7 @@ class SendChannel(_FieldCodecs):
         rows = field.sample_rows(samples, counts)
         meant = codec.memory.before_send(tensor, rows)
         parts = codec.compressor.compress(meant)
-        if codec.memory.needs_seen:
-            seen = codec.compressor.decompress(parts, spec)
-            codec.memory.after_send(meant, seen, rows)
+        codec.memory.after_send(meant, codec.compressor.decompress(parts, spec), rows)
         return parts
 
 
