@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.base.project import file_digest
 from xcloud.job import config as configs
+from xcloud.record import mlflow_store
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point
@@ -93,13 +97,15 @@ def run_sweep(folder: Path, grid: Sequence[str], runs: FakeRuns, **settings: Any
 @cache
 def _blank_database() -> Path:
     prepare_environment()
-    store = Store(Path(tempfile.mkdtemp()))
+    made_by = f"{version('mlflow')}-{file_digest(Path(mlflow_store.__file__))}-{os.getuid()}"
+    store = Store(Path(tempfile.gettempdir(), f"blank-{made_by}"))
     store.open()
     return store.database
 
 
 def blank_store(root: Path) -> Store:
-    """An MLflow store without runs. Its tables, which take MLflow ten seconds, are made once."""
+    """An MLflow store without runs. Its tables, which take MLflow ten seconds, are made once, for
+    all processes of tests and later ones."""
     store = Store(root)
     root.mkdir(parents=True, exist_ok=True)
     shutil.copy(_blank_database(), store.database)

@@ -330,7 +330,7 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     assert LowRankSplit(told, Split(2)).boundary(0, 2, 16).fields[1].features == (8,)
     with pytest.raises(ConfigError, match="must be a PretrainedBackbone or a PublicBackbone"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"estimated on public text: set model\.public_text"):
+    with pytest.raises(ConfigError, match=r"public needs model\.public_text"):
         LowRankSplit(
             PretrainedBackbone(str(tmp_path)), Split(1, method="pca", calibration="public")
         )

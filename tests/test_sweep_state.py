@@ -102,21 +102,17 @@ def test_stop_on_failure_starts_nothing_more(
     assert "1 not tried (stop_on_failure); to run all of these again" in said
 
 
-def test_points_at_once_stop_too_and_a_crowd_is_warned_of(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_at_once_stop_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Slow(FakeRuns):
         def run(self, point: Point, run_dir: Path) -> None:
             time.sleep(0.1 if point.name == "none s1" else 0.3)
             super().run(point, run_dir)
 
     runs = Slow(fail=["none s1"])
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
 
     assert run_sweep(folder, GRID, runs, parallel=2, stop_on_failure=True) == 1
     assert sorted(runs.names) == ["none s1", "none s2"]
     said = capsys.readouterr().out
-    assert "2 points at once are 4 ranks on 3 cores" in said
     assert "none s2: finished" in said and "1 not tried (stop_on_failure)" in said
 
 
@@ -157,9 +153,7 @@ def test_a_point_goes_on_when_its_output_cannot_be_written(
 
     Processes(1).run(point, tmp_path)
     said = capsys.readouterr().out.splitlines()
-    assert [line.split("] ")[1].split(":")[0] for line in said] == [
-        f"{OUTPUT_FILE} lacks lines", "one", "two"
-    ]  # fmt: skip
+    assert [line.split("] ")[1] for line in said] == ["one", "two"]
 
 
 def test_the_same_command_skips_what_is_finished_and_runs_what_failed(

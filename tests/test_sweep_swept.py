@@ -37,7 +37,6 @@ def test_the_unsplit_model_joins_once_for_each_seed() -> None:
     unsplit = [("+exp=b", f"seed={seed}", f"{LAYER}=null") for seed in (1, 2)]
 
     assert with_also(asked, {LAYER: None}) == [*asked, *unsplit]
-    assert with_also(asked, {"model": {"split": {"layer": None}}}) == [*asked, *unsplit]
     both = with_also(asked, {LAYER: None, "cluster": "local"})
     assert both[len(asked) :] == [(*words, "cluster=local") for words in unsplit]
 

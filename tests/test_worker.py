@@ -23,7 +23,7 @@ from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.join import agreement
 from xcloud.join.agreement import Verdict
-from xcloud.launch import failures, rank_process, several_machines, torchrun, worker
+from xcloud.launch import failures, rank_process, several_machines, worker
 from xcloud.rank import roles
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
@@ -221,7 +221,7 @@ def test_torchrun_repeats_nothing_and_names_what_its_ranks_could_not_say(
     monkeypatch.setattr("logging.disable", lambda level: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     words = ["--master-addr=host", "--master-port=123", "-m", "xcloud", "worker", "file"]
-    assert torchrun.main(words) == code
+    assert several_machines.torchrun(words) == code
     shown = capsys.readouterr()
     assert shown.out == "waiting for all machines at host:123\n"
     assert (said in shown.err) if said else (not shown.err)

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
@@ -62,34 +63,22 @@ class Figure:
         """None without any seed that has what is needed. The error of one seed is over its test
         samples; of a difference as if the two were drawn apart, which is wider than it is."""
         values = self.values(rows)
-        if len(values) == 1 and not self.over:
-            sides = [side for side in (self.row, self.minus) if side]
-            errors = [
-                error
-                for side in sides
-                for error in Figure(side, f"{self.column}_error", where=self.where).values(rows)
-            ]
-            known = len(errors) == len(sides)
-            return Estimate(values[0], math.hypot(*errors) if known else None, 1)
-        return Estimate.of(values) if values else None
+        if len(values) != 1 or self.over:
+            return Estimate.of(values) if values else None
+        sides, column = [side for side in (self.row, self.minus) if side], f"{self.column}_error"
+        errors = [e for s in sides for e in Figure(s, column, where=self.where).values(rows)]
+        return Estimate(values[0], math.hypot(*errors) if len(errors) == len(sides) else None, 1)
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
         """By seed."""
-        own, other = self._by_seed(rows, self.row), self._by_seed(rows, self.minus or self.over)
-        if self.minus or self.over:
-            seeds = sorted(own.keys() & other.keys())
-            pairs = [(own[seed], other[seed]) for seed in seeds]
-            return [a - b if self.minus else a / b for a, b in pairs]
-        return [own[seed] for seed in sorted(own)]
+        own, other = (self._by_seed(rows, name) for name in (self.row, self.minus or self.over))
+        paired = own - other if self.minus else own / other if self.over else own
+        return list(paired.dropna().sort_index())
 
-    def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> dict[Any, float]:
+    def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> pd.Series:
         wanted = {"row": name, **self.where}
         chosen = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
-        return {
-            row.get("seed"): float(row[self.column])
-            for row in chosen
-            if row.get(self.column) is not None
-        }
+        return pd.Series({row.get("seed"): row.get(self.column) for row in chosen}, dtype=float)
 
 
 @settings("claim.rules")

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine and watches them. Computes nothing, imports no torch.
+"""Starts the ranks of a run on this machine and watches them. Computes nothing.
 
 Ranks are child processes: that works in plain runs, in sweeps and under any launcher, and leaves
 no orphans (each child asks the kernel to end it with its parent).
@@ -19,7 +19,7 @@ import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
-from xcloud.launch.failures import first_cause, lost_clouds, named_failures, own_failures
+from xcloud.launch.failures import first_cause, lost_clouds, own_failures
 from xcloud.record.files import error_file, ready_file
 
 POLL_EVERY_S = 0.1
@@ -105,23 +105,19 @@ class LocalRanks:
         if self.is_asked_to_stop:
             raise RunStopped
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        return {
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
+        command += ["--rank", str(rank), "--parent", str(os.getpid())]
+        environment = {
             **MEMORY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             **os.environ,
-            "LOCAL_WORLD_SIZE": str(len(self.clouds)),
+            "LOCAL_RANK": str(rank),
         }
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
-        command += ["--rank", str(rank), "--parent", str(os.getpid())]
-        here = {**self._environment, "LOCAL_RANK": str(rank)}
-        return start_process(command, here, self.log(rank))
+        return start_process(command, environment, self.log(rank))
 
     def ask_to_stop(self) -> None:
         """All ranks save the step under way and end; those that do not train yet just end."""
@@ -129,11 +125,6 @@ class LocalRanks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
-
-    @property
-    def may_come_right(self) -> bool:
-        """Whether a failure may not come again: it was no error that a rank itself has named."""
-        return not named_failures(self.run_dir, self.failed)
 
     @property
     def failed(self) -> dict[int, int]:
@@ -225,8 +216,8 @@ class LocalRanks:
             ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]
             for rank in ranks:
                 self.processes[rank].kill()
-                self.processes[rank].wait()
             for rank in ranks:
+                self.processes[rank].wait()
                 error_file(self.run_dir, rank).unlink(missing_ok=True)
                 self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
                 self.processes[rank] = self._start(rank)

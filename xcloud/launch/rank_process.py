@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,30 +127,21 @@ def live_in_threads(
 ) -> bool:
     """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
     rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
-    world, ended = MemoryWorld(job.cluster.num_ranks), queue.SimpleQueue[bool | BaseException]()
+    world = MemoryWorld(job.cluster.num_ranks)
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> bool:
         own = RankState(run_dir, rank) if rank else state
-        try:
-            transport = world.transport(rank)
-            _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
-            process = Process(asked, own)
-            is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
-            if rank:
-                own.close(STOPPED if is_stopped else DONE)
-            ended.put(is_stopped)
-        except BaseException as error:
-            ended.put(error)
+        transport = world.transport(rank)
+        _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
+        process = Process(asked, own)
+        is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
+        if rank:
+            own.close(STOPPED if is_stopped else DONE)
+        return is_stopped
 
-    for rank in range(job.cluster.num_ranks):
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True).start()
-    is_stopped = False
-    for _ in range(job.cluster.num_ranks):
-        found = ended.get()
-        if isinstance(found, BaseException):
-            raise found
-        is_stopped = found
-    return is_stopped
+    threads = ThreadPoolExecutor(world.num_ranks, "rank")  # the process ends without them
+    lives = [threads.submit(work, rank) for rank in range(world.num_ranks)]
+    return [one.result() for one in as_completed(lives)][-1]
 
 
 def _device_of(job: Job, rank: int) -> torch.device:
@@ -203,7 +193,6 @@ class RankProcess(Process):
 
     def run(self) -> bool:
         """Returns whether the run has ended early, as asked."""
-        _set_threads()
         config = configs.read_config(self.file)
         job, table = self.read(config), table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
@@ -233,11 +222,3 @@ class RankProcess(Process):
     def fail(self, error: BaseException) -> int:
         """Returns the exit code."""
         return write_failure(self.run_dir, self.rank, error)
-
-
-def _set_threads() -> None:
-    """Each rank takes its share of this machine's cores; OMP_NUM_THREADS overrides."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        )

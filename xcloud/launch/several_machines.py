@@ -1,15 +1,16 @@
-"""A rank that torchrun has started, on one of several machines: it watches the others itself, and
-rank 0 starts the monitor, for no launcher does (docs/several-machines.md).
+"""A run over several machines (docs/several-machines.md): torchrun starts its ranks, which watch
+each other, and rank 0 starts the monitor, for no launcher does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, write_failure
+from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS
 from xcloud.launch.rank_process import RankProcess
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
@@ -171,3 +173,45 @@ def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
             f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
             f"clouds with --node-rank in this order: {', '.join(job.cluster.clouds)}"
         )
+
+
+def torchrun(words: Sequence[str]) -> int:
+    """Start this cloud's ranks: python -m xcloud torchrun OPTIONS -m xcloud worker EXPERIMENT
+
+    OPTIONS are torchrun's. The ranks get the memory settings of a local run (processes.py), and
+    torch's C++ code shows errors only (TORCH_CPP_LOG_LEVEL); set in the environment, these stay.
+    No traceback follows what the ranks have said. Exit code 75: the same command goes on.
+    """
+    for name, value in {**MEMORY_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
+        os.environ.setdefault(name, value)
+    # Here, as no rank needs them.
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    parser = get_args_parser()
+    parser.prog, parser.description = "python -m xcloud torchrun", torchrun.__doc__
+    given = parser.parse_args(words)
+    logging.disable(logging.ERROR)  # of torchrun, which repeats what its ranks have said
+    if given.nproc_per_node.isdigit():
+        threads = (os.cpu_count() or 1) // int(given.nproc_per_node)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or 29500}"
+    print(f"waiting for all machines at {place}", flush=True)
+    try:
+        run(given)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:  # it could say nothing
+                print(f"xcloud: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return EXIT_START_AGAIN if codes == {EXIT_START_AGAIN} else 1
+    except SignalException:  # the ranks were given the signal, and have said what they did
+        return EXIT_START_AGAIN
+    except DistNetworkError as error:
+        why = "the port is taken" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+        advice = "Give all clouds the address and one free port of the first one's machine"
+        print(f"xcloud: nobody can meet at {place}: {why}. {advice}", file=sys.stderr)
+        return 1
+    return 0

@@ -24,7 +24,7 @@ from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
 from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.plan.prediction import Prediction, Simulator, largest_first
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class Pricer:
             name: {n: _stages(self._replicas[name][n], self._lines[name]) for n in firsts}
             for name, firsts in self._alike.items()
         }
-        self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
+        self._exchange_of = lru_cache(maxsize=None)(self._new_exchange)
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
@@ -112,7 +112,7 @@ class Pricer:
             idle_s / compute_s if compute_s else 0.0,
             num_bytes,
             self.memory(plan),
-            dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1])),
+            largest_first(spent),
             compute_s,
         )
 
@@ -152,11 +152,9 @@ class Pricer:
 
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
         """A replica's simulated step, by itself."""
-        arranged = self.arranged[plan.strategy]
-        layout = self._replicas[plan.strategy][replica]
-        ways = self._boundaries(plan, layout, plan.strategy)
-        silent = self.silent_boundaries(plan)
-        schedule = plan.schedule_in(replica, arranged.layout.num_replicas)
+        replicas = self._replicas[plan.strategy]
+        layout, silent = replicas[replica], self.silent_boundaries(plan)
+        schedule = plan.schedule_in(replica, len(replicas))
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
@@ -164,11 +162,11 @@ class Pricer:
                 without_gradient=silent,
                 without_rows={stage for stage, share in self.crossing.items() if not share},
             )  # fmt: skip
-        return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
+        return self._simulators[key].run(self._costs(plan, layout, schedule))
 
-    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
-        b, num_stages = self.samples(plan), len(plan.ends)
-        sums, calls_s = self._sums(b), self._calls_s(b)
+    def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
+        b, ways = self.samples(plan), self._boundaries(plan, layout)
+        sums, calls_s, num_stages = self._sums(b), self._calls_s(b), len(plan.ends)
         forward_s, backward_s, weights_s, updates = [], [], [], []
         for stage, (start, end) in enumerate(plan.spans):
             # A stage is called once for a micro-batch, whatever its pieces.
@@ -202,7 +200,7 @@ class Pricer:
         return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
 
     def _num_own(self, plan: Plan, replica: int) -> int:
-        return plan.micro_batches_of(replica, self.arranged[plan.strategy].layout.num_replicas)
+        return plan.micro_batches_of(replica, len(self._replicas[plan.strategy]))
 
     def _ring_s(self, cloud: str, num_ranks: int, num_bytes: int) -> float:
         """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
@@ -212,33 +210,31 @@ class Pricer:
         return 2 * (num_ranks - 1) * inside.transfer_s(math.ceil(num_bytes / num_ranks))
 
     def _exchange(self, plan: Plan) -> Exchange:
-        """Of its strategy, cut and compression: the same whatever its schedule."""
-        key = plan.strategy, plan.ends, plan.compression
-        if key not in self._exchanges:
-            self._exchanges[key] = self._new_exchange(plan)
-        return self._exchanges[key]
+        return self._exchange_of(plan.strategy, plan.ends, plan.compression)
 
-    def _new_exchange(self, plan: Plan) -> Exchange:
-        costs = self.profile.compressors[plan.compression].averaging
-        arranged = self.arranged[plan.strategy]
+    def _new_exchange(self, strategy: str, ends: tuple[int, ...], compression: str) -> Exchange:
+        costs = self.profile.compressors[compression].averaging
+        arranged = self.arranged[strategy]
         averaging = arranged.strategy.averaging
         if averaging is None or arranged.layout.num_replicas == 1:
             return Exchange()
         if costs is None:
             raise ConfigError(
-                f"the profile says nothing of what {plan.compression} costs when replicas "
+                f"the profile says nothing of what {compression} costs when replicas "
                 "average; measure it, or leave strategies out of plan.search"
             )
-        profile, lines = self.profile, self._lines[plan.strategy]
+        profile, lines = self.profile, self._lines[strategy]
         whole, is_apart = max(1, profile.trained_bytes), averaging.traits.is_apart
-        trained = (sum(p.trained_bytes for p in profile.pieces[a:b]) for a, b in plan.spans)
+        trained = (
+            sum(p.trained_bytes for p in profile.pieces[a:b]) for a, b in pairwise((0, *ends))
+        )
         shares = [own / whole for own in trained]
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
         return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
 
     # What crosses.
 
-    def _boundaries(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
+    def _boundaries(self, plan: Plan, layout: ClusterLayout) -> list[tuple[Direction, Direction]]:
         b, found = self.samples(plan), []
         for stage, end in enumerate(plan.ends[:-1]):
             here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
@@ -250,7 +246,7 @@ class Pricer:
                 found.append((Direction(ways[0].num_bytes), Direction(ways[1].num_bytes)))
             else:
                 found.append((Direction(), Direction()))
-        return tuple(found)
+        return found
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end)
@@ -271,9 +267,6 @@ class Pricer:
 @lru_cache(maxsize=4096)
 def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
     return bool(put_off(schedule.actions(stage, num_stages)))
-
-
-Ways = tuple[tuple[Direction, Direction], ...]
 
 
 class _Stage(NamedTuple):

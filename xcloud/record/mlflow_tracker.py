@@ -177,11 +177,10 @@ class Sender(threading.Thread, Recording):
             if time.monotonic() >= retry_at_s and not self._deliver():
                 retry_at_s = time.monotonic() + RETRY_AFTER_S
         # One more attempt if the store is known to be down, three for a hiccup at the very end.
-        for attempts_left in reversed(range(1 if self._trouble else FINISH_ATTEMPTS)):
+        for attempt in range(1 if self._trouble else FINISH_ATTEMPTS):
+            time.sleep(min(attempt, 1))
             if self._deliver(last=True):
                 return
-            if attempts_left:
-                time.sleep(1.0)
 
     def _deliver(self, last: bool = False) -> bool:
         """Send everything pending; False if the store is down, in which case nothing is lost."""

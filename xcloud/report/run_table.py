@@ -80,8 +80,7 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    yield from _score_rows(summary)
-    yield from _loss_rows(summary)
+    yield from _quality_rows(summary)
     yield from _time_rows(summary)
     yield from _traffic_rows(summary)
     yield from _privacy_rows(summary)
@@ -92,23 +91,17 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield from _feed_rows(summary["feed"])
 
 
-def _score_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    errors = summary.get("quality_error", {})
+def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Scores and loss; what did not arrive, or did not count."""
+    errors, before = (summary.get(key, {}) for key in ("quality_error", "quality_before"))
+    at_step = f" at step {summary.get('quality_at_step')}" * ("quality_at_step" in summary)
     for name, value in summary["quality"].items():
-        at_step = summary.get("quality_at_step")
-        remark = "test set" + (f" at step {at_step}" if at_step else "")
-        if (before := summary.get("quality_before", {}).get(name)) is not None:
-            remark += f"; {score_text(name, before)} before training"
-        yield score_name(name), score_with_error(name, value, errors.get(name)), remark
-    yield (
-        "final loss",
-        human_number(summary["final_loss"], ".4f"),
-        "training loss of the last step",
-    )
-
-
-def _loss_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """What did not arrive, or did not count."""
+        started = before.get(name)
+        remark = "" if started is None else f"; {score_text(name, started)} before training"
+        text = score_with_error(name, value, errors.get(name))
+        yield score_name(name), text, f"test set{at_step}{remark}"
+    loss = human_number(summary["final_loss"], ".4f")
+    yield "final loss", loss, "training loss of the last step"
     if num_skipped := summary.get("num_skipped_updates"):
         yield "updates skipped", str(num_skipped), "loss or gradient not finite"
     if lost := summary.get("lost_event_lines"):
@@ -119,9 +112,7 @@ def _loss_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
     if merges := summary.get("merges"):
-        counts = ", ".join(
-            f"{merges[f'clouds_{what}']} {what}" for what in ("late", "lost", "back")
-        )
+        counts = ", ".join(f"{merges[f'clouds_{w}']} {w}" for w in ("late", "lost", "back"))
         remark = f"{merges['partial']} without a cloud; clouds: {counts}"
         yield "merges", str(merges["whole"] + merges["partial"]), remark
 
@@ -139,9 +130,8 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
-    use = summary.get("link_utilisation") or {}
-    remark = ", without the waits of averaging" if "averaging" in sent else ""
+    sent, use = summary["wan_bytes_per_step"], summary.get("link_utilisation") or {}
+    remark = ", without the waits of averaging" * ("averaging" in sent)
     bubble = human_number(summary["bubble_ratio"], ".3f")
     yield "bubble ratio", bubble, f"waiting / computing{remark}"
     for kind, num_bytes in sent.items():
@@ -151,15 +141,15 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             yield f"sent {kind}, per step", human_bytes(num_bytes), remark
     if sent["other"]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
-    remark = ", ".join(f"{kind} {_ratio(r)}" for kind, r in ratio.items() if kind != "total")
-    yield "compression ratio", _ratio(ratio["total"]), remark
+    ratios = {k: UNKNOWN if r is None else f"{r:.2f}x"
+              for k, r in summary["compression_ratio"].items()}  # fmt: skip
+    total = ratios.pop("total")
+    yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
 
 
 def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     if summary.get("label_leak_auc") is not None:
-        parts = {
-            kind: summary.get(f"label_leak_auc_{kind}") for kind in ("gradient", "activation")
-        }
+        parts = {k: summary.get(f"label_leak_auc_{k}") for k in ("gradient", "activation")}
         known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
         remark = ", ".join([*known, "0.5 = nothing leaks"])
         yield "label leak, AUC", human_number(summary["label_leak_auc"], ".3f"), remark
@@ -179,11 +169,8 @@ def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
     """Of a one-way job: each producer's share."""
-    yield (
-        "bytes per token",
-        human_number(feed["bytes_per_token"], ".2f"),
-        "between clouds, counted",
-    )
+    per_token = human_number(feed["bytes_per_token"], ".2f")
+    yield "bytes per token", per_token, "between clouds, counted"
     for name, producer in feed["producers"].items():
         loss = human_number(producer["loss"], ".3f")
         remark = f"{producer['num_batches']} batches, loss {loss}"
@@ -192,7 +179,3 @@ def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
         yield f"fed by {name}", human_percent(producer["share_taken"] or 0, 1), remark
     if feed["num_skipped"]:
         yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
-
-
-def _ratio(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2f}x"

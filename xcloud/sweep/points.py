@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -47,7 +47,7 @@ BESIDE = ("sweep", "label", "tracker")
 # Not part of the label: the seed is appended, the sweep's name is left out.
 UNLABELLED = {"seed", "sweep"}
 # A low-rank split. With `layer: null` the model is unsplit and the other keys are ignored.
-SPLIT, CUT_LAYER, CUT_RANK = "model.split", "model.split.layer", "model.split.rank"
+SPLIT, CUT_LAYER = "model.split", "model.split.layer"
 UNCOMPRESSED = "none"  # the label of the reference among compressions
 
 
@@ -131,15 +131,10 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     """The requested points, and each again with `also` replacing what it covers.
 
     {"compression": "none"} for rates of compression times seeds gives one "none" for each seed;
-    {"model.split.layer": None}, or the same nested, gives the unsplit model.
+    {"model.split.layer": None} gives the unsplit model, to which its other settings do not apply.
     """
-    words = dict(_words(also))
-    # Other settings of the split do not apply to the unsplit model.
-    covered = [
-        SPLIT if (key, word) == (CUT_LAYER, "null") else _dotted(key)
-        for key, word in words.items()
-    ]
-    added = tuple(f"{key}={word}" for key, word in words.items())
+    covered = [SPLIT if pair == (CUT_LAYER, None) else _dotted(pair[0]) for pair in also.items()]
+    added = tuple(f"{key}={_word(value)}" for key, value in also.items())
     again = [
         (*(o for o in overrides if not _below(_dotted(_key(o)), covered)), *added)
         for overrides in asked
@@ -161,11 +156,9 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     shorts = _short_names(keys)
     for point in points:
         point.label = _label(point, keys, shorts)
-    settings_of: dict[str, set[str]] = {}
+    labels = [label for label, _ in {(p.label, setting_key(p.settings)) for p in points}]
     for point in points:
-        settings_of.setdefault(point.label, set()).add(setting_key(point.settings))
-    for point in points:
-        if len(settings_of[point.label]) > 1:  # compressors whose labels are ambiguous
+        if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
             given = _by_key(point.overrides)
             own = [key for key in keys if key in given and _below(key, ["compression"])]
             more = (f"{shorts[key]}={given[key]}" for key in own)
@@ -188,23 +181,16 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
         elif _below(dotted, [SPLIT]) and is_unsplit(settings):
             parts.append("unsplit")
         elif key in given:
-            parts.append(
-                f"{shorts[key]}={given[key]}" if is_value and key != "exp" else given[key]
-            )
+            is_named = is_value and key != "exp"
+            parts.append(f"{shorts[key]}=" * is_named + given[key])
     return " ".join(dict.fromkeys(parts)) or point.experiment.labels.compression
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each key, or as many as make it unique."""
-    parts = {key: re.split(r"[./]", key) for key in keys}
-
-    def short(key: str) -> str:
-        for length in range(1, len(parts[key])):
-            if [other[-length:] for other in parts.values()].count(parts[key][-length:]) == 1:
-                return ".".join(parts[key][-length:])
-        return _dotted(key)
-
-    return {key: short(key) for key in keys}
+    """The last part of each key, or all of it where two end alike."""
+    last = [re.split(r"[./]", key)[-1] for key in keys]
+    return {key: end if last.count(end) == 1 else _dotted(key)
+            for key, end in zip(keys, last, strict=True)}  # fmt: skip
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -219,14 +205,9 @@ def _dotted(key: str) -> str:
     return key.replace("/", ".")
 
 
-def _words(also: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value) as in an override: null, true, 0.5."""
-    for key, value in also.items():
-        if isinstance(value, Mapping):
-            yield from _words(value, f"{prefix}{key}.")
-        else:
-            is_word = value is None or isinstance(value, bool)
-            yield f"{prefix}{key}", json.dumps(value) if is_word else str(value)
+def _word(value: object) -> str:
+    """As in an override: null, true, 0.5."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def deciding(settings: Settings) -> Settings:
@@ -290,11 +271,16 @@ class SweepState:
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
         """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
         changed ones again."""
-        ran = {folder: self._settings(folder) for folder in self.points}
-        by_identity = {identity(own): folder for folder, own in ran.items() if own}
+        ran = {}
+        for name in self.points:
+            with suppress(ConfigError):  # its settings were never written
+                ran[name] = flatten(read_config(self.folder / name / EXPERIMENT_FILE))
+        by_identity = {identity(own): name for name, own in ran.items()}
         taken, decisions = {*self.points}, []
         for point in points:
-            folder = by_identity.get(point.identity) or self._asked_before(point)
+            alike = (name for name, entry in self.points.items()
+                     if same_overrides(entry["overrides"], point.overrides))  # fmt: skip
+            folder = by_identity.get(point.identity) or next(alike, None)
             if folder is None:
                 folder = _free_name(point.folder, taken)
                 decisions.append(Decision(point, "run", folder))
@@ -331,12 +317,6 @@ class SweepState:
         write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
         return run_dir
 
-    def _asked_before(self, point: Point) -> str | None:
-        same = (
-            f for f, e in self.points.items() if same_overrides(e["overrides"], point.overrides)
-        )
-        return next(same, None)
-
     def _judge(
         self, point: Point, folder: str, changed: Changed, accept_changes: bool
     ) -> Decision:
@@ -352,13 +332,6 @@ class SweepState:
             return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
         is_kept = accept_changes or not changes
         return Decision(point, "skip" if is_kept else "again", folder, "; ".join(changes))
-
-    def _settings(self, folder: str) -> Settings | None:
-        """The settings that were run there; None if they were never written."""
-        try:
-            return flatten(read_config(self.folder / folder / EXPERIMENT_FILE))
-        except ConfigError:
-            return None
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:

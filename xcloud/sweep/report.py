@@ -130,19 +130,16 @@ def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
 def _compare(results: Results) -> None:
     """Print the settings that differ between sweeps, and compare rows with the same label."""
     first, *others = results.sweeps
-    shared = {}
+    shared = {}  # the settings that all runs of a sweep have
     for sweep in results.sweeps:
         own = [run.settings for run in results.runs if run.sweep == sweep]
-        differing = set(varying(own))
-        shared[sweep] = {key: own[0][key] for key in own[0] if key not in differing}
+        shared[sweep] = {key: own[0][key] for key in own[0].keys() - set(varying(own))}
     for sweep in others:
-        both = {key: pair for key, pair in differences(shared[first], shared[sweep]).items()
-                if key in shared[first] and key in shared[sweep]}  # fmt: skip
-        lines = [f"  {key}: {old} | {new}" for key, (old, new) in both.items()]
-        heading = f"{first} | {sweep}: "
-        print(heading + ("settings that differ" if lines else "no common setting differs"))
-        for line in lines[:MOST_DIFFERENCES]:
-            print(line)
+        found = differences(shared[first], shared[sweep]).items()
+        both = [f"  {key}: {old} | {new}" for key, (old, new) in found
+                if key in shared[first] and key in shared[sweep]]  # fmt: skip
+        heading = "settings that differ" if both else "no common setting differs"
+        print("\n".join([f"{first} | {sweep}: {heading}", *both[:MOST_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
     bases = scored[scored.sweep == first].set_index("setting")
     pairs = scored[scored.sweep != first].merge(bases, on="setting", suffixes=("", "_of_first"))

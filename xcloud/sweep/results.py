@@ -201,10 +201,9 @@ def _tell_apart(rows: pd.DataFrame) -> None:
 
 def _by_score(row: pd.Series) -> tuple[bool, float, float]:
     """To sort by: best first, then the fastest; without a score last."""
-    if row.score is None or pd.isna(row.score):
-        return True, 0.0, float(np.nan_to_num(row.step_time_s))
     sign = 1 if row.score in LESS_IS_BETTER else -1
-    return False, sign * row[row.score], float(np.nan_to_num(row.step_time_s))
+    score = sign * row[row.score] if isinstance(row.score, str) else 0.0
+    return not isinstance(row.score, str), score, float(np.nan_to_num(row.step_time_s))
 
 
 def _short(key: str) -> str:
@@ -240,8 +239,8 @@ class Swept:
     @property
     def num_seeds(self) -> str:
         """3, or 1 to 3 where some runs are missing."""
-        counts = sorted({*self.rows.finished, *self.beside.finished})
-        return " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        counts = pd.concat([self.rows, self.beside]).finished
+        return " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
 
 
 def swept_of(results: Results) -> Swept | None:

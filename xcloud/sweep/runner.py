@@ -33,6 +33,7 @@ from xcloud.base.units import human_duration, human_seconds, score_name, score_t
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, read_config, write
 from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.record.tracking import final_metrics
 from xcloud.sweep.points import (
     LOCK_FILE,
     Decision,
@@ -87,16 +88,12 @@ class Processes:
         threads = num_cores() // (point.experiment.cluster.num_processes * self.parallel)
         process = start_point(run_dir, max(1, threads))
         self._running.append(process)
-        last, is_whole = "", True
+        last = ""
         assert process.stdout is not None
         with process.stdout, open(run_dir / OUTPUT_FILE, "ab", buffering=0) as log:
             for line in process.stdout:
-                try:
+                with suppress(OSError):  # a full disk ends no point
                     log.write(line.encode())
-                except OSError as error:  # a full disk ends no point
-                    if is_whole:
-                        say(f"[{point.name}] {OUTPUT_FILE} lacks lines: {error}")
-                    is_whole = False
                 last = line.strip() or last
                 if line.strip() and not (run_dir / SUMMARY_FILE).exists():
                     say(f"[{point.name}] {line.rstrip()}")
@@ -213,13 +210,6 @@ class Sweep:
             say(f"  to continue it later: {self.command}")
         if any(getattr(decision.point.experiment, "follow_up", ()) for decision in todo):
             say("  points of a sweep run no follow_up; what they leave is in their run folders")
-        parallel, cores = self.settings.parallel, num_cores()
-        ranks = sorted(decision.point.experiment.cluster.num_processes for decision in todo)
-        if parallel > 1 and (needed := sum(ranks[-parallel:])) > cores:
-            say(
-                f"  warning: {parallel} points at once are {needed} ranks on {cores} cores; they "
-                "slow each other down, so do not trust step times of this sweep"
-            )
 
     def _run_points(self, state: SweepState) -> None:
         with ThreadPoolExecutor(self.settings.parallel) as pool:
@@ -298,14 +288,13 @@ def _composed(
 
 def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides]) -> list[str]:
     shared = set(asked[0]).intersection(*asked)
-    lines = [f"the sweep is refused, nothing was started; {len(wrong)} of {len(asked)} points:"]
     by_reason: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share one
     for overrides, reason in wrong:
         by_reason.setdefault(reason, []).append(overrides)
-    for reason, alike in list(by_reason.items())[:MOST_REASONS]:
-        own = " ".join(word for word in alike[0] if word not in shared) or " ".join(alike[0])
-        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
-        lines.append(f"  {own}{more}: {reason}")
+    lines = [f"the sweep is refused, nothing was started; {len(wrong)} of {len(asked)} points:"]
+    for reason, (first, *others) in list(by_reason.items())[:MOST_REASONS]:
+        own = " ".join(word for word in first if word not in shared) or " ".join(first)
+        lines.append(f"  {own}{f' (and {len(others)} more)' if others else ''}: {reason}")
     if len(by_reason) > MOST_REASONS:
         lines.append(f"  and {len(by_reason) - MOST_REASONS} more reasons")
     return lines
@@ -314,15 +303,13 @@ def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides])
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
-    parts = [
-        f"{score_name(name)} {score_text(name, value)}"
-        for name, value in list(summary.get("quality", {}).items())[:1]
-        if value is not None
-    ]
-    step_s = (summary.get("step_time_s") or {}).get("median")
-    ratio = (summary.get("compression_ratio") or {}).get("total")
-    parts += [f"{human_seconds(step_s)} a step"] if step_s is not None else []
-    parts += [f"ratio {ratio:.2f}x"] if ratio is not None else []
+    known = final_metrics(summary)
+    parts = [f"{score_name(name)} {score_text(name, known[name])}"
+             for name in list(summary.get("quality", ()))[:1] if name in known]  # fmt: skip
+    if "step_time_s" in known:
+        parts.append(f"{human_seconds(known['step_time_s'])} a step")
+    if "compression_ratio" in known:
+        parts.append(f"ratio {known['compression_ratio']:.2f}x")
     return "".join(f", {part}" for part in parts)
 
 

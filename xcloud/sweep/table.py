@@ -29,8 +29,7 @@ PAPER = "paper: "  # prefix of headings of published figures
 WIDTH_OF_A_SWEEP = 200  # in a file: a wrapped label cannot be searched for
 _NUM_RANKS = re.compile(r"cluster\.clouds\.[^.]+\.num_ranks")
 _BESIDE = ["settings", "published", "reference", "workload", "score", "cluster"]
-_PUBLISHED = {"quality": "paper_quality", "share": "paper_share", "ratio": "paper_ratio",
-              "of_one_cloud": "paper_share_of_one_cloud"}  # fmt: skip
+_PUBLISHED = ("quality", "share", "ratio", "of_one_cloud")
 
 
 def print_sweep(results: Results, console: Console | None = None) -> None:
@@ -158,8 +157,8 @@ def write_csv(folder: Path, results: Results) -> list[Path]:
     """Write table.csv, a row per setting, and points.csv, a row per run, failed ones included."""
     table = results.rows.drop(columns=_BESIDE).round(6)
     table = table.rename(columns={"share": "share_of_uncompressed_step_time"})
-    for name, heading in _PUBLISHED.items():
-        table[heading] = [published.get(name) for published in results.rows.published]
+    for name in _PUBLISHED:
+        table[f"paper_{name}"] = [known.get(name) for known in results.rows.published]
     folder.mkdir(parents=True, exist_ok=True)
     table.to_csv(folder / TABLE_FILE, index=False)
     results.points.to_csv(folder / POINTS_FILE, index=False)
