@@ -30,6 +30,7 @@ from xcloud.tasks.corpus.rows import (
     SplitTables,
     Table,
     Text,
+    name_of,
     read,
 )
 from xcloud.tasks.labels import CROSS_LINGUAL, GLUE, KEYS, Benchmark, Labels, chosen_columns
@@ -298,7 +299,7 @@ class FolderCrossLingual(InFolder, CrossLingual):
         here = self.train_language
         expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
         files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
-        found = f"found: {', '.join(file.label for file in files.values()) or 'none'}"
+        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
         tested = sorted(name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name))
         tested.sort(key=lambda language: language != here)
         wanted = self.languages or tested or ["LANGUAGE"]
@@ -310,7 +311,7 @@ class FolderCrossLingual(InFolder, CrossLingual):
         dev = [files[f"{name}.{here}"] for name in DEV_NAMES if f"{name}.{here}" in files][:1]
         remarks = []
         if not trained and dev:
-            remarks = [f"no training file: {dev[0].label} is the training set"]
+            remarks = [f"no training file: {name_of(dev[0])} is the training set"]
             trained, dev = dev, []
         if not trained:
             raise DataError(
