@@ -49,9 +49,8 @@ class Codec(StatefulParts):
         rows = rows_of()
         meant = self.memory.before_send(tensor, rows)
         parts = self.compressor.compress(meant)
-        if self.memory.needs_seen:
-            seen = self.compressor.decompress(parts, TensorSpec.of(tensor))
-            self.memory.after_send(meant, seen, rows)
+        seen = self.compressor.decompress(parts, TensorSpec.of(tensor))
+        self.memory.after_send(meant, seen, rows)
         return parts
 
     def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
