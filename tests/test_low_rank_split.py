@@ -37,6 +37,7 @@ from xcloud.models.split_point import Split
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe
 from xcloud.training.batch_plan import cut
+from xcloud.wire.further_ends import hand_over
 
 WAYS: dict[str, dict[str, Any]] = {
     "svd": {},
@@ -180,7 +181,7 @@ def updates(made: LowRankSplit, layout: ClusterLayout, cache: Path) -> list[dict
     parts = build(made, n, where(cache), handed_over=False)
     boundaries = {stage: made.boundary(stage, n, 16) for stage in range(n - 1)}
     ranks = pipelines(layout, boundaries=boundaries, stages=dict(enumerate(parts)))
-    in_threads([rank.hand_over for rank in ranks])
+    in_threads([lambda p=p: hand_over(p.stages, p.ports) for p in ranks])
     whole = question(12)
 
     def fetch(ids: torch.Tensor) -> Batch:

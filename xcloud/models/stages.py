@@ -22,16 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.contracts.model import (
-    Architecture,
-    Batch,
-    Boundary,
-    BoundaryField,
-    Head,
-    Message,
-    Stage,
-    StageOutput,
-)
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
 from xcloud.models.encoder import Packing
 
 TEXT, TYPES, LABEL = "text", "types", "label"

@@ -25,15 +25,8 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.model import (
-    Architecture,
-    Batch,
-    Boundary,
-    BuildContext,
-    Message,
-    Stage,
-    StageOutput,
-)
+from xcloud.comm.boundary import Boundary, Message
+from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput
 from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import (
     Cache,
