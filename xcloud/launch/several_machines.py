@@ -78,12 +78,15 @@ class TorchrunProcess(RankProcess):
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
             print(job.headline, flush=True)
-        if self.rank == 0:
-            self._monitor = _start_monitor(self.run_dir, self.file)
+        if self.rank == 0:  # no launcher watches the run: this machine follows its events
+            words = ["monitor", str(self.run_dir), "--experiment", str(self.file)]
+            words += ["--parent", str(os.getpid())]
+            self._monitor = subprocess.Popen([sys.executable, "-m", "xcloud", *words])
 
     def end(self, is_stopped: bool) -> None:
-        if self.is_first_here and self.rank and not is_stopped and self.model.is_dir():
-            print(f"this cloud's part of the model: {self.model.resolve()}", flush=True)
+        model = self.run_dir / MODEL_DIR
+        if self.is_first_here and self.rank and not is_stopped and model.is_dir():
+            print(f"this cloud's part of the model: {model.resolve()}", flush=True)
         for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
             clock.unlink(missing_ok=True)
         if self._monitor is not None:
@@ -100,10 +103,6 @@ class TorchrunProcess(RankProcess):
         code = super().fail(error)
         self._await_table()
         return code
-
-    @property
-    def model(self) -> Path:
-        return self.run_dir / MODEL_DIR
 
     def _end_alone(self, error: LinkError) -> None:
         """From another thread: the main one may wait for a rank that is gone, inside torch."""
@@ -125,12 +124,6 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
     with contextlib.suppress(OSError):  # a full disk: the monitor says what it cannot write
         if file.resolve() != kept:
             configs.write(config, kept)
-
-
-def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
-    """On several machines no launcher watches the run: rank 0's machine follows its events."""
-    command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
-    return subprocess.Popen([*command, "--parent", str(os.getpid())])
 
 
 def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
