@@ -49,8 +49,6 @@ def num_cores() -> int:
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
 # machine (launch/processes.py), by heartbeats on several (join/restarts.py).
 FOREVER = timedelta(days=30)
-
-
 JOIN_WITHIN_S = 12 * 3600.0
 
 
