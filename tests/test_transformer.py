@@ -132,7 +132,7 @@ def test_a_stage_is_saved_without_its_sinusoids_and_built_again(tmp_path: Path) 
 
 def test_a_text_longer_than_the_task_allows_is_refused(tmp_path: Path) -> None:
     stages = build(MODEL, 2, context(tmp_path, max_length=8))
-    with pytest.raises(ValueError, match=r"supports at most 8. Lower the task's max_length"):
+    with pytest.raises(ValueError, match=r"supports at most 8: lower task.max_length"):
         run_joined(stages, batch_of([[5] * 9], [[5]]))
 
 

@@ -119,16 +119,18 @@ def ranks(
         is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
             held, schedule, training, feed, wiring.groups, exchange, wiring.sums,
-            LossReport(place.replica, strategy.traits.is_apart, is_private),
+            LossReport(
+                place.replica > 0 and (is_private or not strategy.traits.is_apart), is_private
+            ),
         )  # fmt: skip
         guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         parts: list[Part] = [guard]
         if isinstance(privacy, SamplePrivacy):
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
-            buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
-            groups = {stage: wiring.groups[stage] for stage in held.stages}
-            parts.append(OverlappedSums(buffers, groups, lambda: trainer.num_backwards))
+            parts.append(
+                OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards)
+            )
         if (tied := join_tied(wiring, trainer, choose, 7)) is not None:
             parts.append(tied)
         return Rank(trainer, wiring, reporter, told, parts, strategy)

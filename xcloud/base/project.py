@@ -16,7 +16,6 @@ def project_root() -> Path:
 
 
 def in_project(path: str) -> Path:
-    """`path` with ~ expanded; relative paths are relative to project_root()."""
     return project_root() / Path(path).expanduser()
 
 
@@ -56,7 +55,6 @@ def _checkout() -> Path | None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints, or None when it is missing, refuses or hangs."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments],

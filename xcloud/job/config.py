@@ -241,7 +241,6 @@ def read_data(path: Path) -> Any:
 
 
 def _check_data(text: str, path: Path) -> None:
-    """Look at one value after the other, before any is built."""
     depth = num_values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)

@@ -97,7 +97,6 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
 
 
 def explained(error: Exception, overrides: Sequence[str], conf_dir: Path) -> list[str]:
-    """Lines for the user, of what Hydra raised."""
     return hints(overrides, conf_dir) or [in_one_line(error)]
 
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
+from xcloud.comm.boundary import Message
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
     Architecture,
     Batch,
     BuildContext,
-    Message,
     Stage,
     StageOutput,
     TokenIds,

@@ -49,7 +49,7 @@ class OverlappedSums(Part):
         self._left: dict[int, int] = {}  # backwards of each stage, of this update
         self._order: list[_Bucket] = []
         for stage in sorted(buffers, reverse=True):
-            if groups[stage].group_size > 1:
+            if groups[stage].group_size > 1 and not buffers[stage].is_sharded:
                 self._add(stage, buffers[stage], bucket_bytes)
         self._num_started = 0
         self._waits: list[tuple[int, Callable[[], object]]] = []

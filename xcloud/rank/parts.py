@@ -36,6 +36,7 @@ from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
+from xcloud.wire.further_ends import hand_over
 from xcloud.wire.wiring import Wiring
 
 
@@ -71,11 +72,6 @@ class Features:
             )
         return stage
 
-    def shard(self, stages: Mapping[int, Stage]) -> None:
-        """What is left of them, once they have handed over what others begin with."""
-        for number, sharder in self._sharders.items():
-            sharder.rest(stages[number])
-
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
         """What the leak meter sees; None without it."""
         if self.job.leak_meter is None:
@@ -100,6 +96,12 @@ class Features:
             self.control.agree(parameters_fact(stages))
         else:
             self.wiring.meet()
+
+    def hand_over(self, pipeline: Pipeline) -> None:
+        """To each stage what it begins with; what is left of them then is sharded."""
+        hand_over(pipeline.stages, pipeline.ports)
+        for number, sharder in self._sharders.items():
+            sharder.rest(pipeline.stages[number])
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
         job, size = self.job, self.job.training.batch_size
@@ -128,16 +130,16 @@ class Features:
         which must be those that a checkpoint was made with."""
         job, context, reporter = self.job, self.context, self.reporter
         privacy = job.security.privacy
-        training = job.training
+        training, choose = job.training, job.compression.for_tensor
         before = [
             DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
             *(own.join(context) for own in job.parts.values()),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
-            else self._overlapped(trainer),
-            join_tied(self.wiring, trainer, job.compression.for_tensor, job.seed)
-            if job.ties_ends
-            else None,
+            else OverlappedSums(
+                trainer.buffers, self.wiring.groups, lambda: trainer.num_backwards
+            ),
+            join_tied(self.wiring, trainer, choose, job.seed) if job.ties_ends else None,
             pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
             if job.autopilot is not None
             else None,
@@ -193,11 +195,3 @@ class Features:
         comes_again = self.context.transport.meeting.beginning > 1
         if comes_again or self.context.verdict.from_step:
             trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
-
-    def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:
-        """Sums inside a cloud that begin in the backward."""
-        buffers = {n: s.buffer for n, s in trainer.stages.items() if n not in self._sharders}
-        groups = {n: trainer.stages[n].group for n in buffers}
-        if all(group.group_size == 1 for group in groups.values()):
-            return None
-        return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)

@@ -74,8 +74,7 @@ class StageRank(Role[Experiment]):
         leaks = features.leaks(stages, data)
         pipeline = features.pipeline(stages, leaks)
         features.meet(stages)
-        pipeline.hand_over()
-        features.shard(stages)
+        features.hand_over(pipeline)
         replica, is_apart = self.placement.replica, job.strategy.traits.is_apart
         feed = Feed(
             job.batch_plan(data.num_samples("train")),
@@ -88,7 +87,7 @@ class StageRank(Role[Experiment]):
         is_private = job.security.privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
             pipeline, job.schedule, job.training, feed, wiring.groups, exchange, wiring.sums,
-            LossReport(replica, is_apart, is_private),
+            LossReport(replica > 0 and (is_private or not is_apart), is_private),
         )  # fmt: skip
         meter = WanMeter(wiring, self.reporter, self._reports_skips)
 

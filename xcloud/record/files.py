@@ -79,7 +79,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_events(run_dir: Path) -> bool:
-    """Whether there is a run in this folder."""
     return any(run_dir.glob("events*.jsonl*"))
 
 
@@ -214,7 +213,6 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A reader sees the old file or the complete new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)

@@ -118,7 +118,6 @@ class EventFile:
 
 
 def _ends_inside_a_line(path: Path) -> bool:
-    """An earlier attempt at the run was killed while it wrote."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
@@ -149,7 +148,6 @@ class RankState:
             print(f"rank {self._rank}: {phase}", flush=True)
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Each event that the rank reports."""
         if event == "phase":
             self.enter(str(fields["name"]))
         elif event in ("step", "fed") and "step" in fields:

@@ -88,18 +88,20 @@ class ProgressLine:
         elif kind == "autopilot":
             self.note(f"after step {event['step']} {event['choice']}; {event['reason']}")
         elif kind == "resume":
-            self.note(_describe_resume(event))
+            text = f"resumes from step {event['step']}" if event["step"] else "begins anew"
+            if again := event.get("steps_again"):
+                text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
+            changed = ", ".join(event.get("changed", ()))
+            self.note(text + (f"; changed: {changed}" if changed else ""))
         elif kind == "fed" and "loss" in event:
             self._losses[event["cloud"]] = event["loss"]
 
     def note(self, text: str) -> None:
-        """Print one or more lines at once, on a terminal above the live line."""
         from rich.text import Text
 
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Print the last state and end the line."""
         self._live.stop()
         self._print_line()
 
@@ -150,14 +152,6 @@ class ProgressLine:
         elif step_s:
             parts.append(f"sends {8e-6 * max(sent.values()) / step_s:.1f} Mbit/s")
         return "  ".join(parts)
-
-
-def _describe_resume(event: Event) -> str:
-    text = f"resumes from step {event['step']}" if event["step"] else "begins anew"
-    if again := event.get("steps_again"):
-        text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
-    changed = ", ".join(event.get("changed", ()))
-    return text + (f"; changed: {changed}" if changed else "")
 
 
 def _describe_quality(event: Event) -> str:

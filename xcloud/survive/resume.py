@@ -278,7 +278,6 @@ class RankCheckpoints:
         return attempts.pop()
 
     def _needed(self, step: int) -> list[int]:
-        """The ranks whose parts to read."""
         parts, changed, before = self.folder.ranks(step), self.changes(step), self._before(step)
         if not changed.moves:
             if self.rank not in parts:
@@ -330,7 +329,6 @@ def is_marked(key: str, mark: str) -> bool:
 
 
 def _remembers(state: State) -> bool:
-    """Numbers only count messages."""
     return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
 
 

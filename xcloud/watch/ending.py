@@ -3,12 +3,12 @@ A part that cannot be made costs one warning, never the rest."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.errors import XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.job.job import Job
 from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_predicted
@@ -28,20 +28,22 @@ def write_record(
     job: Job, run_dir: Path, run: RunStatistics, recording: Recording, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the summary. facts: status, cause and commit, lost_event_lines."""
-    cause = facts["cause"]
-    pictures = _draw(job, run_dir, run)
+    cause, labels = facts["cause"], job.labels
+    pictures = _draw(job, run_dir, run) if run.num_steps else []
     known = {name: facts[name] for name in ("status", "cause", "commit")}
     summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
-    summary["compression"] = job.labels.compression
-    if job.labels.strategy:
-        summary["strategy"] = job.labels.strategy
-    summary["link"] = job.cluster.describe()
-    summary["defences"] = job.labels.defences
+    summary["compression"] = labels.compression
+    if labels.strategy:
+        summary["strategy"] = labels.strategy
+    summary |= {"link": job.cluster.describe(), "defences": labels.defences}
     summary |= predicted_of(run_dir)
     summary["lost_event_lines"] = facts["lost_event_lines"]
-    summary |= _audit_wire(run_dir)
-    if cause is None:
-        summary |= _measure_leaks(job, run_dir)
+    if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
+        with _may_lack(run_dir, AUDIT_FILE):
+            summary["wire"] = compact(join_audit(run_dir))
+    if cause is None and job.leak_meter is not None:
+        with _may_lack(run_dir, "leak figures"):
+            summary |= job.leak_meter.measure(run_dir)
     try:
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
@@ -62,32 +64,19 @@ def write_record(
     return summary
 
 
-def _audit_wire(run_dir: Path) -> dict[str, Any]:
-    """What left each cloud, from the records in this folder (all ranks, on one machine)."""
+@contextlib.contextmanager
+def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> Iterator[None]:
     try:
-        return {"wire": compact(join_audit(run_dir))}
-    except (XcloudError, OSError, ValueError, KeyError) as error:
-        if any(run_dir.glob("rank*.wire.json")):
-            log.warning("%s is without its %s: %r", run_dir, AUDIT_FILE, error)
-        return {}  # no rank got as far as writing one
-
-
-def _measure_leaks(job: Job, run_dir: Path) -> dict[str, Any]:
-    if job.leak_meter is None:
-        return {}
-    try:
-        return job.leak_meter.measure(run_dir)
+        yield
     except Exception as error:
-        log.warning("%s is without its leak figures: %s", run_dir, error)
-        return {}
+        log.warning("%s is without its %s: %s", run_dir, what, error)
+        if lost_files is not None:
+            lost_files.append(what)
 
 
 def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
-    """Timeline and pictures of the steps so far."""
-    if not run.num_steps:
-        return []
-    facts, written = facts_of(job), []
-    try:
+    facts, written = facts_of(job), list[Path]()
+    with _may_lack(run_dir, "pictures", run.lost_files):
         timeline = timeline_of(run.events("timeline"))
         if timeline is not None:
             write_trace(run_dir / TRACE_FILE, timeline, facts)
@@ -98,16 +87,11 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
         title += f"link: {facts['link']}, compression: {facts['compression']}"
         predicted = read_predicted(run_dir)
         written += write_pictures(run_dir, run, timeline, title, predicted)
-    except Exception as error:
-        run.lost_files.append("pictures")
-        log.warning("%s is without all its pictures: %r", run_dir, error)
     return written
 
 
 def facts_of(job: Job) -> dict[str, str]:
-    """For the pictures of a run."""
-    facts = {
-        "schedule": job.labels.schedule, "link": job.cluster.describe_link(),
-        "compression": job.labels.compression,
-    }  # fmt: skip
-    return {**facts, "strategy": job.labels.strategy} if job.labels.strategy else facts
+    labels = job.labels
+    facts = {"schedule": labels.schedule, "link": job.cluster.describe_link(),
+             "compression": labels.compression}  # fmt: skip
+    return {**facts, "strategy": labels.strategy} if labels.strategy else facts
