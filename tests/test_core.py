@@ -19,7 +19,7 @@ comm.boundary comm.channel comm.compression comm.state comm.step_clock
 contracts.model contracts.task
 job.config job.experiment job.job
 join.agreement
-launch.local launch.processes launch.rank_process launch.worker
+launch.local launch.processes launch.rank_process
 parallel.control parallel.exchange parallel.part parallel.pipeline
 parallel.schedule
 rank.export rank.meters rank.parts rank.role rank.roles rank.stage_rank rank.task_data

@@ -4,6 +4,7 @@ each other, and rank 0 starts the monitor, for no launcher does.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -23,8 +24,8 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS
-from xcloud.launch.rank_process import RankProcess
+from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS, end_with_parent
+from xcloud.launch.rank_process import RankProcess, experiment_file
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
@@ -78,10 +79,8 @@ class TorchrunProcess(RankProcess):
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
             print(job.headline, flush=True)
-        if self.rank == 0:  # no launcher watches the run: this machine follows its events
-            words = ["monitor", str(self.run_dir), "--experiment", str(self.file)]
-            words += ["--parent", str(os.getpid())]
-            self._monitor = subprocess.Popen([sys.executable, "-m", "xcloud", *words])
+        if self.rank == 0:
+            self._monitor = _start_monitor(self.run_dir, self.file)
 
     def end(self, is_stopped: bool) -> None:
         model = self.run_dir / MODEL_DIR
@@ -126,6 +125,12 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
             configs.write(config, kept)
 
 
+def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
+    """On several machines no launcher watches the run: rank 0's machine follows its events."""
+    command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
+    return subprocess.Popen([*command, "--parent", str(os.getpid())])
+
+
 def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
     """However long it measures, draws and stores: the run itself has ended well. Returns its exit
     code, below 0 for a signal."""
@@ -166,6 +171,23 @@ def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
             f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
             f"clouds with --node-rank in this order: {', '.join(job.cluster.clouds)}"
         )
+
+
+def main(words: Sequence[str]) -> None:
+    """One rank of a run over several machines, which torchrun has started. Ends the process
+    itself."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud worker", description=main.__doc__)
+    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
+    parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
+    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
+    arguments = parser.parse_args(words)
+    if "RANK" not in os.environ:
+        parser.error("start me with torchrun, or use run.py")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
+        end_with_parent()
+    file = experiment_file(arguments.experiment)
+    run_dir = (arguments.run_dir or file.parent).resolve()
+    TorchrunProcess(file, run_dir, int(os.environ["RANK"]), arguments.cloud).main()
 
 
 def torchrun(words: Sequence[str]) -> int:
