@@ -10,6 +10,7 @@ Not modelled: ranks that slow each other down on one machine.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
-from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
+from xcloud.plan.formulas import Exchange, Work, exchange_of, memory_of, work_before
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction, Simulator, largest_first
 
@@ -46,7 +47,8 @@ class Pricer:
         profile = self.profile
         self._replicas = {name: found.replicas for name, found in self.arranged.items()}
         self._simulators: dict[object, Simulator] = {}
-        self._sums = lru_cache(maxsize=256)(partial(Sums.of, profile))
+        self._before = lru_cache(maxsize=256)(partial(work_before, profile))
+        self._work = lru_cache(maxsize=65536)(self._work_of)
         self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
             name: lines_of(found.layout, profile.lines, self.bandwidth)
@@ -120,14 +122,14 @@ class Pricer:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
         b, longest_s = self.samples(plan), 0.0
-        sums, call_s = self._sums(b), sum(self._calls_s(b))
+        call_s = sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
             through_s = busiest_s = 0.0
             out = back = Direction()
             for (start, end), at in zip(plan.spans, stages, strict=True):
-                work_s = sum(s[end] - s[start] for s in (sums.forward, sums.backward))
-                own_s = at.slowdown * (work_s + call_s)
+                work = self._work(start, end, b)
+                own_s = at.slowdown * (work.forward_s + work.backward_s + call_s)
                 own_s += out.decompress_s + back.compress_s
                 out = back = Direction()
                 if at.up is not None and at.down is not None:
@@ -166,25 +168,21 @@ class Pricer:
 
     def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
         b, ways = self.samples(plan), self._boundaries(plan, layout)
-        sums, calls_s, num_stages = self._sums(b), self._calls_s(b), len(plan.ends)
+        calls_s, num_stages = self._calls_s(b), len(plan.ends)
         forward_s, backward_s, weights_s, updates = [], [], [], []
-        for stage, (start, end) in enumerate(plan.spans):
+        for stage, span in enumerate(plan.spans):
             # A stage is called once for a micro-batch, whatever its pieces.
-            own_s = calls_s[0] + sums.forward[end] - sums.forward[start]
-            forward_s.append(own_s * self.crossing.get(stage, 1.0))
-            own_s = calls_s[1] + sums.backward[end] - sums.backward[start]
+            work = self._work(*span, b)
+            forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
+            own_s = calls_s[1] + work.backward_s
             if _splits(schedule, stage, num_stages):
-                own_s = max(0.0, own_s + sums.splitting[end] - sums.splitting[start])
+                own_s = max(0.0, own_s + work.splitting_s)
             backward_s.append(own_s)
-            # Differences of long sums.
-            weights_s.append(min(own_s, sums.weights[end] - sums.weights[start]))
+            weights_s.append(min(own_s, work.weights_s))  # differences of long sums
             num_ranks = len(layout.ranks_of(stage))
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
-            pieces = self.profile.pieces[start:end]
-            trained = sum(piece.trained_bytes for piece in pieces)
-            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, trained)
-            optimizer_s = sum(piece.optimizer_s for piece in pieces)
-            updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
+            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, work.trained_bytes)
+            updates.append(Update(fetch_s, average_s, optimizer_s=work.optimizer_s))
         slowdown = {
             rank: cloud.slowdown
             for name, cloud in layout.clouds.items()
@@ -202,7 +200,7 @@ class Pricer:
     def _num_own(self, plan: Plan, replica: int) -> int:
         return plan.micro_batches_of(replica, len(self._replicas[plan.strategy]))
 
-    def _ring_s(self, cloud: str, num_ranks: int, num_bytes: int) -> float:
+    def _ring_s(self, cloud: str, num_ranks: int, num_bytes: float) -> float:
         """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
         inside = self.profile.lines.get(f"{cloud}-{cloud}")
         if inside is None or num_ranks == 1:
@@ -225,10 +223,8 @@ class Pricer:
             )
         profile, lines = self.profile, self._lines[strategy]
         whole, is_apart = max(1, profile.trained_bytes), averaging.traits.is_apart
-        trained = (
-            sum(p.trained_bytes for p in profile.pieces[a:b]) for a, b in pairwise((0, *ends))
-        )
-        shares = [own / whole for own in trained]
+        spans = pairwise((0, *ends))
+        shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
         return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
 
@@ -260,8 +256,12 @@ class Pricer:
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes of the fullest rank, by cloud."""
-        sums = self._sums(self.samples(plan))
-        return memory_of(plan, self.arranged[plan.strategy], self.profile, sums)
+        works = [self._work(*span, self.samples(plan)) for span in plan.spans]
+        return memory_of(plan, self.arranged[plan.strategy], works)
+
+    def _work_of(self, start: int, end: int, b: float) -> Work:
+        before = self._before(b)
+        return Work(*map(operator.sub, before[end], before[start]))
 
 
 @lru_cache(maxsize=4096)
