@@ -53,7 +53,7 @@ FEATURES = (
     "parallel.local_updates", "parallel.merging", "parallel.one_way", "parallel.overlapped_sums",
     "parallel.sharding", "parallel.strategy", "rank.gradient_parts", "plan", "planner",
     "rank.autopilot", "rank.leaks", "rank.one_way",
-    "rank.memory", "rank.typical_step", "record.checkpoints",
+    "rank.reports", "record.checkpoints",
     "security.defences", "security.leak_meter", "security.observer", "security.privacy",
     "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
     "training.pinned_batches", "use", "watch.following", "wire.further_ends",
