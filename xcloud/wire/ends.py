@@ -152,8 +152,8 @@ class Ends:
         """
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
-        incoming = [end for _, end in self._ends if isinstance(end, ReceivingEnd)]
-        for end in (*reversed(self.outs), *incoming):
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]
+        for end in ends + [end for _, end in self._ends if isinstance(end, ReceivingEnd)]:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
