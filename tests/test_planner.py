@@ -334,3 +334,16 @@ def test_a_plan_of_256_micro_batches_has_a_price() -> None:
     found = search(priced, replace(space(priced, (256,)), varies=("micro_batches", "schedule")), 3)
 
     assert found.best and all(entry.plan.micro_batches == 256 for entry in found.best)
+
+
+def test_a_compressor_that_gains_by_rounding_only_has_a_crossing() -> None:
+    """Where compute bounds a step on every line, differences are those of sums in another order."""
+    gains = {"none": 1.0, "int4": 1.0}
+
+    def step_s(name: str, rate: float) -> float:
+        noise = 1e-16 * ((int(rate * 1e3) % 7) - 3) if name == "int4" else 0.0
+        return gains[name] + noise
+
+    found = crossings(step_s, ["none", "int4"])
+
+    assert found.keys() == {"int4"} and 0 <= found["int4"]
