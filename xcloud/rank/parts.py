@@ -26,11 +26,10 @@ from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
+from xcloud.rank.reports import MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
-from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.files import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard

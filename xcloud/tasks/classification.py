@@ -117,11 +117,11 @@ class Classification(TextTask):
             del splits["test"]  # its labels are not public, as in GLUE
         return replace(tables, tables=splits), columns
 
-    def read(self, visible: frozenset[str]) -> Corpus:
-        """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
+    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
+        """Only the columns that these fields need are kept. Raises DataError."""
         tables, columns = self._usable(self.find(self.form))
-        hidden = {"first", "second"} if "text" not in visible else set[str]()
-        hidden |= {"label"} - visible
+        hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
+        hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
         *texts, label = columns.values()
         described = f"{' + '.join(texts)} → {label}"
@@ -134,10 +134,7 @@ class Classification(TextTask):
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        self.check_fields(fields)
-        visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
-        unseen = self.sizes is not None and not visible
-        corpus = Corpus.unseen(self.sizes or {}) if unseen else self.read(visible)
+        corpus = self.read_for(fields)
         self.check_rows(corpus.counts)
         return ClassificationData(self, corpus, fields)
 
