@@ -24,11 +24,11 @@ from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.one_way import NOBODY, Order
-from xcloud.rank.memory import MemoryMeter
 from xcloud.rank.one_way import OneWayEnds
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.intake import Inbox
 from xcloud.rank.one_way.producer import OrderBook, ProducerRank, ProducerRun
+from xcloud.rank.reports import MemoryMeter
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter

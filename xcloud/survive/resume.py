@@ -135,7 +135,7 @@ class Changes:
 def changes(
     saved: Mapping[str, str], now: Mapping[str, str], before: Places, after: Places
 ) -> Changes:
-    """saved, now: settings as the ranks compare them (join/compared.py), and who holds what."""
+    """saved, now: settings as the ranks compare them (join/agreement.py), and who holds what."""
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved, now, before.labels, after.labels)
