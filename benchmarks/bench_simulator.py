@@ -85,7 +85,7 @@ def compare(steps: int, overrides: list[str]) -> list[dict[str, Any]]:
             errors = [p.step_s / found["step_s"] - 1 for p in (found["replay"], forecast)]
             print(
                 f"{name:>20} {schedule:>26} | {found['step_s']:.4f} | {100 * errors[0]:+5.1f} % | "
-                f"{100 * errors[1]:+6.1f} % | {found['replay'].bound}",
+                f"{100 * errors[1]:+6.1f} % | {next(iter(found['replay'].critical_s))}",
                 flush=True,
             )
             rows.append({"line": name, "schedule": schedule, "step_s": found["step_s"],

@@ -30,7 +30,7 @@ def run_on_two_machines(
     """
     rate = least = None
     if line is not None:
-        rate, least = line.bandwidth_at(0.0), min((e[1] for e in line.trace), default=None)
+        rate, least = line.rate_from(0.0)[0], min((e[1] for e in line.trace), default=None)
     with two_hosts(rate, least_bits_per_s=least) as hosts:
         machines = []
         for number, (host, cloud) in enumerate(zip(hosts, clouds, strict=True)):
@@ -66,13 +66,13 @@ def _follow(
     machines: Sequence[subprocess.Popen[Any]],
 ) -> None:
     reader, began_s = EventReader(events), None
-    in_force = line.bandwidth_at(0.0)
+    in_force = line.rate_from(0.0)[0]
     while all(machine.poll() is None for machine in machines):
         time.sleep(POLL_S)
         if began_s is None:
             if any(event.get("name") == "training" for event in reader):
                 began_s = time.monotonic()
-        elif (rate := line.bandwidth_at(time.monotonic() - began_s)) != in_force:
+        elif (rate := line.rate_from(time.monotonic() - began_s)[0]) != in_force:
             in_force = rate
             for host in hosts:
                 limit(host, rate)

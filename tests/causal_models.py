@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import context
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Message, Stage
+from xcloud.comm.boundary import Message
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Stage
 from xcloud.models.causal import CausalLM
 
 WORDS, WIDTH, BLOCKS = 40, 16, 4

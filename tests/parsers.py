@@ -49,7 +49,6 @@ from xcloud.join.agreement import (
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.control import (
     check_norms,
-    code_of,
     compare_facts,
     decode_facts,
     encode_facts,
@@ -62,6 +61,7 @@ from xcloud.parallel.one_way import Order
 from xcloud.rank.one_way.intake import Inbox
 from xcloud.rank.one_way.producer import OrderBook
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.survive.checkpointing import code_of
 
 Parts = tuple[Tensor, ...]
 

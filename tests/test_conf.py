@@ -235,7 +235,7 @@ def test_compression_is_said_to_be_off_where_no_boundary_leaves_a_cloud() -> Non
         ("training.batch_size=2", "training.batch_size is 2, too few for 4 micro-batches"),
         (
             "+security.holders.source=[cloud_b]",
-            "stage 0 reads 'source' but is in cloud 'cloud_a'",
+            "cloud 'cloud_a' reads 'source', but",
         ),
         ("+security.holders.source=[cloud_x]", "the clouds are cloud_a, cloud_b"),
         ("+security.holders.sauce=[cloud_a]", "no stage reads that field"),
@@ -323,7 +323,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
         (["+cluster.clouds.cloud_b.replica=1", "+cluster.clouds.cloud_b.stages=[0]"],
          "strategy=pipeline never averages"),
         (["strategy=data_parallel", "+security.holders.source=[cloud_a]"],
-         r"in cloud 'cloud_b'.*strategy=data_parallel puts stages"),
+         r"cloud 'cloud_b' reads 'source'.*Move the stage"),
         (["strategy=data_parallel", "schedule.num_micro_batches=1"], "set it to at least 2"),
         (["strategy=data_parallel", "compression=phased_example",
           "+compression.rest.compression.averaging._target_=xcloud.comm.compression.Chain"],

@@ -21,7 +21,6 @@ from xcloud.parallel.control import (
     Director,
     Signal,
     StageSums,
-    code_of,
     compare_facts,
     decode_facts,
     encode_facts,
@@ -34,7 +33,7 @@ from xcloud.rank.one_way.intake import Inbox
 from xcloud.rank.one_way.producer import OrderBook
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, code_of
 from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints
 

@@ -224,7 +224,7 @@ def test_a_run_starts_where_nobody_tells_which_cores_it_may_use(
     ranks = LocalRanks(tmp_path, ["a", "b"])
     given: list[str] = []
     monkeypatch.setattr(
-        LocalRanks, "_start", lambda self, rank: given.append(self._environment["OMP_NUM_THREADS"])
+        launch, "start_process", lambda command, here, log: given.append(here["OMP_NUM_THREADS"])
     )
     ranks.start()
 

@@ -36,7 +36,7 @@ def test_a_trace_with_a_period_starts_again() -> None:
 
     assert profile.sent_at(10.0, 10_000) == pytest.approx(profile.sent_at(0.0, 10_000) + 10)
     assert profile.sent_at(11.0, 10_000) == pytest.approx(11 + 8 * line_bytes(10_000) / 4e6)
-    assert [profile.bandwidth_at(at_s) for at_s in (0.5, 1.0, 2.5)] == [1e6, 4e6, 1e6]
+    assert [profile.rate_from(at_s)[0] for at_s in (0.5, 1.0, 2.5)] == [1e6, 4e6, 1e6]
 
 
 def test_nothing_moves_during_an_outage() -> None:
@@ -46,7 +46,7 @@ def test_nothing_moves_during_an_outage() -> None:
     assert profile.sent_at(0.0, 10_000) == free.sent_at(0.0, 10_000)
     assert profile.sent_at(0.45, 25_000) == pytest.approx(free.sent_at(0.45, 25_000) + 2.0)
     assert profile.sent_at(1.0, 10_000) == pytest.approx(free.sent_at(2.5, 10_000))
-    assert profile.bandwidth_at(1.0) == 0.0
+    assert profile.rate_from(1.0)[0] == 0.0
 
 
 def test_random_outages_follow_the_seed() -> None:

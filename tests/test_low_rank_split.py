@@ -37,6 +37,7 @@ from xcloud.models.split_point import Split
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe
 from xcloud.training.batch_plan import cut
+from xcloud.wire.further_ends import hand_over
 
 WAYS: dict[str, dict[str, Any]] = {
     "svd": {},
@@ -180,7 +181,7 @@ def updates(made: LowRankSplit, layout: ClusterLayout, cache: Path) -> list[dict
     parts = build(made, n, where(cache), handed_over=False)
     boundaries = {stage: made.boundary(stage, n, 16) for stage in range(n - 1)}
     ranks = pipelines(layout, boundaries=boundaries, stages=dict(enumerate(parts)))
-    in_threads([rank.hand_over for rank in ranks])
+    in_threads([lambda p=p: hand_over(p.stages, p.ports) for p in ranks])
     whole = question(12)
 
     def fetch(ids: torch.Tensor) -> Batch:
@@ -330,7 +331,7 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     assert LowRankSplit(told, Split(2)).boundary(0, 2, 16).fields[1].features == (8,)
     with pytest.raises(ConfigError, match="must be a PretrainedBackbone or a PublicBackbone"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"estimated on public text: set model\.public_text"):
+    with pytest.raises(ConfigError, match=r"public needs model\.public_text"):
         LowRankSplit(
             PretrainedBackbone(str(tmp_path)), Split(1, method="pca", calibration="public")
         )

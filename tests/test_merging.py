@@ -1,9 +1,12 @@
-"""One bad replica moves a robust merge a little, and the mean as far as it likes."""
+"""One bad replica moves a robust merge a little, and the mean as far as it likes; and parts of
+about equal size make the whole."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.replicas import averagers, exchange, same_bits
@@ -17,6 +20,8 @@ from xcloud.parallel.merging import (
     NormBound,
     Robust,
     TrimmedMean,
+    by_rows,
+    joined,
     weighted_mean,
     weighted_sum,
 )
@@ -119,3 +124,24 @@ def test_replicas_with_a_robust_merge_are_equal_and_two_are_too_few() -> None:
         TrimmedMean(0.6)
     with pytest.raises(ConfigError, match=r"NormBound.factor must be a number in \[1, inf\)"):
         NormBound(0.5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6),
+    num_parts=st.integers(1, 7),
+)
+def test_parts_are_about_equal_and_make_the_whole(shapes: list[list[int]], num_parts: int) -> None:
+    named = {f"t{i}": torch.Size(shape) for i, shape in enumerate(shapes)}
+    tensors = [torch.randn(shape) for shape in named.values()]
+    parts = by_rows(named, num_parts)
+    found = [(piece, piece.of(tensors)) for part in parts for piece in part]
+
+    assert all(piece.shape == tensor.shape for piece, tensor in found)
+    assert len({piece.name for piece, _ in found}) == len(found)
+    again = joined(found, len(named))
+    assert all(torch.equal(a, b) for a, b in zip(again, tensors, strict=True))
+    total = sum(t.numel() for t in tensors)
+    widest = max(t.numel() // max(1, t.shape[0] if t.dim() else 1) for t in tensors)
+    for part in parts:
+        assert sum(piece.shape.numel() for piece in part) <= total / num_parts + 2 * widest

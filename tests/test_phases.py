@@ -135,15 +135,18 @@ def test_phased_says_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Phased(), r"needs a last phase with until_step null"),
-        (lambda: Phased(a=Phase(5, PAPER)), r"until_step null.*got until_step \[5\] for \['a'\]"),
+        (lambda: Phased(), r"the last one never \(null\); got until_step \[0\]"),
+        (
+            lambda: Phased(a=Phase(5, PAPER)),
+            r"never .*got until_step \[5\] for \['a'\]",
+        ),
         (
             lambda: Phased(a=Phase(None, PAPER), b=Phase(None, PAPER)),
-            r"Phased.a.until_step is null, so 'b' would never begin",
+            r"must end .* after the one before.*got until_step \[None, None\]",
         ),
         (
             lambda: Phased(a=Phase(9, PAPER), b=Phase(9, PAPER), c=Phase(None, PAPER)),
-            r"Phased.b.until_step must exceed that of the phase before \(9\), got 9",
+            r"must end .* after the one before.*got until_step \[9, 9, None\]",
         ),
         (lambda: Phased(a=PAPER), r"Phased.a must be a Phase, got Compression"),  # type: ignore[arg-type]
         (lambda: Phase("9", PAPER), r"Phase.until_step .* got '9'"),  # type: ignore[arg-type]

@@ -50,7 +50,8 @@ def num_bytes(rank: Rank) -> list[int]:
 
 def evaluate(made: Sequence[Rank], step: int) -> Any:
     pieces = [torch.arange(10, 14), torch.arange(14, 20)]
-    first = [rank for rank in made if rank.trainer.losses.replica == 0]
+    layout = made[0].trainer.pipeline.layout
+    first = [rank for rank in made if layout.placement(rank.number).replica == 0]
     return in_threads(
         [lambda r=rank: r.trainer.pipeline.predict(pieces, samples, step) for rank in first]
     )

@@ -88,7 +88,10 @@ def test_a_state_before_the_first_update_forgets_later_moments() -> None:
     [
         ({"values.0.weight": torch.zeros(5, 3)}, "does not fit it: 0.weight missing, unknown or"),
         ({"values.9.weight": torch.zeros(1)}, "does not fit it: 9.weight"),
-        ({"moments.exp_avg.9": torch.zeros(1)}, r"'exp_avg.9' of its optimizer, which trains 0"),
+        (
+            {"moments.exp_avg.9": torch.zeros(1)},
+            r"optimizer does not fit it: .* 9 missing or unknown",
+        ),
         ({"other.x": 1}, r"contains 'other.x'"),
     ],
 )
@@ -102,7 +105,7 @@ def test_a_state_without_the_moments_of_one_parameter_is_refused() -> None:
     learn(part, 1)
     state = {k: v for k, v in part.state_dict().items() if "exp" not in k or "2.bias" not in k}
     del state["moments.step.2.bias"]
-    with pytest.raises(ValueError, match=r"lacks what the optimizer keeps of 2\.bias"):
+    with pytest.raises(ValueError, match=r"optimizer does not fit it: 2\.bias"):
         trained().load_state_dict(state)
 
 

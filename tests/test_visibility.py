@@ -54,14 +54,14 @@ def test_prompts_and_answers_of_chats_are_read_where_the_rules_allow(
         assert found.fields_of(rank) == read | ({"label"} if last in place.stages else set())
         for name in found.fields_of(rank):
             assert place.cloud in found.security.holders.get(name, [place.cloud])
-    with pytest.raises(ConfigError, match="but is in cloud"):  # a copy for each cloud
+    with pytest.raises(ConfigError, match="Move the stage"):  # a copy for each cloud
         configs.job_from_config(composed(*chats, "strategy=data_parallel"))
 
 
 @pytest.mark.parametrize(
     ("cluster", "security", "said"),
     [
-        ("bottom_only", "owner_keeps_text_and_labels", "stage 1 reads 'label' but is in"),
+        ("bottom_only", "owner_keeps_text_and_labels", "cloud 'other' reads 'label', but"),
         ("u_shape", "two_owners", "names cloud 'text_owner'; the clouds are owner, other"),
         ("two_clouds", "owner_keeps_text", "the clouds are cloud_a, cloud_b"),
     ],
@@ -74,14 +74,14 @@ def test_a_layout_that_breaks_the_rules_is_refused(cluster: str, security: str, 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("+security.weights.head=[owner]", "stage 1 holds the weights of 'head' but is in"),
+        ("+security.weights.head=[owner]", "cloud 'other' holds the weights of 'head', but"),
         ("+security.weights.heads=[other]", "no such part; its parts are embeddings, head, layer"),
         (
             "+security.weights.head=owner",
             "security.weights.head must be a list of which each is a text, got",
         ),
         ("+security.weights.head=[cloud_x]", "the clouds are owner, other"),
-        ("+security.holders.label=[owner]", "stage 1 reads 'label' but is in cloud 'other'"),
+        ("+security.holders.label=[owner]", "cloud 'other' reads 'label', but"),
         (
             "security.defences.forward=3",
             "security.defences.forward must be a Defence or null",

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tests.pipelines import D, ToyStage
-from xcloud.contracts.model import Batch, Message, StageOutput
+from xcloud.comm.boundary import Message
+from xcloud.contracts.model import Batch, StageOutput
 
 
 class TiedToy(ToyStage):

@@ -17,12 +17,12 @@ from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
-from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.within_cloud import OverlappedSums
 from xcloud.rank.gradient_parts import PrivateGradients, join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
@@ -119,16 +119,18 @@ def ranks(
         is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
             held, schedule, training, feed, wiring.groups, exchange, wiring.sums,
-            LossReport(place.replica, strategy.traits.is_apart, is_private),
+            LossReport(
+                place.replica > 0 and (is_private or not strategy.traits.is_apart), is_private
+            ),
         )  # fmt: skip
         guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         parts: list[Part] = [guard]
         if isinstance(privacy, SamplePrivacy):
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
-            buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
-            groups = {stage: wiring.groups[stage] for stage in held.stages}
-            parts.append(OverlappedSums(buffers, groups, lambda: trainer.num_backwards))
+            parts.append(
+                OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards)
+            )
         if (tied := join_tied(wiring, trainer, choose, 7)) is not None:
             parts.append(tied)
         return Rank(trainer, wiring, reporter, told, parts, strategy)

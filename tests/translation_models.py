@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcloud.contracts.model import Batch, BuildContext, Message, SplitModel, Stage, TokenIds
+from xcloud.comm.boundary import Message
+from xcloud.contracts.model import Batch, BuildContext, SplitModel, Stage, TokenIds
 from xcloud.models.encoder import Packing
 from xcloud.models.transformer import TargetStage
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
-from xcloud.contracts.model import Batch, BuildContext, Head, Message, Stage, TokenIds
+from xcloud.comm.boundary import Message
+from xcloud.contracts.model import Batch, BuildContext, Head, Stage, TokenIds
 from xcloud.models.backbone import PublicBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.pretraining import MaskedLanguageModelling

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
-    "xcloud.launch.worker",
+    "xcloud.launch.several_machines",
     "tests.toy",
 )
 

@@ -13,7 +13,6 @@ For a run on several machines, first copy the observations folders into one, the
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -211,4 +210,4 @@ def measure_averages(run_dir: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(meter=AveragesMeter(keep=True)))
+    main(meter=AveragesMeter(keep=True))

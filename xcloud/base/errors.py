@@ -1,16 +1,4 @@
-"""The exceptions a user may meet, as one tree. Not a place for recovery code.
-
-XcloudError
-├── ConfigError       a setting cannot be honoured; the message names the key and what is allowed
-├── DataError         a corpus, tokenizer or checkpoint is missing or malformed; says how to get it
-├── LinkError         something went wrong between two ranks
-│   ├── LinkTimeout   the peer stayed silent longer than this link can explain
-│   ├── LinkClosed    the peer is gone
-│   └── FrameError    what arrived is not the frame that was expected
-├── ReplicasDiffer    copies of the model that must be equal are not; names stage and rank
-├── TrainingDiverged  a loss or gradient is not finite; parameters are as before that update
-└── RunFailed         a run ended before its time; the message names the first cause
-"""
+"""The exceptions a user may meet, as one tree. Not a place for recovery code."""
 
 
 class XcloudError(Exception):
@@ -18,11 +6,11 @@ class XcloudError(Exception):
 
 
 class ConfigError(XcloudError, ValueError):
-    """A setting cannot be honoured."""
+    """A setting cannot be honoured; the message names the key and what is allowed."""
 
 
 class DataError(XcloudError, ValueError):
-    """A corpus, tokenizer or checkpoint is missing or malformed."""
+    """A corpus, tokenizer or checkpoint is missing or malformed; says how to get it."""
 
 
 class LinkError(XcloudError):
@@ -42,7 +30,7 @@ class FrameError(LinkError):
 
 
 class ReplicasDiffer(XcloudError):
-    """Copies of the model that must be equal are not."""
+    """Copies of the model that must be equal are not; names stage and rank."""
 
 
 class TrainingDiverged(XcloudError):
@@ -50,4 +38,4 @@ class TrainingDiverged(XcloudError):
 
 
 class RunFailed(XcloudError):
-    """A run ended before its time."""
+    """A run ended before its time; the message names the first cause."""

@@ -16,7 +16,6 @@ def project_root() -> Path:
 
 
 def in_project(path: str) -> Path:
-    """`path` with ~ expanded; relative paths are relative to project_root()."""
     return project_root() / Path(path).expanduser()
 
 
@@ -38,7 +37,7 @@ def commit() -> str:
 
 
 def code_digests(package: Path = Path(__file__).parent.parent) -> dict[str, str]:
-    """A digest of every .py file of the package, by its path in it ("launch/worker.py")."""
+    """A digest of every .py file of the package, by its path in it ("launch/local.py")."""
     return {
         file.relative_to(package).as_posix(): file_digest(file)
         for file in sorted(package.rglob("*.py"))
@@ -56,7 +55,6 @@ def _checkout() -> Path | None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints, or None when it is missing, refuses or hangs."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments],

@@ -64,7 +64,6 @@ def nothing() -> None:
 
 
 def between(least: int, most: int) -> Any:
-    """A whole number, for `check`."""
     return Annotated[int, Field(ge=least, le=most)]
 
 

@@ -99,15 +99,10 @@ class Kind(IntEnum):
         return _TRAFFIC.get(self)
 
 
-_TRAFFIC = {
+_SMALL = (Kind.NORM, Kind.REPORT, Kind.AGREEMENT, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
+_TRAFFIC = dict.fromkeys(_SMALL, "other") | {
     Kind.ACTIVATION: "forward",
     Kind.GRADIENT: "backward",
-    Kind.NORM: "other",
-    Kind.REPORT: "other",
-    Kind.AGREEMENT: "other",
-    Kind.MEETING: "other",
-    Kind.ALIVE: "other",
-    Kind.CHECKPOINT: "other",
     Kind.AVERAGING: "averaging",
 }
 

@@ -11,11 +11,19 @@ micro-batch i belongs to replica i mod R, and there to rank (i // R) mod n of th
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 from pydantic import Field, SkipValidation
 
@@ -39,16 +47,6 @@ class AnyCloud(Protocol):
 
     @property
     def device(self) -> str: ...
-
-
-class AnyPlacement(Protocol):
-    """Where one rank stands."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def cloud(self) -> str: ...
 
 
 class Carrier(Protocol):
@@ -121,10 +119,6 @@ class Layout(Generic[CloudT]):
             first += cloud.num_ranks
         return found
 
-    @cached_property
-    def _cloud_of(self) -> list[str]:
-        return [name for name, ranks in self._ranks_in.items() for _ in ranks]
-
     @property
     def ranks_meet_in_the_end(self) -> bool:
         """No rank may be lost on the way, so that all take part in what the end asks for."""
@@ -140,11 +134,13 @@ class Layout(Generic[CloudT]):
         return self._ranks_in[cloud]
 
     def cloud_of(self, rank: int) -> str:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
-        return self._cloud_of[rank]
+        for name, ranks in self._ranks_in.items():
+            if rank in ranks:
+                return name
+        raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
 
-    def placement(self, rank: int) -> AnyPlacement:
+    def placement(self, rank: int) -> Any:
+        """Where it stands: its `cloud`, and what else the kind of layout says."""
         raise NotImplementedError
 
     def wan_of(self, here: str, there: str) -> Wan:
@@ -284,11 +280,11 @@ class ClusterLayout(Layout[Cloud]):
 
     @cached_property
     def _ranks_of(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
         for place in map(self.placement, range(self.num_ranks)):
-            for stage in place.stages:
-                found[stage, place.replica].append(place.rank)
-        return {key: tuple(ranks) for key, ranks in found.items()}
+            for key in ((stage, place.replica) for stage in place.stages):
+                found[key] = (*found.get(key, ()), place.rank)
+        return found
 
     def replicas_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold this stage, by replica: all of them train the same weights."""

@@ -139,10 +139,6 @@ class LinkProfile(Wan, UnsteadyLine):
             return self.last_bit_at(start_s, bits)
         return start_s + bits / self.bandwidth_bits_per_s
 
-    def bandwidth_at(self, now_s: float) -> float:
-        """Bits per second at now_s (seconds since the start); 0 in an outage."""
-        return self.rate_from(now_s)[0]
-
     def latency_at(self, now_s: float) -> float:
         """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
         entry = self.entry_from(now_s)[0] if self.trace else self.nominal

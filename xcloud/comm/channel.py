@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.compression import Chain, ChannelId, Compressor, Parts, seed_from
-from xcloud.comm.memory import Memory, NoMemory
+from xcloud.comm.memory import Memory, NoMemory, SampleRows
 from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 
@@ -40,6 +41,17 @@ class Codec(StatefulParts):
     def __post_init__(self) -> None:
         self.compressor = copy.deepcopy(self.compressor)
         self.memory = copy.deepcopy(self.memory)
+
+    def encode(self, tensor: Tensor, rows_of: Callable[[], SampleRows]) -> Parts:
+        """In training. rows_of: tells which rows are of which sample."""
+        if isinstance(self.memory, NoMemory):
+            return self.compressor.compress(tensor)
+        rows = rows_of()
+        meant = self.memory.before_send(tensor, rows)
+        parts = self.compressor.compress(meant)
+        seen = self.compressor.decompress(parts, TensorSpec.of(tensor))
+        self.memory.after_send(meant, seen, rows)
+        return parts
 
     def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
         """What the compressor would make of it now, with random numbers from `stream`; the
@@ -87,16 +99,17 @@ class Codecs(StatefulParts):
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
 
-class _FieldCodecs(StatefulParts):
-    """The codecs of one end, one for each floating field: what they remember must not mix."""
+class _Channel(StatefulParts):
+    """One end, with a codec for each floating field: what they remember must not mix."""
 
     def __init__(
         self,
         fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
+        clock: StepClock,
         identity: ChannelId,
     ) -> None:
-        self.identity = identity
+        self.fields, self.clock, self.identity = fields, clock, identity
         self.codecs = {f.name: new_codecs() for f in fields if f.dtype.is_floating_point}
         for name, codecs in self.codecs.items():
             codecs.use_stream(identity.stream(name))
@@ -130,7 +143,7 @@ class Receiver(Protocol):
         """Raises FrameError unless what was handed over is of these specs."""
 
 
-class SendChannel(_FieldCodecs):
+class SendChannel(_Channel):
     """Compresses and sends. `raw_bytes` grows by the FP32 size of what the floating
     fields stand for (BoundaryField.replaces)."""
 
@@ -142,9 +155,8 @@ class SendChannel(_FieldCodecs):
         clock: StepClock,
         identity: ChannelId,
     ) -> None:
-        super().__init__(fields, new_codecs, identity)
-        self.link, self.fields, self.clock = link, fields, clock
-        self.raw_bytes = 0
+        super().__init__(fields, new_codecs, clock, identity)
+        self.link, self.raw_bytes = link, 0
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
         with self.clock.during("compress"):
@@ -163,7 +175,8 @@ class SendChannel(_FieldCodecs):
                 codec = self.codecs[field.name].at(key.step)
                 if training:
                     self.raw_bytes += field.raw_bytes(spec.shape[0])
-                    encoded = self._encode(codec, tensor, spec, field, samples, counts)
+                    rows = partial(field.sample_rows, samples, counts)
+                    encoded = codec.encode(tensor, rows)
                 else:
                     stream = self.identity.stream(
                         field.name, "evaluation", key.step, key.micro_batch
@@ -177,27 +190,8 @@ class SendChannel(_FieldCodecs):
     def send_start(self, tensors: Parts) -> None:
         self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))
 
-    def _encode(
-        self,
-        codec: Codec,
-        tensor: Tensor,
-        spec: TensorSpec,
-        field: BoundaryField,
-        samples: Samples,
-        counts: Tensor | None,
-    ) -> Parts:
-        if isinstance(codec.memory, NoMemory):
-            return codec.compressor.compress(tensor)
-        rows = field.sample_rows(samples, counts)
-        meant = codec.memory.before_send(tensor, rows)
-        parts = codec.compressor.compress(meant)
-        if codec.memory.needs_seen:
-            seen = codec.compressor.decompress(parts, spec)
-            codec.memory.after_send(meant, seen, rows)
-        return parts
 
-
-class ReceiveChannel(_FieldCodecs):
+class ReceiveChannel(_Channel):
     """Receives and decompresses."""
 
     def __init__(
@@ -211,9 +205,8 @@ class ReceiveChannel(_FieldCodecs):
         overdue_s: float,
         max_rows_per_sample: int,
     ) -> None:
-        super().__init__(fields, new_codecs, identity)
-        self.link, self.fields, self.clock = link, fields, clock
-        self.device, self.overdue_s = device, overdue_s
+        super().__init__(fields, new_codecs, clock, identity)
+        self.link, self.device, self.overdue_s = link, device, overdue_s
         self.max_rows_per_sample = max_rows_per_sample
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
@@ -249,8 +242,7 @@ class ReceiveChannel(_FieldCodecs):
                     continue
                 value = codec.compressor.decompress(tuple(taken), spec)
                 if key.kind is not Kind.EVALUATION and not isinstance(codec.memory, NoMemory):
-                    rows = field.sample_rows(samples, counts)
-                    value = codec.memory.after_receive(value, rows)
+                    value = codec.memory.after_receive(value, field.sample_rows(samples, counts))
                 message[field.name] = value
             if parts:
                 raise FrameError(f"it carries {len(parts)} tensors too many")

@@ -92,25 +92,12 @@ class Phased(CompressionPlan):
     def __init__(self, **phases: Phase) -> None:
         for name, phase in phases.items():
             _check(f"Phased.{name}", phase, Phase)
-        names, steps = list(phases), [phase.until_step for phase in phases.values()]
-        if not steps or steps[-1] is not None:
+        *ends, last = [phase.until_step for phase in phases.values()] or [0]
+        if last is not None or ends != sorted({end for end in ends if end is not None}):
             raise ConfigError(
-                "Phased needs a last phase with until_step null, which lasts to the end; "
-                f"got until_step {steps} for {names}"
+                f"Phased: every phase must end (until_step) after the one before, and the last "
+                f"one never (null); got until_step {[*ends, last]} for {list(phases)}"
             )
-        previous = -1
-        for name, until in zip(names[:-1], steps[:-1], strict=True):
-            if until is None:
-                raise ConfigError(
-                    f"Phased.{name}.until_step is null, so {names[-1]!r} would never begin; give "
-                    "every phase except the last the step at which it ends"
-                )
-            if until <= previous:
-                raise ConfigError(
-                    f"Phased.{name}.until_step must exceed that of the phase before ({previous}), "
-                    f"got {until}; list the phases in the order of their steps"
-                )
-            previous = until
         self.phases = dict(phases)
 
     @property

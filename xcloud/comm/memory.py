@@ -35,21 +35,12 @@ class SampleRows:
 
 
 class Memory(StatefulParts):
-    """Sender: before_send, compress, and if needs_seen: decompress, after_send.
-    Receiver: decompress, after_receive. Each end has its own copy. Batches are planned so that a
-    sample always meets the same two ends (`PinnedBatchPlan`); evaluation bypasses the memory.
-
-    needs_seen: whether the sender must decode its own message, to call `after_send`. label: short
-    name; "" for no memory.
+    """Sender: before_send, compress, decompress, after_send. Receiver: decompress, after_receive.
+    Each end has its own copy. Batches are planned so that a sample always meets the same two ends
+    (`PinnedBatchPlan`); evaluation bypasses the memory. label: short name; "" for no memory.
     """
 
-    needs_seen = False
     label = ""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now."""
-        return 0
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         """The tensor to compress instead of `tensor`."""
@@ -74,15 +65,10 @@ class _PerSample(Memory):
     """Base class of memories that keep tensors [rows, *features] by sample id, all with the same
     features, in `dtype` (None: unchanged)."""
 
-    needs_seen = True
     dtype: Dtype
 
     def __post_init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def _get(self, sample: int, like: Tensor) -> Tensor | None:
         """The sample's tensor; None if there is none or it has another number of rows."""

@@ -113,7 +113,7 @@ class TopK(_Sparse):
 
 
 @settings("TopRows")
-class TopRows(_Sparse):
+class TopRows(TopK):
     """The k = max(1, round(rate * R)) rows of largest norm, sent whole. Ours.
 
     For gradients at a boundary: few tokens carry most of a classifier's gradient, and a row that
@@ -121,14 +121,9 @@ class TopRows(_Sparse):
     that divergence stays visible. A tensor of one axis has rows of one value.
     """
 
-    rate: Rate
-
     @property
     def label(self) -> str:
         return f"toprows({self.rate:g})"
-
-    def _numbers(self, num_items: int) -> tuple[int, int]:
-        return num_items, _num_kept(self.rate, num_items)
 
     def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
         width = spec.shape[-1] if len(spec.shape) > 1 else 1

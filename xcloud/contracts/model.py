@@ -14,21 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
-
-__all__ = [
-    "NO_LABEL",
-    "NO_TOKEN",
-    "Architecture",
-    "Batch",
-    "Boundary",
-    "BoundaryField",
-    "Head",
-    "Message",
-    "Stage",
-    "StageOutput",
-    "TokenIds",
-]
+from xcloud.comm.boundary import Boundary, Message, Samples
 
 Batch = Samples
 """Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""

@@ -31,7 +31,6 @@ class Feature:
     without: str
 
     def check(self, job: PipelineJob) -> None:
-        """Raise ConfigError for the first need that the job lacks."""
         if not (used := self.used(job)):
             return
         for need, why in self.why.items():
@@ -177,29 +176,11 @@ class Experiment(PipelineJob):
                     f"compression.boundary_{boundary}: there is no such boundary; this cluster "
                     f"has {layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
                 )
-        stages = range(layout.num_stages)
-        fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
-        for replica in range(layout.num_replicas):
-            self._check_visibility(replica, fields)
+        self.security.check(tuple(layout.clouds), self.held_by)
         for feature in FEATURES:
             feature.check(self)
         if self.autopilot is not None:
             check_choices(self)
-
-    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
-        layout, clouds = self.cluster, tuple(self.cluster.clouds)
-        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
-        try:
-            self.security.check("holders", clouds, fields, stage_cloud)
-            if self.security.weights:
-                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
-                self.security.check("weights", clouds, parts, stage_cloud)
-        except ConfigError as error:
-            if replica == 0:
-                raise
-            raise ConfigError(
-                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
-            ) from error
 
     @property
     def labels(self) -> Labels:
@@ -245,7 +226,6 @@ class Experiment(PipelineJob):
 
     @property
     def leak_meter(self) -> LeakMeter | None:
-        """Off in one cloud: nothing is seen by another."""
         return self.security.meter if self.cluster.crosses_clouds else None
 
     @property

@@ -86,7 +86,6 @@ class Places:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Places:
-        """From JSON."""
         ranks = [Place(cloud, replica, tuple(stages), dealt)
                  for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
         return cls(**{**saved, "ranks": ranks})
@@ -182,7 +181,6 @@ class Job(Names, ABC):
 
     @classmethod
     def of(cls, made: object) -> Job:
-        """Raises ConfigError for what is no job."""
         if not isinstance(made, Job):
             raise ConfigError(
                 f"_target_ must make a job, such as xcloud's Experiment, got {made!r}"
@@ -198,7 +196,6 @@ class Job(Names, ABC):
 
     @property
     def headline(self) -> str:
-        """What this run is, in one line."""
         return f"{self.name} [{self.profile}]: {'; '.join(self.labels.described)}"
 
     @property
@@ -218,16 +215,13 @@ class Job(Names, ABC):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """When to save what the run can resume from."""
         return cast(Checkpoints, self.training.checkpoint)
 
     @property
     def max_steps(self) -> int:
-        """Updates in all."""
         return int(self.training.max_steps)
 
     def statistics(self) -> RunStatistics:
-        """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
 
     @property

@@ -18,6 +18,7 @@ from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import compared_settings
+from xcloud.launch.failures import named_failures
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
 from xcloud.record.summary import SUMMARY_FILE
@@ -118,12 +119,12 @@ def _cause(error: BaseException, run_dir: Path) -> str:
     if isinstance(error, RunFailed):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        signals = (
-            "Ctrl+C, SIGTERM or SIGUSR1"
-            if isinstance(error, RunStopped)
-            else ("Ctrl+C or SIGTERM")
-        )
-        return f"interrupted ({signals}); {_rest(run_dir)}"
+        other = ", SIGTERM or SIGUSR1" if isinstance(error, RunStopped) else " or SIGTERM"
+        agreed = CheckpointSteps(run_dir).agreed_steps()
+        rest = "it has no checkpoint to go on from; an unfinished backbone is in the cache"
+        if agreed:
+            rest = f"go on from step {agreed[0]}: python run.py resume={run_dir}"
+        return f"interrupted (Ctrl+C{other}); {rest}"
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
     return "the run was ended from outside"
@@ -150,18 +151,12 @@ def _train(
             return ranks.wait(meanwhile=follow)
         except RunFailed as error:
             agreed = folder.agreed_steps()
-            if number == most or not agreed or not ranks.may_come_right:
+            # An error that a rank itself has named comes again.
+            if number == most or not agreed or named_failures(ranks.run_dir, ranks.failed):
                 raise
             print(f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
                   f"at most {most}: launch.max_restarts)", flush=True)  # fmt: skip
             monitor.next_attempt()
-
-
-def _rest(run_dir: Path) -> str:
-    agreed = CheckpointSteps(run_dir).agreed_steps()
-    if not agreed:
-        return "it has no checkpoint to go on from; an unfinished backbone is kept in the cache"
-    return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
 
 
 class StopSignals:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine and watches them. Computes nothing, imports no torch.
+"""Starts the ranks of a run on this machine and watches them. Computes nothing.
 
 Ranks are child processes: that works in plain runs, in sweeps and under any launcher, and leaves
 no orphans (each child asks the kernel to end it with its parent).
@@ -19,7 +19,7 @@ import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
-from xcloud.launch.failures import first_cause, lost_clouds, named_failures, own_failures
+from xcloud.launch.failures import first_cause, lost_clouds, own_failures
 from xcloud.record.files import error_file, ready_file
 
 POLL_EVERY_S = 0.1
@@ -105,23 +105,19 @@ class LocalRanks:
         if self.is_asked_to_stop:
             raise RunStopped
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        return {
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xcloud", "rank", str(self.experiment_file)]
+        command += ["--rank", str(rank), "--parent", str(os.getpid())]
+        environment = {
             **MEMORY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             **os.environ,
-            "LOCAL_WORLD_SIZE": str(len(self.clouds)),
+            "LOCAL_RANK": str(rank),
         }
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
-        command += ["--rank", str(rank), "--parent", str(os.getpid())]
-        here = {**self._environment, "LOCAL_RANK": str(rank)}
-        return start_process(command, here, self.log(rank))
+        return start_process(command, environment, self.log(rank))
 
     def ask_to_stop(self) -> None:
         """All ranks save the step under way and end; those that do not train yet just end."""
@@ -129,11 +125,6 @@ class LocalRanks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
-
-    @property
-    def may_come_right(self) -> bool:
-        """Whether a failure may not come again: it was no error that a rank itself has named."""
-        return not named_failures(self.run_dir, self.failed)
 
     @property
     def failed(self) -> dict[int, int]:
@@ -171,14 +162,21 @@ class LocalRanks:
         """
         self._end_suspended(self.essential if has_met else range(len(self.processes)))
         codes = [process.poll() for process in self.processes]
-        needed, has_failed = [codes[rank] for rank in self.essential], bool(self.failed)
+        needed = [codes[rank] for rank in self.essential]
         is_stopped = any(code in _STOPPED_CODES for code in codes)
         if is_stopped and not has_met and self._for_s("stop") > END_WITHIN_S:
             raise RunStopped
-        if has_failed and (not has_met or not self._can_do_without(self.failed)):
+        # The run can do without ranks that are ready, of those that may be lost.
+        lost = [
+            r
+            for r in self.failed
+            if r in self.essential or not ready_file(self.run_dir, r).exists()
+        ]
+        if lost or (self.failed and not has_met):
             cause = first_cause(self.run_dir, self.clouds, lambda: self.failed, self._suspended)
-            if has_met:
-                self._hear_last_words()
+            until_s = time.monotonic() + _LAST_WORDS_S * has_met
+            while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
+                time.sleep(POLL_EVERY_S)
             if self.is_asked_to_stop and not own_failures(self.run_dir, self.failed):
                 raise RunStopped  # ranks that are asked to end go one by one, and others lose them
             raise RunFailed(cause)
@@ -191,12 +189,6 @@ class LocalRanks:
         if any(code in _STOPPED_CODES for code in needed):
             raise RunStopped
         return True
-
-    def _can_do_without(self, failed: Iterable[int]) -> bool:
-        """Ranks that are ready, of those that may be lost."""
-        return all(
-            r not in self.essential and ready_file(self.run_dir, r).exists() for r in failed
-        )
 
     def _for_s(self, what: object) -> float:
         """Seconds since this was asked first."""
@@ -225,16 +217,11 @@ class LocalRanks:
             ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]
             for rank in ranks:
                 self.processes[rank].kill()
-                self.processes[rank].wait()
             for rank in ranks:
+                self.processes[rank].wait()
                 error_file(self.run_dir, rank).unlink(missing_ok=True)
                 self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
                 self.processes[rank] = self._start(rank)
-
-    def _hear_last_words(self) -> None:
-        until_s = time.monotonic() + _LAST_WORDS_S
-        while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
-            time.sleep(POLL_EVERY_S)
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""

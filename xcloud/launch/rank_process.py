@@ -1,18 +1,23 @@
-"""One rank as a process, whatever starts it and whatever its role: it joins the others, compares
-with them what is to run, lives, and leaves its last words, a record of what it sent, and why it
-failed.
+"""One rank as a process, whatever starts it and whatever its role (rank/roles.py): it joins the
+others, compares with them what is to run, lives, and leaves its last words, a record of what it
+sent, and why it failed.
+
+READ THIS FIRST. A run on one machine starts `main` once per rank (processes.py):
+    python -m xcloud rank RUN_DIR --rank R --parent PID
+On several machines torchrun starts the one of several_machines.py in each cloud:
+    python -m xcloud torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import queue
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +31,7 @@ from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import Table, Verdict, meet_here, table_of
 from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN
+from xcloud.launch.processes import EXIT_START_AGAIN, end_with_parent
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import join, role_of
 from xcloud.record.events import EVENTS_FILE
@@ -128,30 +133,21 @@ def live_in_threads(
 ) -> bool:
     """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
     rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
-    world, ended = MemoryWorld(job.cluster.num_ranks), queue.SimpleQueue[bool | BaseException]()
+    world = MemoryWorld(job.cluster.num_ranks)
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> bool:
         own = RankState(run_dir, rank) if rank else state
-        try:
-            transport = world.transport(rank)
-            _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
-            process = Process(asked, own)
-            is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
-            if rank:
-                own.close(STOPPED if is_stopped else DONE)
-            ended.put(is_stopped)
-        except BaseException as error:
-            ended.put(error)
+        transport = world.transport(rank)
+        _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
+        process = Process(asked, own)
+        is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
+        if rank:
+            own.close(STOPPED if is_stopped else DONE)
+        return is_stopped
 
-    for rank in range(job.cluster.num_ranks):
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True).start()
-    is_stopped = False
-    for _ in range(job.cluster.num_ranks):
-        found = ended.get()
-        if isinstance(found, BaseException):
-            raise found
-        is_stopped = found
-    return is_stopped
+    threads = ThreadPoolExecutor(world.num_ranks, "rank")  # the process ends without them
+    lives = [threads.submit(work, rank) for rank in range(world.num_ranks)]
+    return [one.result() for one in as_completed(lives)][-1]
 
 
 def _device_of(job: Job, rank: int) -> torch.device:
@@ -203,7 +199,6 @@ class RankProcess(Process):
 
     def run(self) -> bool:
         """Returns whether the run has ended early, as asked."""
-        _set_threads()
         config = configs.read_config(self.file)
         job, table = self.read(config), table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
@@ -235,9 +230,28 @@ class RankProcess(Process):
         return write_failure(self.run_dir, self.rank, error)
 
 
-def _set_threads() -> None:
-    """Each rank takes its share of this machine's cores; OMP_NUM_THREADS overrides."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        )
+def main(words: Sequence[str] | None = None) -> None:
+    """One rank of a run on this machine, whose launcher starts it. Ends the process itself."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud rank", description=main.__doc__)
+    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--parent", type=int, help="process to end with")
+    arguments = parser.parse_args(words)
+    if arguments.parent is not None:
+        _tie_to_parent(arguments.parent)
+    file = experiment_file(arguments.experiment)
+    RankProcess(file, file.parent.resolve(), arguments.rank).main()
+
+
+def experiment_file(place: Path) -> Path:
+    """A file, or that of a run folder."""
+    return place / configs.EXPERIMENT_FILE if place.is_dir() else place
+
+
+def _tie_to_parent(parent: int) -> None:
+    """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() != parent:
+        sys.exit("the parent is gone")

@@ -1,15 +1,17 @@
-"""A rank that torchrun has started, on one of several machines: it watches the others itself, and
-rank 0 starts the monitor, for no launcher does (docs/several-machines.md).
+"""A run over several machines (docs/several-machines.md): torchrun starts its ranks, which watch
+each other, and rank 0 starts the monitor, for no launcher does.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, write_failure
-from xcloud.launch.rank_process import RankProcess
+from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS, end_with_parent
+from xcloud.launch.rank_process import RankProcess, experiment_file
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
@@ -80,8 +83,9 @@ class TorchrunProcess(RankProcess):
             self._monitor = _start_monitor(self.run_dir, self.file)
 
     def end(self, is_stopped: bool) -> None:
-        if self.is_first_here and self.rank and not is_stopped and self.model.is_dir():
-            print(f"this cloud's part of the model: {self.model.resolve()}", flush=True)
+        model = self.run_dir / MODEL_DIR
+        if self.is_first_here and self.rank and not is_stopped and model.is_dir():
+            print(f"this cloud's part of the model: {model.resolve()}", flush=True)
         for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
             clock.unlink(missing_ok=True)
         if self._monitor is not None:
@@ -98,10 +102,6 @@ class TorchrunProcess(RankProcess):
         code = super().fail(error)
         self._await_table()
         return code
-
-    @property
-    def model(self) -> Path:
-        return self.run_dir / MODEL_DIR
 
     def _end_alone(self, error: LinkError) -> None:
         """From another thread: the main one may wait for a rank that is gone, inside torch."""
@@ -171,3 +171,62 @@ def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
             f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
             f"clouds with --node-rank in this order: {', '.join(job.cluster.clouds)}"
         )
+
+
+def main(words: Sequence[str]) -> None:
+    """One rank of a run over several machines, which torchrun has started. Ends the process
+    itself."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud worker", description=main.__doc__)
+    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
+    parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
+    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
+    arguments = parser.parse_args(words)
+    if "RANK" not in os.environ:
+        parser.error("start me with torchrun, or use run.py")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
+        end_with_parent()
+    file = experiment_file(arguments.experiment)
+    run_dir = (arguments.run_dir or file.parent).resolve()
+    TorchrunProcess(file, run_dir, int(os.environ["RANK"]), arguments.cloud).main()
+
+
+def torchrun(words: Sequence[str]) -> int:
+    """Start this cloud's ranks: python -m xcloud torchrun OPTIONS -m xcloud worker EXPERIMENT
+
+    OPTIONS are torchrun's. The ranks get the memory settings of a local run (processes.py), and
+    torch's C++ code shows errors only (TORCH_CPP_LOG_LEVEL); set in the environment, these stay.
+    No traceback follows what the ranks have said. Exit code 75: the same command goes on.
+    """
+    for name, value in {**MEMORY_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
+        os.environ.setdefault(name, value)
+    # Here, as no rank needs them.
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    parser = get_args_parser()
+    parser.prog, parser.description = "python -m xcloud torchrun", torchrun.__doc__
+    given = parser.parse_args(words)
+    logging.disable(logging.ERROR)  # of torchrun, which repeats what its ranks have said
+    if given.nproc_per_node.isdigit():
+        threads = (os.cpu_count() or 1) // int(given.nproc_per_node)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or 29500}"
+    print(f"waiting for all machines at {place}", flush=True)
+    try:
+        run(given)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:  # it could say nothing
+                print(f"xcloud: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return EXIT_START_AGAIN if codes == {EXIT_START_AGAIN} else 1
+    except SignalException:  # the ranks were given the signal, and have said what they did
+        return EXIT_START_AGAIN
+    except DistNetworkError as error:
+        why = "the port is taken" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+        advice = "Give all clouds the address and one free port of the first one's machine"
+        print(f"xcloud: nobody can meet at {place}: {why}. {advice}", file=sys.stderr)
+        return 1
+    return 0

@@ -27,7 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.contracts.model import Architecture, Boundary, BoundaryField, BuildContext, Stage
+from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.contracts.model import Architecture, BuildContext, Stage
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
@@ -82,25 +83,15 @@ class CausalLM(TextModel):
     def __post_init__(self) -> None:
         split = self.split
         if bool(self.checkpoint) == (self.own is not None):
-            raise ConfigError(
-                "a CausalLM needs model.checkpoint (a folder or hub id) or model.own, not both; "
-                "set the other to null"
-            )
+            raise ConfigError("give model.checkpoint (a folder or hub id) or model.own, not both")
         if self.lora is not None and self.embeddings is not None:
-            raise ConfigError(
-                "model.embeddings is for training without LoRA; beside model.lora they are "
-                "frozen: leave it out"
-            )
+            raise ConfigError("model.embeddings is for training without LoRA: leave it out")
         if split.needs_public_text and self._public_text is None:
-            raise ConfigError(
-                "model.split.calibration=public needs model.public_text, in the tokens of "
-                "model.checkpoint; or take the owner's text (calibration=own)"
-            )
+            raise ConfigError("model.split.calibration=public needs model.public_text")
         if split.is_inside:
             raise ConfigError(
-                "model.split.method=svd replaces a sub-layer together with its skip connection, "
-                "so in a decoder nothing of the text would cross: choose pca, identity or "
-                "orthogonal"
+                "model.split.method=svd replaces a sub-layer together with its skip connection: "
+                "in a decoder choose pca, identity or orthogonal"
             )
         if split.layer is not None:
             for name in ("head_rank", "calibration_pairs"):
@@ -188,12 +179,12 @@ class CausalLM(TextModel):
         out: Path,
     ) -> list[Path]:
         """Write all stages' exported tensors into `out`: adapters as peft loads them, with our own
-        base in out/base; or all weights as transformers loads them. Returns the folders that want
-        the tokenizer, too. architecture: of any stage."""
+        base in out/base; or all weights as transformers does. Returns the folders that want the
+        tokenizer, too. architecture: of any stage."""
         if self.split.is_low_rank:
             raise ConfigError(
-                "model.split has put projections into this model that transformers and peft do "
-                "not know; try it with python -m xcloud generate"
+                "transformers and peft do not know the projections of model.split; try the model "
+                "with python -m xcloud generate"
             )
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])
@@ -219,8 +210,7 @@ class CausalLM(TextModel):
         """The blocks of a checkpoint up to the cut one and with it."""
         config = read_config(name)
         part = Part(range(self.split.block + 1), True, False)
-        network = laid_out(config, part)
-        load_weights(network, name)
+        load_weights(network := laid_out(config, part), name)
         about = {"lora": False, "config": json.loads(config.to_json_string())}
         return CausalStage(network, part, self.vocabulary_chunk, about)
 
@@ -239,10 +229,10 @@ class CausalLM(TextModel):
         if self.lora is not None:
             self.lora.add_to(network)
         elif self.embeddings == "freeze":
-            kind, base = KINDS[config.model_type], network.base_model
-            ends = [getattr(base, name) for name in (kind.embeddings, *kind.first)]
-            for end in (*ends, getattr(network, HEAD)):
-                end.requires_grad_(False)
+            kind = KINDS[config.model_type]
+            for name in (kind.embeddings, *kind.first):
+                getattr(network.base_model, name).requires_grad_(False)
+            getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
@@ -260,10 +250,8 @@ class CausalLM(TextModel):
         config = read_config(self.checkpoint) if self.checkpoint else self._own.config(max_length)
         positions = min(MAX_LENGTH, config.max_position_embeddings)
         if max_length > positions:
-            raise ConfigError(
-                f"task.max_length is {max_length}, but {self.describe()} has {positions} "
-                "positions; lower it"
-            )
+            whose = f"{self.describe()} has {positions} positions"
+            raise ConfigError(f"task.max_length is {max_length}, but {whose}; lower it")
         if self.lora is not None:
             self.lora.check(config)
         if self.embeddings in ("tie", "untie") and not config.tie_word_embeddings:
@@ -279,17 +267,12 @@ class CausalLM(TextModel):
         if trained_twice and config.tie_word_embeddings:
             raise ConfigError(
                 f"{self.describe()}: its embeddings and its head are one matrix (tied) in two "
-                "stages. Let their gradients cross (model.embeddings=tie), train it as two "
-                "(model.embeddings=untie), keep it as it is (model.embeddings=freeze), or train "
-                "adapters (model.lora={r: 16})"
+                "stages: let its gradients cross (model.embeddings=tie), train two (untie), keep "
+                "it as it is (model.embeddings=freeze), or train adapters (model.lora={r: 16})"
             )
-        if (layer := self.split.layer) is not None:
-            if layer >= config.num_hidden_layers:
-                last = config.num_hidden_layers - 1
-                raise ConfigError(f"model.split.layer must be 0..{last} or null, got {layer}")
-            if num_stages == 1:
-                raise ConfigError("model.split cuts the model, and this cluster has one stage")
-            self.split.check_rank(int(config.hidden_size))
+        if self.split.layer is not None and num_stages == 1:
+            raise ConfigError("model.split cuts the model, and this cluster has one stage")
+        self.split.check(config.num_hidden_layers, int(config.hidden_size))
         ends = self._ends(config.num_hidden_layers, num_stages)
         start = ends[stage - 1] if stage else 0
         return Part(range(start, ends[stage]), stage == 0, stage == num_stages - 1)
@@ -310,9 +293,8 @@ class CausalLM(TextModel):
         return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
 
     def num_blocks(self, max_length: int) -> int:
-        if self.split.layer is not None:
-            return 0
-        return int(self._config(max_length).num_hidden_layers)
+        is_free = self.split.layer is None
+        return int(self._config(max_length).num_hidden_layers) if is_free else 0
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
         config = self._config(max_length)

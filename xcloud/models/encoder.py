@@ -33,16 +33,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # under the names of tra
 class Packing:
     """Token positions of a padded batch, from the counts alone, which cross with the rows.
 
-    counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right.
-    mask: padding mask, bool [B, 1, 1, S], True at tokens; None if nothing is padded.
-    positions: int64 [R], position of each row in its sample, or what is given instead: in its
-        document, in the text that is being decoded.
+    counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right. mask: bool
+    [B, 1, 1, S], True at tokens; None if nothing is padded. positions: int64 [R], of each row in
+    its sample, or what is given instead: in its document, in the text that is being decoded.
     """
 
     def __init__(self, counts: Tensor, positions: Tensor | None = None) -> None:
         shortest, longest = torch.stack(counts.aminmax()).tolist()
         if shortest < 1:
-            raise ValueError("a sample has no token; every text needs at least its end id")
+            raise ValueError("a sample has no token")
         self.counts = counts.long()
         self.num_samples = counts.shape[0]
         self.longest = longest
@@ -68,10 +67,8 @@ class Packing:
     def check(self, num_positions: int) -> None:
         """Raise ValueError for a text longer than a network can take."""
         if self.longest > num_positions:
-            raise ValueError(
-                f"got a text of {self.longest} tokens; this network supports at most "
-                f"{num_positions}. Lower the task's max_length."
-            )
+            most = f"this network supports at most {num_positions}"
+            raise ValueError(f"got a text of {self.longest} tokens; {most}: lower task.max_length")
 
     def pack(self, grid: Tensor) -> Tensor:
         """[B, at least S, ...] -> [R, ...]."""
@@ -86,9 +83,8 @@ class Packing:
 
 @dataclass
 class Cache:
-    """What attention of one layer has to look at: keys and values [2, N, h, t, d] of the t tokens
-    decoded so far; or [2, B, h, S, d] of the source, computed once and shared by the hypotheses of
-    a sentence. mask: of the source's padding.
+    """Keys and values [2, N, h, t, d] of the t tokens decoded so far; or [2, B, h, S, d] of the
+    source, shared by the hypotheses of a sentence. mask: of the source's padding.
     """
 
     pair: Tensor | None = None
@@ -114,10 +110,7 @@ class LayerCache:
 
 
 class SelfAttention(nn.Module):
-    """softmax(q k' / sqrt(d)) v within each sample, then the output projection.
-
-    Query, key and value are one matrix product, which is faster than three small ones.
-    """
+    """softmax(q k' / sqrt(d)) v within each sample, then the output projection."""
 
     def __init__(self, hidden: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -165,8 +158,7 @@ class CrossAttention(nn.Module):
         return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask)
 
     def forward(self, rows_RH: Tensor, packing: Packing, source: Cache) -> Tensor:
-        """packing: of the target rows. In a decoding step, of N = B * hypotheses per sentence, the
-        hypotheses take the place of the positions."""
+        """packing: of the target rows. In a decoding step hypotheses are their positions."""
         assert source.pair is not None
         keys, values = source.pair
         grid = packing.unpack(self.query(rows_RH))
@@ -177,9 +169,8 @@ class CrossAttention(nn.Module):
 
 
 def _start_attention(attention: nn.Module, hidden: int) -> None:
-    """Xavier separately for query, key, value and output, even if fused; biases zero.
-    With nn.Linear's smaller default, AB-Net's loss is 5 % higher after 150 steps of a toy task.
-    """
+    """Xavier separately for query, key, value and output, even if fused; biases zero. With
+    nn.Linear's default AB-Net's loss is 5 % higher after 150 steps of a toy task."""
     for linear in attention.children():
         assert isinstance(linear, nn.Linear)
         for part in torch.split(linear.weight, hidden):
@@ -189,11 +180,8 @@ def _start_attention(attention: nn.Module, hidden: int) -> None:
 
 @settings("EncoderConfig")
 class EncoderConfig:
-    """The architecture: everything needed to build an Encoder, except weights.
-
-    Devlin et al., arXiv:1810.04805: post-LN, learned positions. RoBERTa's unused first positions
-    are dropped, so there is no offset: see backbone.py.
-    """
+    """The architecture of an Encoder (Devlin et al., arXiv:1810.04805: post-LN, learned positions,
+    which begin at 0 in RoBERTa, too)."""
 
     vocab_size: Positive
     hidden: Positive
@@ -230,7 +218,7 @@ class Embeddings(nn.Module):
         self.word_adapter: nn.Embedding | None = None
 
     def adapt_words(self) -> None:
-        """Add to each word's vector a second one [V, H], trained and zero at first."""
+        """Add a second vector to each word's, trained and zero at first."""
         zeros_VH = torch.zeros_like(self.words.weight)
         self.word_adapter = nn.Embedding(len(zeros_VH), zeros_VH.shape[1], _weight=zeros_VH)
 
@@ -241,16 +229,13 @@ class Embeddings(nn.Module):
         words = self.words(ids_R)
         if self.word_adapter is not None:
             words = words + self.word_adapter(ids_R)
-        positions = self.positions(packing.positions)
-        rows: Tensor = self.dropout(self.norm(words + of_type + positions))
+        placed = words + of_type + self.positions(packing.positions)
+        rows: Tensor = self.dropout(self.norm(placed))
         return rows
 
 
 class EncoderLayer(nn.Module):
-    """x = LN(x + attention(x)); x = LN(x + down(activation(up(x)))).
-
-    `attend` and `feed` are the two sub-layers, for callers that insert something in between.
-    """
+    """x = LN(x + attention(x)) in `attend`; x = LN(x + down(activation(up(x)))) in `feed`."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -281,10 +266,8 @@ class EncoderLayer(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """logits = words . LN(activation(dense(x))) + bias, with `words` the embedding itself.
-
-    The embedding is passed in, not stored, so that the state dict contains it once.
-    """
+    """logits = words . LN(activation(dense(x))) + bias, with `words` the embedding, which is
+    passed in, so that the state dict contains it once."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -328,7 +311,7 @@ class Encoder(nn.Module):
         types_R: Tensor | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """Token ids [R] -> last hidden rows [R, H]. Needs the embeddings."""
+        """[R] -> [R, H]."""
         assert self.embeddings is not None
         rows: Tensor = self.embeddings(ids_R, packing, types_R)
         for layer in self.layers.values():
@@ -336,7 +319,7 @@ class Encoder(nn.Module):
         return rows
 
     def logits(self, rows_RH: Tensor) -> Tensor:
-        """Hidden rows [R, H] -> logits [R, V]."""
+        """[R, H] -> [R, V]."""
         assert self.head is not None and self.embeddings is not None
         scores: Tensor = self.head(rows_RH, self.embeddings.words.weight)
         return scores

@@ -22,14 +22,8 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.model import (
-    NO_TOKEN,
-    Boundary,
-    BoundaryField,
-    BuildContext,
-    Head,
-    Stage,
-)
+from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.contracts.model import NO_TOKEN, BuildContext, Head, Stage
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing
 from xcloud.models.pretraining import PublicTexts
@@ -74,13 +68,9 @@ class LowRankSplit(TextModel):
 
     def __post_init__(self) -> None:
         if self.public_text is None and self.split.needs_public_text:
-            raise ConfigError(
-                f"split.method={self.split.method} with anchor {self.split.anchor_kind} is "
-                "estimated on public text: set model.public_text, split.calibration=own, or "
-                "split.method=svd"
-            )
+            raise ConfigError("split.calibration=public needs model.public_text: set it, or own")
         if not self.backbone.is_checkpoint:
-            self._check_network(self.backbone.depth(), self.backbone.width())
+            self.split.check(self.backbone.depth(), self.backbone.width())
 
     def describe(self) -> str:
         return f"{self.backbone.describe()}, {self.split.describe()}"
@@ -101,7 +91,7 @@ class LowRankSplit(TextModel):
         """After stage 0 rows [R, K]; before a separate head [B, H or head_rank], or [R, …] for
         spans. ConfigError for a layer, rank or length that exceeds the backbone's."""
         split, whole = self.split, self.backbone.width()
-        self._check_network(self.backbone.depth(), whole)
+        split.check(self.backbone.depth(), whole)
         self.backbone.check_length(max_length)
         if stage == 0:
             return rows_boundary(
@@ -118,46 +108,45 @@ class LowRankSplit(TextModel):
         return rows_boundary(width, max_length, whole=whole)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        if (about := context.architecture) is not None:
-            head = Head(**about["head"]) if about["head"] is not None else None
-            context = replace(context, head=head, max_length=int(about["max_length"]))
+        split, given = self.split, context.architecture
+        if given is not None:
+            head = given["head"] and Head(**given["head"])
+            context = replace(context, head=head, max_length=int(given["max_length"]))
+        answers = context.head and asdict(context.head)
+        about: dict[str, object] = {"head": answers, "max_length": context.max_length}
         if stage == 2:  # a separate head needs only the encoder's width
-            hidden = self.backbone.width() if about is None else int(about["hidden"])
-            self.split.check_rank(hidden)
-            way = way_to_head(hidden, self.split.kept_head_rank, context.seed)[1]
-            answer = self._answer(hidden, context)
-            return UpperStage(_about(context, hidden=hidden), {}, None, way, answer)
-        if about is not None:
-            weights = Weights(EncoderConfig(**about["backbone"]), None)
+            hidden = self.backbone.width() if given is None else int(given["hidden"])
+            split.check(None, hidden)
+            way = way_to_head(hidden, split.kept_head_rank, context.seed)[1]
+            return UpperStage(
+                about | {"hidden": hidden}, {}, None, way, self._answer(hidden, context)
+            )
+        if given is not None:
+            weights = Weights(EncoderConfig(**given["backbone"]), None)
         else:
             weights = self.backbone.weights(TEXT, context)
-        self._check_network(weights.config.num_layers, weights.config.hidden)
+        num_blocks, hidden = weights.config.num_layers, weights.config.hidden
+        split.check(num_blocks, hidden)
+        about["backbone"] = asdict(weights.config)
+        blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
+        encoder = self._part(weights, blocks, embeddings=stage == 0)
+        layers, cut_block = dict(encoder.layers), encoder.layer(split.block)
+        if stage or split.is_inside:
+            del layers[str(split.block)]  # the stage below or the cut has it
+        cut, handed = self._cut(stage, weights, cut_block, context)
         if stage == 0:
-            return self._bottom(weights, context)
-        return self._top(weights, context, is_last=num_stages == 2)
-
-    def _check_network(self, num_layers: int | None, hidden: int) -> None:
-        if num_layers is not None and self.split.block >= num_layers:
-            raise ConfigError(
-                f"split.layer must be 0..{num_layers - 1} or null: {self.backbone.describe()} has "
-                f"{num_layers} blocks; got {self.split.layer}"
-            )
-        self.split.check_rank(hidden)
-
-    def _bottom(self, weights: Weights, context: BuildContext) -> Stage:
-        split = self.split
-        encoder = self._part(weights, range(split.block + 1), embeddings=True)
-        layers = dict(encoder.layers)
-        cut, handed = self._cut(0, weights, encoder, context)
-        if split.is_inside:
-            del layers[str(split.block)]  # the cut has what is left of it
-        if cut is not None:
-            layers["cut"] = cut
-        # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
-        has_types, pad = weights.config.type_vocab_size > 1, context.vocabularies[TEXT].pad
-        about = _about(context, backbone=asdict(weights.config))
-        frozen = split.freezes_bottom
-        return RowsStage(about, encoder.embeddings, layers, TEXT, pad, has_types, handed, frozen)
+            layers |= {} if cut is None else {"cut": cut}
+            # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
+            has_types, pad = weights.config.type_vocab_size > 1, context.vocabularies[TEXT].pad
+            words, frozen = encoder.embeddings, split.freezes_bottom
+            return RowsStage(about, words, layers, TEXT, pad, has_types, handed, frozen)
+        layers = layers if cut is None else {"cut": cut, **layers}
+        way, widen = way_to_head(hidden, split.kept_head_rank, context.seed)
+        answer = None
+        if num_stages == 2:
+            way, answer = nn.Sequential(way, widen), self._answer(hidden, context)
+        pooling = self.pooling if self.output == "sample" else None
+        return UpperStage(about, layers, pooling, way, answer)
 
     def lower(self, weights: Weights) -> Stage:
         """All up to the cut block and with it, for texts that end with NO_TOKEN."""
@@ -165,20 +154,6 @@ class LowRankSplit(TextModel):
         about, has_types = {"backbone": asdict(weights.config)}, weights.config.type_vocab_size > 1
         layers = dict(encoder.layers)
         return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
-
-    def _top(self, weights: Weights, context: BuildContext, *, is_last: bool) -> Stage:
-        hidden, block = weights.config.hidden, self.split.block
-        encoder = self._part(weights, range(block, weights.config.num_layers), embeddings=False)
-        cut, _ = self._cut(1, weights, encoder, context)
-        layers: dict[str, nn.Module] = {} if cut is None else {"cut": cut}
-        layers |= {name: layer for name, layer in encoder.layers.items() if name != str(block)}
-        way, widen = way_to_head(hidden, self.split.kept_head_rank, context.seed)
-        answer = None
-        if is_last:
-            way, answer = nn.Sequential(way, widen), self._answer(hidden, context)
-        pooling = self.pooling if self.output == "sample" else None
-        about = _about(context, backbone=asdict(weights.config))
-        return UpperStage(about, layers, pooling, way, answer)
 
     def _part(self, weights: Weights, blocks: range, *, embeddings: bool) -> Encoder:
         dropout = 0.0 if embeddings and self.split.freezes_bottom else self.dropout
@@ -191,15 +166,13 @@ class LowRankSplit(TextModel):
         return encoder
 
     def _cut(
-        self, stage: int, weights: Weights, encoder: Encoder, context: BuildContext
+        self, stage: int, weights: Weights, block: EncoderLayer, context: BuildContext
     ) -> tuple[nn.Module | None, tuple[Tensor, ...]]:
         """What stands at the boundary on this side, and what the stage hands over."""
         if self.split.is_inside:
-            return cut_inside(self.split, stage, encoder.layer(self.split.block)), ()
-        sizes, lower = (
-            (weights.config.vocab_size, weights.config.hidden),
-            partial(self.lower, weights),
-        )
+            return cut_inside(self.split, stage, block), ()
+        config, lower = weights.config, partial(self.lower, weights)
+        sizes = config.vocab_size, config.hidden
         return projection_at(self.split, stage, sizes, lower, self.public_text, context)
 
     def _answer(self, hidden: int, context: BuildContext) -> TextHead:
@@ -218,11 +191,6 @@ class LowRankSplit(TextModel):
             return SpanHead(hidden, self.max_answer_tokens, context.seed)
         pooler = self.backbone.pooler() if context.architecture is None else None
         return SampleHead(hidden, head, self.dropout, context.seed, pooler)
-
-
-def _about(context: BuildContext, **more: object) -> dict[str, object]:
-    head = None if context.head is None else asdict(context.head)
-    return {"head": head, "max_length": context.max_length, **more}
 
 
 def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn.Module]:

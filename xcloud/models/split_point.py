@@ -149,8 +149,12 @@ class Split:
         shapes = ((hidden, self.width(hidden)), (self.num_places(max_length), hidden))
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
-    def check_rank(self, hidden: int) -> None:
-        """Raise ConfigError if a rank exceeds the number of features."""
+    def check(self, num_blocks: int | None, hidden: int) -> None:
+        """Raise ConfigError for a block that the model lacks, or more features than it has."""
+        if num_blocks is not None and self.block >= num_blocks:
+            raise ConfigError(
+                f"model.split.layer must be 0..{num_blocks - 1} or null, got {self.layer}"
+            )
         crossing = {"rank": self.rank if self.is_low_rank else None}
         for name, rank in (crossing | {"head_rank": self.kept_head_rank}).items():
             if rank is not None and rank > hidden:

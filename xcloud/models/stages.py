@@ -22,16 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.contracts.model import (
-    Architecture,
-    Batch,
-    Boundary,
-    BoundaryField,
-    Head,
-    Message,
-    Stage,
-    StageOutput,
-)
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
 from xcloud.models.encoder import Packing
 
 TEXT, TYPES, LABEL = "text", "types", "label"
@@ -67,6 +59,13 @@ class RowsStage(Stage):
             self.requires_grad_(False)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        return self._sent(*self._rows(received, batch))
+
+    @staticmethod
+    def _sent(rows: Tensor, packing: Packing) -> StageOutput:
+        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+
+    def _rows(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing]:
         if received is not None:
             rows, packing = received["hidden"], Packing(received["counts"])
         else:
@@ -76,15 +75,12 @@ class RowsStage(Stage):
             rows = self.embeddings(packing.pack(batch[self._field]), packing, *types)
         for layer in self.layers.values():
             rows = layer(rows, packing)
-        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+        return rows, packing
 
 
-class UpperStage(Stage):
-    """What stands after the boundary, upper blocks, pooling, the way to the head and the head. A
-    separate head has the last two only, and the stage before it all but the head.
-
-    layers: modules of (rows, packing) -> rows. pooling: None keeps all rows. way: see way_to_head.
-    """
+class UpperStage(RowsStage):
+    """Layers, pooling, the way to the head and the head. A separate head has the last two only,
+    and the stage before it all but the head. pooling: None keeps all rows."""
 
     def __init__(
         self,
@@ -94,36 +90,33 @@ class UpperStage(Stage):
         way: nn.Module,
         answer: TextHead | None,
     ) -> None:
-        super().__init__(architecture)
-        self.layers = nn.ModuleDict(layers)
+        super().__init__(architecture, None, layers, "", 0)
         self._pooling, self.way, self.answer = pooling, way, answer
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         cast(Any, self.layers["cut"]).start(*tensors)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        rows, packing = self._rows(received)
+        rows, packing = self._answerable(received, batch)
         if self.answer is not None:
             return StageOutput(loss=self.answer.loss(self.answer(rows), batch[LABEL], packing))
         if self._pooling is not None:
             return StageOutput({"pooled": rows.float()})
         assert packing is not None
-        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+        return self._sent(rows, packing)
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         assert self.answer is not None
-        rows, packing = self._rows(received)
+        rows, packing = self._answerable(received, batch)
         return self.answer.predict(self.answer(rows), batch[LABEL], packing)
 
-    def _rows(self, received: Message | None) -> tuple[Tensor, Packing | None]:
+    def _answerable(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing | None]:
         """[B, H], or [R, H] without pooling, with the packing if it is known here."""
         assert received is not None
         if "counts" not in received:
             return self.way(received["pooled"]), None
-        packing, rows = Packing(received["counts"]), received["hidden"]
-        for layer in self.layers.values():
-            rows = layer(rows, packing)
+        rows, packing = self._rows(received, batch)
         if self._pooling is not None:
             rows = pool(rows, packing, self._pooling)
         return self.way(rows), packing

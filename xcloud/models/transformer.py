@@ -25,15 +25,8 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.model import (
-    Architecture,
-    Batch,
-    Boundary,
-    BuildContext,
-    Message,
-    Stage,
-    StageOutput,
-)
+from xcloud.comm.boundary import Boundary, Message
+from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput
 from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import (
     Cache,
@@ -64,8 +57,8 @@ class EncoderDecoder:
         """Stage 0 reads the source, the last stage the target, the others nothing."""
         if num_stages < 2:
             raise ConfigError(
-                f"{type(self).__name__} is cut into encoder | decoder, so it needs 2 stages or "
-                f"more, got {num_stages}; with a single cloud put both stages there"
+                f"{type(self).__name__} is cut into encoder | decoder: it needs 2 stages or more, "
+                f"got {num_stages}"
             )
         if stage == 0:
             return frozenset({SOURCE})
@@ -89,16 +82,14 @@ class EncoderDecoder:
         if counts is None:
             if num_parts > num_layers:
                 raise ConfigError(
-                    f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use "
-                    f"at most {num_layers + 1} clouds, or an encoder of more layers"
+                    f"{num_layers} encoder layers cannot be spread over {num_parts} stages"
                 )
             share, over = divmod(num_layers, num_parts)
             counts = [share + (part < over) for part in range(num_parts)]
         if len(counts) != num_parts or sum(counts) != num_layers:
             raise ConfigError(
-                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts (one "
-                "per stage except the last) that add up to the encoder's "
-                f"{num_layers} layers, got {list(counts)}"
+                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts (no "
+                f"last stage's) that add up to {num_layers} layers, got {list(counts)}"
             )
         first = sum(counts[:stage])
         return range(first, first + counts[stage])
@@ -108,8 +99,7 @@ class TargetStage(Stage):
     """The decoder, the loss and the prediction.
 
     loss: sum over the target tokens, eos included and bos not, of cross-entropy with label
-    smoothing e: -(1-e) log p(y) - e/V * sum over V of log p (Szegedy et al.,
-    arXiv:1512.00567; fairseq spreads e over the other V-1 ids).
+    smoothing e: -(1-e) log p(y) - e/V * sum over V of log p (Szegedy et al., arXiv:1512.00567).
     embeddings: has `words`, [V, H]. head: (rows [T, H], words [V, H]) -> scores [T, V].
     """
 

@@ -35,9 +35,6 @@ _NORMS = (
 )
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
-CHECKPOINT_CARRIES = (
-    "how far a rank is with its part of a checkpoint, or how often to save uint8",
-)
 _CODE = TensorSpec((1,), torch.uint8)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
@@ -189,7 +186,7 @@ class Control:
         self.rank, self.overdue_s = rank, overdue_s
         self.out, self.incoming, self.lives = out, incoming, lives
         self._num_meetings = 0
-        self._listener: Callable[[int, int, int], None] | None = None
+        self._listener: Callable[[int, Frame], None] | None = None
 
     @property
     def peers(self) -> list[int]:
@@ -256,22 +253,15 @@ class Control:
             with contextlib.suppress(LinkClosed):  # whoever needs that rank will meet it
                 out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
-    def tell(self, peer: int, step: int, code: int) -> None:
-        """How far this rank is with the checkpoint of a step; does not wait."""
-        key = MessageKey(Kind.CHECKPOINT, step)
-        self.out[peer].send(key, (torch.tensor([code], dtype=torch.uint8),), CHECKPOINT_CARRIES)
-
-    def listen(self, take: Callable[[int, int, int], None]) -> None:
-        """From now on `take` is called with the peer, the step and the code of each `tell`, in a
-        link's thread. Before the first step: nobody tells anything until then."""
+    def listen(self, take: Callable[[int, Frame], None]) -> None:
+        """From now on `take` is called with each message about a checkpoint and who sent it, in a
+        link's thread. Before the first step: nobody sends any until then."""
         self._listener = take
 
     def hear(self, peer: int, frame: Frame) -> None:
-        """What `tell` has sent. Raises FrameError for anything else."""
-        code = code_of(frame, peer)
         if self._listener is None:
             raise FrameError(f"{frame.key} of rank {peer} came before the first step")
-        self._listener(peer, frame.key.step, code)
+        self._listener(peer, frame)
 
     def report(self, lines: bytes) -> None:
         """To rank 0."""
@@ -283,16 +273,6 @@ def send_report(link: SendingEnd, lines: bytes) -> None:
     assert len(lines) <= REPORT_CAPACITY_BYTES
     data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
     link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
-
-
-def code_of(frame: Frame, peer: int) -> int:
-    """Of a message about a checkpoint. Raises FrameError for anything but one code."""
-    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != _CODE:
-        raise FrameError(
-            f"{frame.key} of rank {peer} must carry one code, got "
-            f"{[TensorSpec.of(part) for part in frame.parts]}"
-        )
-    return int(frame.parts[0])
 
 
 def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -59,52 +59,39 @@ class RankGroup:
         return self.rank == self.leader
 
     def barrier(self) -> None:
-        if self.group is not None:
-            with self._awaiting("barrier"):
-                self.group.barrier()
+        self._call("barrier", lambda group: group.barrier())
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce in place."""
-        if self.group is not None:
-            with self._awaiting("sum"):
-                self.group.sum(values)
+        self._call("sum", lambda group: group.sum(values))
         return values
 
-    def start_sum(self, values: Tensor) -> Callable[[], object]:
+    def start_sum(self, values: Tensor) -> Callable[[], None]:
         """All-reduce in place. `values` are left alone until the returned call has come back."""
-        if self.group is None:
-            return _nothing
-        wait = self.group.start_sum(values)
-
-        def noted() -> None:
-            with self._awaiting("sum"):
-                wait()
-
-        return noted
+        wait = self.group.start_sum(values) if self.group is not None else None
+        return lambda: self._call("sum", lambda group: wait and wait())
 
     def from_leader(self, values: Tensor) -> Tensor:
         """Broadcast in place."""
-        if self.group is not None:
-            with self._awaiting("broadcast"):
-                self.group.broadcast(values, self.leader)
+        self._call("broadcast", lambda group: group.broadcast(values, self.leader))
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Of every rank, in order; all must be of one shape."""
-        if self.group is None:
-            return [values]
-        with self._awaiting("gathering"):
-            return self.group.gather(values)
+        gathered = [values] if self.group is None else []
+        self._call("gathering", lambda group: gathered.extend(group.gather(values)))
+        return gathered
 
-    @contextmanager
-    def _awaiting(self, what: str) -> Iterator[None]:
+    def _call(self, what: str, call: Callable[[Collectives], object]) -> None:
         """Each of the others is waited for: nobody knows who of them is late."""
-        call = _Call(f"the {what} of {len(self.ranks)} ranks")
+        if self.group is None:
+            return
+        message = _Call(f"the {what} of {len(self.ranks)} ranks")
         with ExitStack() as stack:
             for rank in self.ranks:
                 if rank in self.lives:
-                    stack.enter_context(self.lives[rank].awaiting(call))
-            yield
+                    stack.enter_context(self.lives[rank].awaiting(message))
+            call(self.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +102,6 @@ class _Call:
 
     def __str__(self) -> str:
         return self.name
-
-
-def _nothing() -> None:
-    """There is nobody to wait for."""
 
 
 DIGEST_BYTES = 16
@@ -146,8 +129,9 @@ class FlatBuffer:
         self.is_sharded = any(part is not p for part, p in zip(own, self.parameters, strict=True))
         size = sum(part.numel() for part in own)
         self.flat = torch.zeros(size + 1, dtype=first.dtype, device=first.device)
-        for parameter, view in zip(self.parameters, _views(self.gradients, own), strict=True):
-            parameter.grad = with_part(parameter, view)
+        pieces = torch.split(self.gradients, [part.numel() for part in own])
+        for parameter, part, piece in zip(self.parameters, own, pieces, strict=True):
+            parameter.grad = with_part(parameter, piece.view_as(part))
 
     @property
     def gradients(self) -> Tensor:
@@ -189,11 +173,6 @@ class FlatBuffer:
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
         self.gradients.mul_(factor)
-
-
-def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [p.numel() for p in parameters])
-    return [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
 
 
 @dataclass

@@ -126,9 +126,7 @@ class Round:
         self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
 
 
-_KEPT = (
-    "state", "has_started", "turns", "_used_before", "_num_slots", "_num_skipped", "_num_used",
-)  # fmt: skip
+_KEPT = "state", "has_started", "_used_before", "_num_slots", "_num_skipped", "_num_used"
 
 
 class ConsumptionPlan(StatefulParts):
@@ -141,7 +139,7 @@ class ConsumptionPlan(StatefulParts):
     batches. promised: Order.num_planned, by producer and number.
     """
 
-    own_names = ("plan", "promised")
+    own_names = ("plan", "turns", "promised")
 
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
@@ -333,7 +331,8 @@ class ConsumptionPlan(StatefulParts):
         plan = {name: getattr(self, name) for name in _KEPT}
         plan |= {"counts": self._counts.tolist(), "slots": [[*slots] for slots in self.slots]}
         promised = [(*key, number) for key, number in self.promised.items()]
-        return {"plan": packed(plan), "promised": packed(promised)}
+        turns = torch.tensor(self.turns, dtype=torch.float64)
+        return {"plan": packed(plan), "turns": turns, "promised": packed(promised)}
 
     def take(self, own: Saved) -> None:
         plan = unpacked(own, "plan")
@@ -343,7 +342,7 @@ class ConsumptionPlan(StatefulParts):
             setattr(self, name, plan[name])
         self.state = [State(number) for number in self.state]
         self._counts[:] = plan["counts"]
-        self.numbers = self.ordered.sum(1)
+        self.numbers, self.turns = self.ordered.sum(1), torch.as_tensor(own["turns"]).tolist()
         self.slots = [deque(slots) for slots in plan["slots"]]
         self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
 

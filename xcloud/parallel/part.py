@@ -83,30 +83,18 @@ class FurtherPart(Protocol):
         """Of this rank. context: its RankContext (rank/role.py)."""
 
 
-F = TypeVar("F", bound=Callable[..., None])
-G = TypeVar("G", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _in_turn(hook: F) -> F:
-    """The same call of all parts, in their order."""
-
-    @functools.wraps(hook)
-    def call(self: Parts, *args: Any, **kwargs: Any) -> None:
-        for part in self._parts:
-            getattr(part, hook.__name__)(*args, **kwargs)
-
-    return cast(F, call)
-
-
-def _of_one(hook: G) -> G:
-    """Asks all parts; what one of them, which alone says anything, answers."""
+def _of_all(hook: F) -> F:
+    """Calls all parts in their order; what one of them, which alone says anything, answers."""
 
     @functools.wraps(hook)
     def call(self: Parts, *args: Any, **kwargs: Any) -> Any:
         said = [getattr(part, hook.__name__)(*args, **kwargs) for part in self._parts]
         return next((answer for answer in said if answer is not None), None)
 
-    return cast(G, call)
+    return cast(F, call)
 
 
 class Parts(Part):
@@ -118,21 +106,20 @@ class Parts(Part):
     def parts(self) -> StateTree:
         return {part.name: part for part in self._parts if part.name}
 
-    before_update = _in_turn(Part.before_update)
-    begin = _in_turn(Part.begin)
-    before_pass = _in_turn(Part.before_pass)
-    after_micro_batch = _in_turn(Part.after_micro_batch)
-    after_backward = _in_turn(Part.after_backward)
-    after_exchange = _in_turn(Part.after_exchange)
-    follow = _in_turn(Part.follow)
-    after_update = _in_turn(Part.after_update)
-    finish = _in_turn(Part.finish)
-    settle = _in_turn(Part.settle)
-    close = _in_turn(Part.close)
+    before_update = _of_all(Part.before_update)
+    begin = _of_all(Part.begin)
+    before_pass = _of_all(Part.before_pass)
+    after_micro_batch = _of_all(Part.after_micro_batch)
+    after_backward = _of_all(Part.after_backward)
+    after_exchange = _of_all(Part.after_exchange)
+    measured = _of_all(Part.measured)
+    decide = _of_all(Part.decide)
+    follow = _of_all(Part.follow)
+    skip = _of_all(Part.skip)
+    after_update = _of_all(Part.after_update)
+    finish = _of_all(Part.finish)
+    settle = _of_all(Part.settle)
+    close = _of_all(Part.close)
 
     def signal(self, step: int) -> Signal:
         return max((part.signal(step) for part in self._parts), default=Signal.GO_ON)
-
-    measured = _of_one(Part.measured)
-    decide = _of_one(Part.decide)
-    skip = _of_one(Part.skip)

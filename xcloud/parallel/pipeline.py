@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
+from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.boundary import Boundary, Message
 from xcloud.comm.channel import Receiver, Sender
@@ -28,6 +28,9 @@ from xcloud.parallel.schedule import (
     put_off,
     rank_actions,
 )
+
+Splits = dict[tuple[int, int], Callable[[], SplitBackward]]
+"""What splits a backward, by (stage, micro-batch)."""
 
 
 @dataclass
@@ -102,8 +105,7 @@ class Pipeline:
     ) -> None:
         self.rank, self.layout, self.stages, self.ports = rank, layout, stages, ports
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
-        self._actions_of: dict[Schedule, list[Action]] = {}
-        self._splits_of: dict[tuple[Schedule, int], Callable[[], SplitBackward]] = {}
+        self._plans: dict[Schedule, tuple[list[Action], Splits]] = {}
 
     @property
     def num_stages(self) -> int:
@@ -134,9 +136,9 @@ class Pipeline:
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
         now = Pass(step, first_micro_batch)
-        actions = self._actions(schedule)
+        actions, splits = self._plan(schedule)
         in_flight: dict[tuple[int, int], InFlight] = {}
-        deferred = {p: self._split(schedule, p[0]) for p in put_off(actions)}
+        deferred = {place: split() for place, split in splits.items()}
         loss = torch.zeros((), device=self.device)
         for action in actions:
             self.clock.place = now.place(action)
@@ -159,21 +161,6 @@ class Pipeline:
         return loss
 
     @torch.no_grad()
-    def hand_over(self) -> None:
-        """Before the first step: what stages hand to their successors once (Boundary.start)."""
-        for stage, module in sorted(self.stages.items()):
-            before, after = self.ports.get(stage - 1), self.ports.get(stage)
-            if before is not None and before.boundary.start:
-                for giver in before.forward_in.values():  # every rank before hands over the same
-                    module.take_over(giver.recv_start(before.boundary.start))
-            if after is not None and after.boundary.start:
-                handed = tuple(tensor.detach() for tensor in module.hand_over())
-                found = tuple(TensorSpec.of(tensor) for tensor in handed)
-                assert found == after.boundary.start, (found, after.boundary.start)
-                for taker in after.forward_out.values():
-                    taker.send_start(handed)
-
-    @torch.no_grad()
     def predict(
         self, pieces: Sequence[Tensor], fetch: Callable[[Tensor], Batch], step: int
     ) -> dict[int, list[int]]:
@@ -187,7 +174,7 @@ class Pipeline:
         for stage in self.stages.values():
             stage.eval()
         num_replicas = self.layout.num_replicas
-        for action in self._actions(ForwardOnly(num_replicas * len(pieces))):
+        for action in self._plan(ForwardOnly(num_replicas * len(pieces)))[0]:
             batch = fetch(pieces[action.micro_batch // num_replicas])
             received = self._receive(action, batch, now)
             if action.stage < self.num_stages - 1:
@@ -200,17 +187,14 @@ class Pipeline:
             stage.train()
         return predictions
 
-    def _actions(self, schedule: Schedule) -> list[Action]:
-        if schedule not in self._actions_of:
-            self._actions_of[schedule] = rank_actions(
-                schedule, sorted(self.stages), self.num_stages, self.turns
-            )
-        return self._actions_of[schedule]
-
-    def _split(self, schedule: Schedule, stage: int) -> SplitBackward:
-        if (schedule, stage) not in self._splits_of:
-            self._splits_of[schedule, stage] = schedule.splits(self.stages[stage])
-        return self._splits_of[schedule, stage]()
+    def _plan(self, schedule: Schedule) -> tuple[list[Action], Splits]:
+        """This rank's actions."""
+        if schedule not in self._plans:
+            actions = rank_actions(schedule, sorted(self.stages), self.num_stages, self.turns)
+            late = put_off(actions)
+            splits = {stage: schedule.splits(self.stages[stage]) for stage, _ in late}
+            self._plans[schedule] = actions, {place: splits[place[0]] for place in late}
+        return self._plans[schedule]
 
     def _forward(
         self,

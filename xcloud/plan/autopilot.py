@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -68,10 +67,10 @@ class Forecast:
     def step_s(self, measured: Measured, in_force: int) -> list[float]:
         now = self._schedules[in_force // len(self.codecs)].num_micro_batches
         self._compute_s[now] = measured.compute_s
-        choices = product(range(len(self._schedules)), range(len(self.codecs)))
         simulated = [
-            self._programs[shape].run(self._costs(measured, in_force, shape, way)).step_s
-            for shape, way in choices
+            program.run(self._costs(measured, in_force, schedule.num_micro_batches, codec)).step_s
+            for schedule, program in zip(self._schedules, self._programs, strict=True)
+            for codec in self.codecs
         ]
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]
 
@@ -84,29 +83,33 @@ class Forecast:
         each_s = (seen[most] - seen[fewest]) / (most - fewest) if most > fewest else 0.0
         return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
 
-    def _costs(self, measured: Measured, in_force: int, shape: int, way: int) -> Costs:
+    def _costs(
+        self, measured: Measured, in_force: int, then: int,
+        codec: Mapping[tuple[int, str], Direction],
+    ) -> Costs:  # fmt: skip
+        """then: the number of micro-batches."""
         layout, (own_shape, own_way) = self._layout, divmod(in_force, len(self.codecs))
-        now, then = (self._schedules[s].num_micro_batches for s in (own_shape, shape))
+        now, own = self._schedules[own_shape].num_micro_batches, self.codecs[own_way]
         each_s = [
             self._computing_s(s, now, then) * len(layout.ranks_of(s)) / self._num_passes / then / 3
             for s in range(layout.num_stages)
         ]
-        tables: dict[str, list[Direction]] = {name: [] for name in DIRECTIONS}
-        for boundary in range(layout.num_stages - 1):
-            for name, table in tables.items():
-                key = (boundary, name)
-                if key not in measured.sent_bytes:  # inside a cloud
-                    table.append(Direction())
-                    continue
-                share = measured.sent_bytes[key] / self.codecs[own_way][key].num_bytes
-                table.append(self.codecs[way][key].times(share * now / then))
-        lines = {}
-        for clouds, rate in measured.bits_per_s.items():
-            latency_s = measured.latency_s.get(clouds, 0.0)
-            lines["-".join(clouds)] = LinkProfile(min(rate, _FREE_BITS_PER_S), latency_s)
-        return Costs(
-            each_s, [2 * s for s in each_s], tables["forward"], tables["backward"], lines=lines
-        )
+
+        def direction(key: tuple[int, str]) -> Direction:
+            if key not in measured.sent_bytes:  # inside a cloud
+                return Direction()
+            share = measured.sent_bytes[key] / own[key].num_bytes
+            return codec[key].times(share * now / then)
+
+        boundaries = range(layout.num_stages - 1)
+        forward, backward = ([direction((b, way)) for b in boundaries] for way in DIRECTIONS)
+        lines = {
+            "-".join(way): LinkProfile(
+                min(rate, _FREE_BITS_PER_S), measured.latency_s.get(way, 0.0)
+            )
+            for way, rate in measured.bits_per_s.items()
+        }
+        return Costs(each_s, [2 * s for s in each_s], forward, backward, lines=lines)
 
     def state_dict(self) -> State:
         rows = [[m, *of_stages] for m, of_stages in sorted(self._compute_s.items())]
@@ -127,9 +130,8 @@ def numbers(state: State, name: str) -> Tensor:
 
 class Rule:
     """Selection only for what is worth it, confirmed and lasting; see Autopilot. Looks that
-    promise
-    more count for more: the logarithms of what a choice gains in looks in a row must add up to
-    those of `confirm` looks at just `worth`. One look never does, unless confirm is 1.
+    promise more count for more: the logarithms of what a choice gains in looks in a row must add
+    up to those of `confirm` looks at just `worth`. One look never does, unless confirm is 1.
 
     Small messages may make a slow line look free, so that two choices call for each other without
     end. So a choice lasts twice as long as the one before it if it is a return, within twice the

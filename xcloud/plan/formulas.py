@@ -8,11 +8,12 @@ Source: Pan et al., ZTE Technology Journal 2023(4), section 1.1, (1) and (2); (2
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, permutations
+from itertools import permutations
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
@@ -20,7 +21,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import most_kept
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Averaging
-from xcloud.plan.costs import AveragingCodec, Piece, Profile
+from xcloud.plan.costs import AveragingCodec, Profile
 from xcloud.plan.plans import Arranged, Plan
 
 
@@ -143,50 +144,48 @@ def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], l
     return found
 
 
-class Sums(NamedTuple):
-    """Of the pieces in front of each: seconds of forward, backward and the part of it that may be
-    put off; bytes of activations, and of what is kept for that part; what splitting adds."""
+class Work(NamedTuple):
+    """Of consecutive pieces; seconds and activations of one micro-batch. As of a Piece."""
 
-    forward: list[float]
-    backward: list[float]
-    weights: list[float]
-    activations: list[float]
-    put_off: list[float]
-    splitting: list[float]
-
-    @staticmethod
-    def of(profile: Profile, b: float) -> Sums:
-        """b: samples of a micro-batch."""
-
-        def summed(value: Callable[[Piece], float]) -> list[float]:
-            return [0.0, *accumulate(map(value, profile.pieces))]
-
-        return Sums(
-            summed(lambda piece: piece.forward_s.at(b)),
-            summed(lambda piece: piece.backward_s.at(b)),
-            # What was measured of a block may be a difference, and more than its whole.
-            summed(lambda piece: min(piece.weights_s.at(b), piece.backward_s.at(b))),
-            summed(lambda piece: piece.activation_bytes.at(b)),
-            summed(lambda piece: piece.put_off_bytes.at(b)),
-            summed(lambda piece: piece.splitting_s.change_at(b)),
-        )
+    forward_s: float
+    backward_s: float
+    weights_s: float
+    splitting_s: float
+    activation_bytes: float
+    put_off_bytes: float
+    parameter_bytes: float
+    trained_bytes: float
+    optimizer_s: float
 
 
-def memory_of(plan: Plan, arranged: Arranged, profile: Profile, sums: Sums) -> dict[str, int]:
-    """Bytes of the fullest rank, by cloud. sums: at the plan's samples of a micro-batch."""
+def work_before(profile: Profile, b: float) -> list[Work]:
+    """Of all pieces before each, and of all. b: samples of a micro-batch."""
+    found = [Work(*[0] * len(Work._fields))]
+    for piece in profile.pieces:
+        backward_s = piece.backward_s.at(b)
+        # What was measured of a block may be a difference, and more than its whole.
+        late_s = min(piece.weights_s.at(b), backward_s)
+        own = Work(
+            piece.forward_s.at(b), backward_s, late_s, piece.splitting_s.change_at(b),
+            piece.activation_bytes.at(b), piece.put_off_bytes.at(b), piece.parameter_bytes,
+            piece.trained_bytes, piece.optimizer_s,
+        )  # fmt: skip
+        found.append(Work(*map(operator.add, found[-1], own)))
+    return found
+
+
+def memory_of(plan: Plan, arranged: Arranged, works: Sequence[Work]) -> dict[str, int]:
+    """Bytes of the fullest rank, by cloud. works: of each stage."""
     layout, found, p = arranged.layout, dict[str, int](), len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
 
     def stage_bytes(stage: int) -> float:
-        start, end = plan.spans[stage]
-        pieces = profile.pieces[start:end]
-        trained = sum(piece.trained_bytes for piece in pieces)
-        num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
-        activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
+        work, num_ranks = works[stage], len(layout.ranks_of(stage)) * layout.num_replicas
+        activations, put_off = work.activation_bytes, work.put_off_bytes
         held = _most_kept(plan.schedule, stage, p, num_ranks, activations, put_off)
         # Gradients and two moments beside the weights.
-        return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
+        return work.parameter_bytes + (3 + copies) * work.trained_bytes + held
 
     for name, cloud in layout.clouds.items():
         each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())

@@ -7,18 +7,22 @@ Everything but the moments themselves is worked out when it is asked for.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.costs import Costs
 from xcloud.plan.engine import Moments, Parcel, run
 from xcloud.plan.step_program import CONTROL, Op, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 
 _FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
+
+
+def largest_first(spent: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by what they go into, without what takes none."""
+    return dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1]))
 
 
 class RankUse(NamedTuple):
@@ -43,13 +47,12 @@ class LineUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """seconds, num_bytes, lines: what the engine was given; moments: what it found."""
+    """seconds, num_bytes: what the engine was given; moments: what it found."""
 
     step: StepProgram
     costs: Costs
     seconds: Sequence[Sequence[float]]
     num_bytes: Sequence[int]
-    lines: Sequence[LinkProfile]
     moments: Moments
 
     @cached_property
@@ -104,12 +107,7 @@ class Prediction:
             spent[cause] += max(0.0, until_s - max(from_s, since_s))
             if from_s <= since_s:
                 break
-        return dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1]))
-
-    @property
-    def bound(self) -> str:
-        """What the step spends most of its critical chain on."""
-        return next(iter(self.critical_s))
+        return largest_first(spent)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -218,7 +216,10 @@ class Prediction:
                 continue
             rank, index, parcel = moments.causes[program.needs[rank][index]]
             if parcel >= 0:
-                yield from self._passage_causes(parcel)
+                route = self.step.routes[self._parcel(parcel).route]
+                way, passage = f"{route.here} to {route.there}", moments.passages[parcel]
+                yield f"latency {way}", passage.until_s, passage.arrived_s
+                yield f"link {way}", passage.queued_s, passage.until_s
 
     def _own_causes(self, rank: int, op: Op, begin_s: float) -> Iterator[tuple[str, float, float]]:
         before, own, behind = self.step.parts_s(self.costs, rank, op)
@@ -230,12 +231,6 @@ class Prediction:
             yield f"codec of stage {stage}", begin_s, begin_s + before
         else:
             yield "averaging" if op.what == "average" else "update", begin_s, middle_s
-
-    def _passage_causes(self, parcel: int) -> Iterator[tuple[str, float, float]]:
-        route = self.step.routes[self._parcel(parcel).route]
-        passage = self.moments.passages[parcel]
-        yield f"latency {route.here} to {route.there}", passage.until_s, passage.arrived_s
-        yield f"link {route.here} to {route.there}", passage.queued_s, passage.until_s
 
 
 _OUTSIDE = "", -1, -1
@@ -283,4 +278,4 @@ class Simulator(StepProgram):
         moments = self.engine(self.program, seconds, num_bytes, lines)
         if not all(moments.has_ended(self.program, rank) for rank in range(len(seconds))):
             raise self.deadlock()
-        return Prediction(self, costs, seconds, num_bytes, lines, moments)
+        return Prediction(self, costs, seconds, num_bytes, moments)

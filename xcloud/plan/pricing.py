@@ -10,6 +10,7 @@ Not modelled: ranks that slow each other down on one machine.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,9 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
-from xcloud.plan.formulas import Exchange, Sums, exchange_of, memory_of
+from xcloud.plan.formulas import Exchange, Work, exchange_of, memory_of, work_before
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
-from xcloud.plan.prediction import Prediction, Simulator
+from xcloud.plan.prediction import Prediction, Simulator, largest_first
 
 
 @dataclass(eq=False)
@@ -46,7 +47,8 @@ class Pricer:
         profile = self.profile
         self._replicas = {name: found.replicas for name, found in self.arranged.items()}
         self._simulators: dict[object, Simulator] = {}
-        self._sums = lru_cache(maxsize=256)(partial(Sums.of, profile))
+        self._before = lru_cache(maxsize=256)(partial(work_before, profile))
+        self._work = lru_cache(maxsize=65536)(self._work_of)
         self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
             name: lines_of(found.layout, profile.lines, self.bandwidth)
@@ -60,7 +62,7 @@ class Pricer:
             name: {n: _stages(self._replicas[name][n], self._lines[name]) for n in firsts}
             for name, firsts in self._alike.items()
         }
-        self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
+        self._exchange_of = lru_cache(maxsize=None)(self._new_exchange)
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
@@ -112,7 +114,7 @@ class Pricer:
             idle_s / compute_s if compute_s else 0.0,
             num_bytes,
             self.memory(plan),
-            dict(sorted(((k, v) for k, v in spent.items() if v > 1e-12), key=lambda e: -e[1])),
+            largest_first(spent),
             compute_s,
         )
 
@@ -120,14 +122,14 @@ class Pricer:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
         time, and one micro-batch goes through all others. To choose what to simulate."""
         b, longest_s = self.samples(plan), 0.0
-        sums, call_s = self._sums(b), sum(self._calls_s(b))
+        call_s = sum(self._calls_s(b))
         for first, stages in self._stages[plan.strategy].items():
             m = self.passes * self._num_own(plan, first)
             through_s = busiest_s = 0.0
             out = back = Direction()
             for (start, end), at in zip(plan.spans, stages, strict=True):
-                work_s = sum(s[end] - s[start] for s in (sums.forward, sums.backward))
-                own_s = at.slowdown * (work_s + call_s)
+                work = self._work(start, end, b)
+                own_s = at.slowdown * (work.forward_s + work.backward_s + call_s)
                 own_s += out.decompress_s + back.compress_s
                 out = back = Direction()
                 if at.up is not None and at.down is not None:
@@ -152,11 +154,9 @@ class Pricer:
 
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
         """A replica's simulated step, by itself."""
-        arranged = self.arranged[plan.strategy]
-        layout = self._replicas[plan.strategy][replica]
-        ways = self._boundaries(plan, layout, plan.strategy)
-        silent = self.silent_boundaries(plan)
-        schedule = plan.schedule_in(replica, arranged.layout.num_replicas)
+        replicas = self._replicas[plan.strategy]
+        layout, silent = replicas[replica], self.silent_boundaries(plan)
+        schedule = plan.schedule_in(replica, len(replicas))
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
@@ -164,29 +164,25 @@ class Pricer:
                 without_gradient=silent,
                 without_rows={stage for stage, share in self.crossing.items() if not share},
             )  # fmt: skip
-        return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
+        return self._simulators[key].run(self._costs(plan, layout, schedule))
 
-    def _costs(self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule) -> Costs:
-        b, num_stages = self.samples(plan), len(plan.ends)
-        sums, calls_s = self._sums(b), self._calls_s(b)
+    def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
+        b, ways = self.samples(plan), self._boundaries(plan, layout)
+        calls_s, num_stages = self._calls_s(b), len(plan.ends)
         forward_s, backward_s, weights_s, updates = [], [], [], []
-        for stage, (start, end) in enumerate(plan.spans):
+        for stage, span in enumerate(plan.spans):
             # A stage is called once for a micro-batch, whatever its pieces.
-            own_s = calls_s[0] + sums.forward[end] - sums.forward[start]
-            forward_s.append(own_s * self.crossing.get(stage, 1.0))
-            own_s = calls_s[1] + sums.backward[end] - sums.backward[start]
+            work = self._work(*span, b)
+            forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
+            own_s = calls_s[1] + work.backward_s
             if _splits(schedule, stage, num_stages):
-                own_s = max(0.0, own_s + sums.splitting[end] - sums.splitting[start])
+                own_s = max(0.0, own_s + work.splitting_s)
             backward_s.append(own_s)
-            # Differences of long sums.
-            weights_s.append(min(own_s, sums.weights[end] - sums.weights[start]))
+            weights_s.append(min(own_s, work.weights_s))  # differences of long sums
             num_ranks = len(layout.ranks_of(stage))
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
-            pieces = self.profile.pieces[start:end]
-            trained = sum(piece.trained_bytes for piece in pieces)
-            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, trained)
-            optimizer_s = sum(piece.optimizer_s for piece in pieces)
-            updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
+            average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, work.trained_bytes)
+            updates.append(Update(fetch_s, average_s, optimizer_s=work.optimizer_s))
         slowdown = {
             rank: cloud.slowdown
             for name, cloud in layout.clouds.items()
@@ -202,9 +198,9 @@ class Pricer:
         return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
 
     def _num_own(self, plan: Plan, replica: int) -> int:
-        return plan.micro_batches_of(replica, self.arranged[plan.strategy].layout.num_replicas)
+        return plan.micro_batches_of(replica, len(self._replicas[plan.strategy]))
 
-    def _ring_s(self, cloud: str, num_ranks: int, num_bytes: int) -> float:
+    def _ring_s(self, cloud: str, num_ranks: int, num_bytes: float) -> float:
         """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
         inside = self.profile.lines.get(f"{cloud}-{cloud}")
         if inside is None or num_ranks == 1:
@@ -212,33 +208,29 @@ class Pricer:
         return 2 * (num_ranks - 1) * inside.transfer_s(math.ceil(num_bytes / num_ranks))
 
     def _exchange(self, plan: Plan) -> Exchange:
-        """Of its strategy, cut and compression: the same whatever its schedule."""
-        key = plan.strategy, plan.ends, plan.compression
-        if key not in self._exchanges:
-            self._exchanges[key] = self._new_exchange(plan)
-        return self._exchanges[key]
+        return self._exchange_of(plan.strategy, plan.ends, plan.compression)
 
-    def _new_exchange(self, plan: Plan) -> Exchange:
-        costs = self.profile.compressors[plan.compression].averaging
-        arranged = self.arranged[plan.strategy]
+    def _new_exchange(self, strategy: str, ends: tuple[int, ...], compression: str) -> Exchange:
+        costs = self.profile.compressors[compression].averaging
+        arranged = self.arranged[strategy]
         averaging = arranged.strategy.averaging
         if averaging is None or arranged.layout.num_replicas == 1:
             return Exchange()
         if costs is None:
             raise ConfigError(
-                f"the profile says nothing of what {plan.compression} costs when replicas "
+                f"the profile says nothing of what {compression} costs when replicas "
                 "average; measure it, or leave strategies out of plan.search"
             )
-        profile, lines = self.profile, self._lines[plan.strategy]
+        profile, lines = self.profile, self._lines[strategy]
         whole, is_apart = max(1, profile.trained_bytes), averaging.traits.is_apart
-        trained = (sum(p.trained_bytes for p in profile.pieces[a:b]) for a, b in plan.spans)
-        shares = [own / whole for own in trained]
+        spans = pairwise((0, *ends))
+        shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
         around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
         return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
 
     # What crosses.
 
-    def _boundaries(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
+    def _boundaries(self, plan: Plan, layout: ClusterLayout) -> list[tuple[Direction, Direction]]:
         b, found = self.samples(plan), []
         for stage, end in enumerate(plan.ends[:-1]):
             here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
@@ -250,7 +242,7 @@ class Pricer:
                 found.append((Direction(ways[0].num_bytes), Direction(ways[1].num_bytes)))
             else:
                 found.append((Direction(), Direction()))
-        return tuple(found)
+        return found
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end)
@@ -264,16 +256,17 @@ class Pricer:
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes of the fullest rank, by cloud."""
-        sums = self._sums(self.samples(plan))
-        return memory_of(plan, self.arranged[plan.strategy], self.profile, sums)
+        works = [self._work(*span, self.samples(plan)) for span in plan.spans]
+        return memory_of(plan, self.arranged[plan.strategy], works)
+
+    def _work_of(self, start: int, end: int, b: float) -> Work:
+        before = self._before(b)
+        return Work(*map(operator.sub, before[end], before[start]))
 
 
 @lru_cache(maxsize=4096)
 def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
     return bool(put_off(schedule.actions(stage, num_stages)))
-
-
-Ways = tuple[tuple[Direction, Direction], ...]
 
 
 class _Stage(NamedTuple):

@@ -167,8 +167,7 @@ class StepProgram:
         """Leaders tell rank 0, rank 0 answers, leaders pass it on to the ranks of their stages."""
         program = self._one
         leader_of = [self.ranks_of[p.stages[0]][0] for p in self.placements]
-        leaders = sorted(set(leader_of) | {ranks[0] for ranks in self.ranks_of.values()})
-        others = [leader for leader in leaders if leader != 0]
+        others = sorted({ranks[0] for ranks in self.ranks_of.values()} - {0})
         all_told = program.token(len(others)) if others else -1
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}

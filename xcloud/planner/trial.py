@@ -294,7 +294,7 @@ class TrialRun:
             facts,
             [(own, len(layout.ranks_of(own[0]))) for own in held],
             self._pass_samples,
-            [len(part) for part in self.parts],
+            list(map(len, self.parts)),
         )
 
     def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
@@ -319,30 +319,21 @@ class TrialRun:
             for n, table in _stages(ranks).items()
             for name, shape in table["trained"].items()
         }
-        around_s = time_around_averaging(trained)
-        compressors = {
-            name: CompressorCosts(
-                found.label,
-                [_codec(trial, name, *kind) for kind in kinds],
-                time_averaging(trained, found),
-            )
-            for name, found in self.candidates.items()
-        }
+        gradients_s, changes_s = time_around_averaging(trained)
+        compressors = {}
+        for name, found in self.candidates.items():
+            boundaries = [_codec(trial, name, *kind) for kind in kinds]
+            averaging = time_averaging(trained, found)
+            compressors[name] = CompressorCosts(found.label, boundaries, averaging)
         pieces, stage_forward_s, stage_backward_s = trial.pieces(places, *others)
         return Profile(
-            pieces,
-            compressors,
-            self.of,
-            time.time(),
-            trial.fetch_s(),
+            pieces, compressors, self.of, time.time(), trial.fetch_s(),
             control_bytes=trial.control_bytes,
             tokens_per_sample=max(rank["tokens_per_sample"] for rank in ranks),
-            around_gradients_s=around_s[0],
-            around_changes_s=around_s[1],
+            around_gradients_s=gradients_s, around_changes_s=changes_s,
             train_samples=ranks[0]["num_samples"],
-            stage_forward_s=stage_forward_s,
-            stage_backward_s=stage_backward_s,
-        )
+            stage_forward_s=stage_forward_s, stage_backward_s=stage_backward_s,
+        )  # fmt: skip
 
     def _boundaries(self) -> tuple[list[tuple[int | None, bool]], list[int]]:
         """Kinds of boundaries: a stage after which one was crossed in the trial (None: there is
@@ -370,10 +361,8 @@ def _stages(ranks: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
 
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
-    if stage is None:
-        found = BoundaryCodec(DirectionCurves(Curve()))
-    else:
-        found = trial.directions(name, stage)
+    nothing = BoundaryCodec(DirectionCurves(Curve()))
+    found = nothing if stage is None else trial.directions(name, stage)
     return replace(found, backward=(found.backward or found.forward) if returns else None)
 
 

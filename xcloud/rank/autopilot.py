@@ -22,16 +22,7 @@ from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
-from xcloud.comm.state import (
-    MEMORY,
-    State,
-    Stateful,
-    join_states,
-    load_states,
-    split_state,
-    states_of,
-    whole_number,
-)
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree
 from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE
@@ -42,8 +33,7 @@ from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot, Tour
-from xcloud.rank.memory import SavedTensors, bytes_of
-from xcloud.rank.typical_step import timeline_events
+from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
 from xcloud.record.reporter import Reporter
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import LineMeters
@@ -72,6 +62,11 @@ def pilot_of(
     return RunPilot(autopilot, job.cluster, forecast, reporter, *given)
 
 
+class _InForce(StatefulParts):
+    own_names = ("choice",)
+    choice = 0
+
+
 class Switching(Part):
     """Carries out choices: from the next update on another compression, another schedule. A
     choice is schedule x number of compressions + compression."""
@@ -88,39 +83,33 @@ class Switching(Part):
         """schedules: to choose from, the run's own first."""
         self._compression, self._schedules = compression, schedules
         self._wiring, self._trainer = wiring, trainer
-        self._choice = 0
+        self._in_force = _InForce()
 
     def follow(self, step: int, choice: int) -> None:
         if choice != NO_CHOICE:
-            self._choice = choice
+            self._in_force.choice = choice
             shape, compression = divmod(choice, len(self._compression.choices))
             self._selection.switch(compression, step + 1)
             self._trainer.use_schedule(self._schedules[shape])
 
-    def state_dict(self) -> State:
+    def parts(self) -> StateTree:
         """With another compression or cluster it begins again with its first choice."""
-        own: State = {"choice": self._choice}
-        return join_states({MEMORY: own | states_of(self._stateful)})
+        return {MEMORY: self._remembered()}
+
+    def _remembered(self) -> dict[str, Stateful | None]:
+        return {"switches": self._selection, "in force": self._in_force}
 
     def load_state_dict(self, state: State) -> None:
-        state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
-        self._choice = whole_number(state, "choice")
-        del state["choice"]
-        load_states(self._stateful, state, "the autopilot")
-        shape, compression = divmod(self._choice, len(self._compression.choices))
+        super().load_state_dict(state)
+        shape, compression = divmod(self._in_force.choice, len(self._compression.choices))
         if shape >= len(self._schedules) or compression != self._selection.choice:
-            raise ValueError(
-                f"the autopilot was saved with choice {self._choice}, which it has not now"
-            )
+            number = self._in_force.choice
+            raise ValueError(f"the autopilot was saved with choice {number}, which it has not now")
         self._trainer.use_schedule(self._schedules[shape])
 
     @property
     def _selection(self) -> Selection:
         return self._wiring.boundaries.shared(Selection)
-
-    @property
-    def _stateful(self) -> dict[str, Stateful]:
-        return {"switches": self._selection}
 
 
 class RunPilot(Switching):
@@ -179,9 +168,9 @@ class RunPilot(Switching):
             return None
         assert self.forecast is not None
         grown = self._since(before, updates)
-        predicted_s = self.forecast.step_s(grown, self._choice)
-        since_step = self._selection.since_step
-        choice = self._rule.choose(step, self._choice, since_step, predicted_s)
+        in_force, since_step = self._in_force.choice, self._selection.since_step
+        predicted_s = self.forecast.step_s(grown, in_force)
+        choice = self._rule.choose(step, in_force, since_step, predicted_s)
         if choice is not None:
             self._tell(step, choice, predicted_s, grown)
         return choice
@@ -194,10 +183,8 @@ class RunPilot(Switching):
                 if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
-    @property
-    def _stateful(self) -> dict[str, Stateful]:
-        parts = {**super()._stateful, "rule": self._rule}
-        return parts if self.forecast is None else {**parts, "forecast": self.forecast}
+    def _remembered(self) -> dict[str, Stateful | None]:
+        return {**super()._remembered(), "rule": self._rule, "forecast": self.forecast}
 
     def _is_look(self, step: int) -> bool:
         """The first update is one, so that the next look has something to compare with."""
@@ -236,7 +223,7 @@ class RunPilot(Switching):
         names = self._compression.names
         if len(self._schedules) > 1:
             names = [f"{name}, {s.label}" for s in self._schedules for name in names]
-        before = self._choice
+        before = self._in_force.choice
         rates = ", ".join(
             f"{here} to {there} {rate / 1e6:.1f} Mbit/s"
             for (here, there), rate in by.bits_per_s.items()

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from xcloud.comm.state import StateTree, states_of
-from xcloud.comm.step_clock import StepClock
+from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
@@ -17,26 +19,33 @@ from xcloud.join.restarts import StoreFacts, parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
-from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
+from xcloud.parallel.within_cloud import OverlappedSums, Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
+from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
-from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.files import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
+from xcloud.wire.further_ends import hand_over
 from xcloud.wire.wiring import Wiring
+
+
+def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
+    record_from = max(1, job.max_steps - KEEP_STEPS + 1)
+    slowdown = job.cluster.clouds[job.cluster.placement(rank).cloud].slowdown
+    if device.type == "cuda":
+        return GpuClock(device, record_from, slowdown)
+    return StepClock(record_from, slowdown)
 
 
 class Features:
@@ -71,11 +80,6 @@ class Features:
             )
         return stage
 
-    def shard(self, stages: Mapping[int, Stage]) -> None:
-        """What is left of them, once they have handed over what others begin with."""
-        for number, sharder in self._sharders.items():
-            sharder.rest(stages[number])
-
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
         """What the leak meter sees; None without it."""
         if self.job.leak_meter is None:
@@ -100,6 +104,12 @@ class Features:
             self.control.agree(parameters_fact(stages))
         else:
             self.wiring.meet()
+
+    def hand_over(self, pipeline: Pipeline) -> None:
+        """To each stage what it begins with; what is left of them then is sharded."""
+        hand_over(pipeline.stages, pipeline.ports)
+        for number, sharder in self._sharders.items():
+            sharder.rest(pipeline.stages[number])
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
         job, size = self.job, self.job.training.batch_size
@@ -128,16 +138,16 @@ class Features:
         which must be those that a checkpoint was made with."""
         job, context, reporter = self.job, self.context, self.reporter
         privacy = job.security.privacy
-        training = job.training
+        training, choose = job.training, job.compression.for_tensor
         before = [
             DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
             *(own.join(context) for own in job.parts.values()),
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
-            else self._overlapped(trainer),
-            join_tied(self.wiring, trainer, job.compression.for_tensor, job.seed)
-            if job.ties_ends
-            else None,
+            else OverlappedSums(
+                trainer.buffers, self.wiring.groups, lambda: trainer.num_backwards
+            ),
+            join_tied(self.wiring, trainer, choose, job.seed) if job.ties_ends else None,
             pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
             if job.autopilot is not None
             else None,
@@ -193,11 +203,3 @@ class Features:
         comes_again = self.context.transport.meeting.beginning > 1
         if comes_again or self.context.verdict.from_step:
             trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
-
-    def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:
-        """Sums inside a cloud that begin in the backward."""
-        buffers = {n: s.buffer for n, s in trainer.stages.items() if n not in self._sharders}
-        groups = {n: trainer.stages[n].group for n in buffers}
-        if all(group.group_size == 1 for group in groups.values()):
-            return None
-        return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)

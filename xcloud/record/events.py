@@ -205,7 +205,6 @@ class Columns:
         return dropped
 
     def __getitem__(self, name: str) -> array[float]:
-        """One number for each step."""
         return self._columns.get((name,), array("d"))
 
     def below(self, *head: object) -> list[Any]:
@@ -219,7 +218,6 @@ class Columns:
         return sum(self._columns.get(key, array("d"))[first:])
 
     def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
-        """By what follows `head` in the keys."""
         return {tail: self.sum(*head, tail, first=first) for tail in self.below(*head)}
 
 
@@ -241,7 +239,6 @@ class StepCollector:
 
     @property
     def open_steps(self) -> set[int]:
-        """That some ranks have reported, and not all."""
         return {*self._reports}
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -296,6 +293,5 @@ Name = TypeVar("Name")
 
 
 def add_to(sums: dict[Name, float], more: Mapping[Name, float]) -> None:
-    """sums[key] += more[key] for every key."""
     for key, value in more.items():
         sums[key] = sums.get(key, 0) + value

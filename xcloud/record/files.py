@@ -79,7 +79,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_events(run_dir: Path) -> bool:
-    """Whether there is a run in this folder."""
     return any(run_dir.glob("events*.jsonl*"))
 
 
@@ -143,21 +142,13 @@ def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
 def finish(path: Path) -> FileIO:
     """Make what is in the log a finished segment; returns the file to append to from now on.
     Nothing may be written meanwhile. Raises OSError, with the log as it was."""
-    draft = path.with_name(f".{path.name}.new")
-    file = open(draft, "ab", buffering=0)
+    plain = _plain(path, 1 + max(_numbers(path), default=0))
+    path.rename(plain)
     try:
-        plain = _plain(path, 1 + max(_numbers(path), default=0))
-        path.rename(plain)
-        try:
-            draft.rename(path)
-        except OSError:
-            plain.rename(path)
-            raise
+        return open(path, "ab", buffering=0)
     except OSError:
-        file.close()
-        draft.unlink(missing_ok=True)
+        plain.rename(path)
         raise
-    return file
 
 
 def compress(path: Path) -> None:
@@ -214,7 +205,6 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A reader sees the old file or the complete new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)

@@ -162,7 +162,6 @@ class Intake:
             self._events.append(b"".join(accepted))
 
     def close(self) -> None:
-        """Write how much was refused in all."""
         for peer, num in sorted(self.num_refused.items()):
             self._report("refused_reports", sender=peer, num=num, reason="in all")
 

@@ -29,12 +29,11 @@ How the figures are made:
   is known by, not of private text), rows of each split, where rank 0 may know them.
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
-- `num_lost_checkpoints`: that a rank could not write.
-- `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
-- `privacy`: what clipping with noise guarantees, see rank/gradient_parts.py; null without it.
+- `memory`: bytes of each rank at the end of training, before the evaluation (rank/memory.py).
+- `privacy`: what clipping with noise guarantees (rank/privacy.py); null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
-- `autopilot`: the switches of the compression, each with the step after which it was.
-- `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
+- `lost_event_lines`, `lost_files`, `num_lost_checkpoints`: lost to a full disk; figures are of
+  the remaining lines.
 - `link_utilisation` = time that the busiest line between two clouds, each way one, carried such
   traffic / time in steps; null where no line is emulated.
 - `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).
@@ -80,8 +79,7 @@ OF_STEPS = {
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
         "refused_reports", "memory", "data"}  # fmt: skip
-PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
-           "num_updates")  # fmt: skip
+HEAD = ("event", "rank", "cloud", "t")  # of every event
 MERGES = ("merge", "partial_merge", "absence")
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
           "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
@@ -111,7 +109,6 @@ class RunStatistics:
 
     @property
     def clouds(self) -> list[str]:
-        """That report steps, in the order of their ranks."""
         return self.steps.below(OWN)
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -147,7 +144,6 @@ class RunStatistics:
         return num_malformed
 
     def events(self, *kinds: str) -> list[Event]:
-        """That count, of these kinds."""
         return [event for event in self._events if event["event"] in kinds]
 
     def _go_back(self, step: int) -> None:
@@ -282,7 +278,7 @@ class RunStatistics:
                 for rank in sorted(memory)
             ],
             "num_lost_checkpoints": len(lost),
-            "privacy": {name: privacy[0].get(name) for name in PRIVACY} if privacy else None,
+            "privacy": _body(privacy[0]) if privacy else None,
             "num_cut": {str(e["field"]): int(e["num"]) for e in self.events("cut")},
             "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
         }
@@ -290,7 +286,7 @@ class RunStatistics:
         if merges:
             summary["merges"] = {name: merges[what] for what, name in MERGED.items()}
         for event in self.events("data")[-1:]:
-            summary["data"] = {name: event[name] for name in ("name", "digest", "rows")}
+            summary["data"] = _body(event)
         if switches := self.events("autopilot"):
             names = ("step", "choice", "before")
             summary["autopilot"] = [{name: event[name] for name in names} for event in switches]
@@ -299,7 +295,6 @@ class RunStatistics:
         return summary
 
     def _quality(self) -> Summary:
-        """The latest scores of each split, and how those of the test set were made."""
         latest = {event["split"] if event["step"] else "before": event
                   for event in self.events("quality")}  # fmt: skip
         scores, errors = ({split: event[key] for split, event in latest.items()}
@@ -327,7 +322,6 @@ def read_run(path: Path) -> RunStatistics:
 
 
 def num_warmup_steps(num_steps: int) -> int:
-    """Number of first steps excluded from everything measured in seconds."""
     return min(MAX_WARMUP_STEPS, num_steps // 10)
 
 
@@ -345,6 +339,10 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     """above / below; None if either was not measured."""
     return round(above / below, digits) if above is not None and below else None
+
+
+def _body(event: Event) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key not in HEAD}
 
 
 def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:

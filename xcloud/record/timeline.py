@@ -101,7 +101,6 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float | None:
-        """Waiting over computing of this step, summed over ranks."""
         computing_us = self.total_us(*COMPUTING)
         return self.total_us("wait") / computing_us if computing_us else None
 
@@ -209,7 +208,6 @@ Timed = TypeVar("Timed", Box, Flight)
 
 
 def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
-    """Distribute entries over as few rows as possible, without overlap within a row."""
     rows: list[list[Timed]] = []
     for entry in sorted(entries, key=lambda e: (e.from_us, e.until_us)):
         for row in rows:

@@ -23,7 +23,6 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,9 +55,6 @@ MAX_ROWS = 8000
 FEWEST_SAMPLES = 20
 _NUM_KNOWN_POSITIVES = 16
 _PROBE_PENALTY = 1e-2
-_NETWORK_WIDTH = 256
-_NETWORK_EPOCHS = 12
-_NETWORK_BATCH = 256
 
 
 @settings("security.meter")
@@ -359,28 +355,23 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
     mean, spread = known.mean(0), known.std(0, correction=0).clamp(min=1e-9)
     x = ((rows_ND.float() - mean) / spread).numpy()
     network = MLPClassifier(
-        _NETWORK_WIDTH, batch_size=_NETWORK_BATCH, learning_rate_init=3e-3,
-        max_iter=_NETWORK_EPOCHS, random_state=0,
-    )  # fmt: skip
+        256, batch_size=256, learning_rate_init=3e-3, max_iter=12, random_state=0
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # so few epochs are meant
         network.fit(x[is_known_N.numpy()], tokens_N[is_known_N].numpy())
     return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
 
 
-def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> None:
+    """Of a run on several machines, once their observations folders are copied into one."""
     parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
     parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir
-    try:
-        leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
-    except DataError as error:
-        print(f"xcloud: {error}", file=sys.stderr)
-        return 1
+    leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
     print(json.dumps(leakage, indent=2, ensure_ascii=False))
     summary_path = run_dir / SUMMARY_FILE
     if summary_path.is_file():
         summary = json.loads(summary_path.read_text("utf-8"))
         text = json.dumps({**summary, **leakage}, indent=2, ensure_ascii=False)
         summary_path.write_text(text + "\n", encoding="utf-8")
-    return 0

@@ -127,14 +127,9 @@ class Observer:
             self._add(stream.name, ids, counts, flat)
 
     def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
-        """A training batch of this rank."""
-        if self.wants(step):
-            self.truth(batch)
-
-    def truth(self, batch: Mapping[str, Tensor]) -> None:
-        """Record the text and labels that this rank may see: the attacks' ground truth."""
+        """Record the text and labels of a training batch: the attacks' ground truth."""
         ids = batch["ids"]
-        for name, value in batch.items():
+        for name, value in batch.items() if self.wants(step) else ():
             if name in self.token_fields:
                 is_token = value != self.token_fields[name][0]
                 self._add(f"{TRUTH}.{name}", ids, is_token.sum(1), value[is_token].cpu())

@@ -64,6 +64,14 @@ training.settings.Training
 )
 
 
+HeldBy = Callable[[str, str], frozenset[str] | None]
+"""Of a job: what a cloud holds, of "holders" or "weights"; None where it has no such names."""
+_WORDS = {
+    "holders": ("reads", "no stage reads that field; the fields are"),
+    "weights": ("holds the weights of", "the model has no such part; its parts are"),
+}
+
+
 @settings("security")
 class Visibility:
     """The settings of `security`.
@@ -95,39 +103,28 @@ class Visibility:
         both = [self.defences.get(way) for way in ("forward", "backward")]
         return "+".join(d.label if d else "none" for d in both) if any(both) else ""
 
-    def check(
-        self, what: Literal["holders", "weights"], clouds: Sequence[str],
-        needs: Mapping[int, frozenset[str]], stage_cloud: Mapping[int, str],
-    ) -> None:  # fmt: skip
-        """Raise ConfigError if a stage reads a field, or holds a part of the model, where that may
-        not be. needs: stage -> names of these. stage_cloud: stage -> its cloud."""
-        rule: Mapping[str, Sequence[str]] = getattr(self, what)
-        verb, unknown = _WORDS[what]
-        known = frozenset[str]().union(*needs.values())
-        for name, holders in rule.items():
-            if name not in known:
-                there = ", ".join(sorted(known))
-                raise ConfigError(f"security.{what}.{name}: {unknown} {there}")
-            for holder in set(holders) - set(clouds):
-                raise ConfigError(
-                    f"security.{what}.{name} names cloud {holder!r}; the clouds are "
-                    f"{', '.join(clouds)}"
-                )
-        for stage, names in needs.items():
-            for name in sorted(names & rule.keys()):
-                if stage_cloud[stage] not in rule[name]:
-                    raise ConfigError(
-                        f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
-                        f"security.{what} allows {name!r} only in "
-                        f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
-                        "(cluster.clouds) or the rule."
-                    )
+    def check(self, clouds: Sequence[str], held_by: HeldBy) -> None:
+        """Raise ConfigError where a cloud reads a field, or holds a part of the model, that may
+        not be there. held_by: of the job."""
+        for what, (verb, unknown) in _WORDS.items():
+            rule: Mapping[str, Sequence[str]] = getattr(self, what)
+            held = {cloud: held_by(cloud, what) or frozenset() for cloud in clouds if rule}
+            known = frozenset[str]().union(*held.values())
+            for name, holders in rule.items():
+                where, only = f"security.{what}.{name}", ", ".join(holders) or "no cloud"
+                if name not in known:
+                    raise ConfigError(f"{where}: {unknown} {', '.join(sorted(known))}")
+                for other in [holder for holder in holders if holder not in clouds]:
+                    there = ", ".join(clouds)
+                    raise ConfigError(f"{where} names cloud {other!r}; the clouds are {there}")
+                for cloud in clouds:
+                    if name in held[cloud] and cloud not in holders:
+                        raise ConfigError(
+                            f"cloud {cloud!r} {verb} {name!r}, but {where} allows it only in "
+                            f"{only}. Move the stage (cluster.clouds, strategy) or the rule."
+                        )
 
 
-_WORDS = {
-    "holders": ("reads", "no stage reads that field; the fields are"),
-    "weights": ("holds the weights of", "the model has no such part; its parts are"),
-}
 POLICY_FILE = "policy.yaml"
 
 
@@ -201,11 +198,9 @@ class Policy:
                 allowed = f"files below {', '.join(folders)} (in {project_root()})"
                 raise _refusal(where, value, allowed, _line(use, *getattr(self, use), value))
 
-    def check_held(
-        self, clouds: Iterable[str], held_by: Callable[[str, str], frozenset[str] | None]
-    ) -> None:
-        """held_by: Job.held_by, of the job that was built."""
-        for what, cloud in product(("holders", "weights"), clouds):
+    def check_held(self, clouds: Iterable[str], held_by: HeldBy) -> None:
+        """held_by: of the job that was built."""
+        for what, cloud in product(_WORDS, clouds):
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
             held = held_by(cloud, what) if rule else frozenset()
             if held is None:

@@ -50,7 +50,6 @@ UNFRAMED = [
 
 
 def audit_file(run_dir: Path, rank: int) -> Path:
-    """What one rank writes, for `join_audit`."""
     return run_dir / f"rank{rank}.wire.json"
 
 

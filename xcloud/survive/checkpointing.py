@@ -24,13 +24,19 @@ from collections.abc import Callable, Collection
 from enum import IntEnum
 from functools import partial
 
+import torch
+
 from xcloud.base.errors import FrameError, LinkError
+from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.comm.state import StateTree
 from xcloud.parallel.control import Control, Signal
 from xcloud.parallel.part import Part, StepReport
 from xcloud.record.reporter import Reporter
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 
+CHECKPOINT_CARRIES = (
+    "how far a rank is with its part of a checkpoint, or how often to save uint8",
+)
 _MOST_OPEN = 16  # checkpoints of which a rank may report before all have
 
 
@@ -48,6 +54,16 @@ class CheckpointMessage(IntEnum):
 
 
 _OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
+
+
+def code_of(frame: Frame, peer: int) -> int:
+    """Of a message about a checkpoint. Raises FrameError for anything but one code."""
+    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != TensorSpec((1,), torch.uint8):
+        raise FrameError(
+            f"{frame.key} of rank {peer} must carry one code, got "
+            f"{[TensorSpec.of(part) for part in frame.parts]}"
+        )
+    return int(frame.parts[0])
 
 
 class Ledger:
@@ -96,7 +112,7 @@ class Checkpointer(Part):
         self,
         timing: Timing,
         writer: CheckpointWriter,
-        messenger: Control | None,
+        control: Control | None,
         parts: StateTree,
         reporter: Reporter,
         asked: StopSignal | None = None,
@@ -104,11 +120,11 @@ class Checkpointer(Part):
         is_told: bool = True,
     ) -> None:
         self.timing, self.writer, self.rank = timing, writer, writer.rank
-        self._messenger, self._among, self._parts = messenger, among, parts
+        self._control, self._among, self._parts = control, among, parts
         self._notes, self._asked = Notes(reporter), asked or StopSignal()
         self._ledger, self._stops, self._is_told = Ledger(), False, is_told
-        if messenger is not None:
-            messenger.listen(self._take)
+        if control is not None:
+            control.listen(self._hear)
 
     def before_update(self, step: int) -> None:
         self._asked.is_armed = self._is_told and self.timing.settings.are_made
@@ -224,12 +240,14 @@ class Checkpointer(Part):
 
     @property
     def _others(self) -> frozenset[int]:
-        peers = frozenset(self._messenger.peers if self._messenger is not None else ())
+        peers = frozenset(self._control.peers if self._control is not None else ())
         return peers if self._among is None else peers & frozenset(self._among)
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
-        if self._messenger is not None:
-            self._messenger.tell(peer, step, message)
+        if self._control is not None:
+            told = torch.tensor([message], dtype=torch.uint8)
+            key = MessageKey(Kind.CHECKPOINT, step)
+            self._control.out[peer].send(key, (told,), CHECKPOINT_CARRIES)
 
     def _report(self, step: int, message: CheckpointMessage) -> None:
         if self.rank == 0:
@@ -244,6 +262,9 @@ class Checkpointer(Part):
     def _lack(self, step: int, why: Exception | str) -> None:
         self._notes.later(partial(self._notes.lost, step, why))
         self.writer.later(lambda: self._report(step, CheckpointMessage.FAILED))
+
+    def _hear(self, peer: int, frame: Frame) -> None:
+        self._take(peer, frame.key.step, code_of(frame, peer))
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """In a link's thread, or in the one that writes."""

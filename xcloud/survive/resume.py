@@ -135,7 +135,7 @@ class Changes:
 def changes(
     saved: Mapping[str, str], now: Mapping[str, str], before: Places, after: Places
 ) -> Changes:
-    """saved, now: settings as the ranks compare them (join/compared.py), and who holds what."""
+    """saved, now: settings as the ranks compare them (join/agreement.py), and who holds what."""
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved, now, before.labels, after.labels)
@@ -278,7 +278,6 @@ class RankCheckpoints:
         return attempts.pop()
 
     def _needed(self, step: int) -> list[int]:
-        """The ranks whose parts to read."""
         parts, changed, before = self.folder.ranks(step), self.changes(step), self._before(step)
         if not changed.moves:
             if self.rank not in parts:
@@ -330,7 +329,6 @@ def is_marked(key: str, mark: str) -> bool:
 
 
 def _remembers(state: State) -> bool:
-    """Numbers only count messages."""
     return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
 
 

@@ -145,7 +145,6 @@ class CheckpointWriter:
         self._thread.start()
 
     def prepare(self, parts: StateTree) -> None:
-        """Make room for the next copy."""
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -179,7 +178,6 @@ class CheckpointWriter:
         self.later(write)
 
     def later(self, job: Callable[[], None]) -> None:
-        """In the thread, after what was given to it before."""
         self._jobs.put(job)
 
     def wait(self, is_urgent: bool = True) -> None:

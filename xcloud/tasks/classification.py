@@ -30,6 +30,7 @@ from xcloud.tasks.corpus.rows import (
     SplitTables,
     Table,
     Text,
+    name_of,
     read,
 )
 from xcloud.tasks.labels import CROSS_LINGUAL, GLUE, KEYS, Benchmark, Labels, chosen_columns
@@ -116,11 +117,11 @@ class Classification(TextTask):
             del splits["test"]  # its labels are not public, as in GLUE
         return replace(tables, tables=splits), columns
 
-    def read(self, visible: frozenset[str]) -> Corpus:
-        """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
+    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
+        """Only the columns that these fields need are kept. Raises DataError."""
         tables, columns = self._usable(self.find(self.form))
-        hidden = {"first", "second"} if "text" not in visible else set[str]()
-        hidden |= {"label"} - visible
+        hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
+        hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
         *texts, label = columns.values()
         described = f"{' + '.join(texts)} → {label}"
@@ -133,10 +134,7 @@ class Classification(TextTask):
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        self.check_fields(fields)
-        visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
-        unseen = self.sizes is not None and not visible
-        corpus = Corpus.unseen(self.sizes or {}) if unseen else self.read(visible)
+        corpus = self.read_for(fields)
         self.check_rows(corpus.counts)
         return ClassificationData(self, corpus, fields)
 
@@ -298,7 +296,7 @@ class FolderCrossLingual(InFolder, CrossLingual):
         here = self.train_language
         expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
         files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
-        found = f"found: {', '.join(file.label for file in files.values()) or 'none'}"
+        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
         tested = sorted(name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name))
         tested.sort(key=lambda language: language != here)
         wanted = self.languages or tested or ["LANGUAGE"]
@@ -310,7 +308,7 @@ class FolderCrossLingual(InFolder, CrossLingual):
         dev = [files[f"{name}.{here}"] for name in DEV_NAMES if f"{name}.{here}" in files][:1]
         remarks = []
         if not trained and dev:
-            remarks = [f"no training file: {dev[0].label} is the training set"]
+            remarks = [f"no training file: {name_of(dev[0])} is the training set"]
             trained, dev = dev, []
         if not trained:
             raise DataError(

@@ -209,20 +209,17 @@ class DemoCrossLingual(DemoSized, CrossLingual):
 
     def find(self, form: Form) -> SplitTables:
         samples, here = inferences(self.total, self.corpus_seed), self.train_language
-        made: dict[str, SplitTables] = {
-            language: self.generated(
-                {
-                    "premise": [texts[language][0] for texts, _ in samples],
-                    "hypothesis": [texts[language][1] for texts, _ in samples],
-                    "label": [relation for _, relation in samples],
-                },
-                samples,
-                seed=self.corpus_seed,
-            )
-            for language in (here, "es" if here == "en" else "en")
+        columns = {
+            language: {
+                "premise": [texts[language][0] for texts, _ in samples],
+                "hypothesis": [texts[language][1] for texts, _ in samples],
+                "label": [relation for _, relation in samples],
+            }
+            for language in (str(here), "es" if here == "en" else "en")
         }
-        test = {x: made[x].tables["test"][""] for x in self.languages or made}
-        return replace(made[here], tables={**made[here].tables, "test": test})
+        test = {x: self.tables(columns[x])["test"][""] for x in self.languages or columns}
+        made = self.generated(columns[here], samples, seed=self.corpus_seed)
+        return replace(made, tables={**made.tables, "test": test})
 
 
 @settings("task", kw_only=True)

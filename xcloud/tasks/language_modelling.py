@@ -176,8 +176,8 @@ class LanguageModelling(TextTask):
         rows = read(table, {TEXT: self.column}, "task.column")
         return rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
 
-    def read(self) -> Corpus:
-        """All splits, each with the column text or messages. Raises DataError."""
+    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
+        """The column text or messages, for any field. Raises DataError."""
         tables = self.find(self.form)
         self.check_tables(tables)
         return self.arrange(tables, self.rows_of)
@@ -186,19 +186,13 @@ class LanguageModelling(TextTask):
         return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def load(self, fields: frozenset[str], seed: int) -> LanguageData:
-        """`seed` changes nothing: runs of several seeds learn and are scored on the same text."""
-        self.check_fields(fields)
-        if not fields and self.sizes is not None:
-            return LanguageData(self, Corpus.unseen(self.sizes), {}, fields, None)
-        corpus = self.read()
-        tokenizer = CausalTokenizer.of(self.tokenizer, self.cache_dir)
-        samples = {s: self._samples(corpus.splits[s], s, tokenizer) for s in SPLITS}
-        self.check_rows({split: len(packed) for split, packed in samples.items()})
-        return LanguageData(self, corpus, samples, fields, tokenizer)
+        """`seed` is ignored: all seeds train and are scored on the same rows."""
+        return LanguageData(self, self.read_for(fields), fields)
 
-    def _samples(
+    def samples(
         self, rows: Rows, split: Split, tokenizer: CausalTokenizer
     ) -> list[list[Document]]:
+        """Documents packed. Raises DataError if none is to be guessed."""
         where = f"{self.describe()}, {split}"
         documents = tokenizer.texts(rows.texts.get(TEXT, ()))
         chats = rows.texts.get(MESSAGES, ())
@@ -214,25 +208,23 @@ class LanguageModelling(TextTask):
 class LanguageData(View[LanguageModelling]):
     """One rank's view (TaskData): of fields that may not be seen here nothing was kept."""
 
-    def __init__(
-        self,
-        task: LanguageModelling,
-        corpus: Corpus,
-        samples: Mapping[Split, Sequence[Sequence[Document]]],
-        fields: frozenset[str],
-        tokenizer: CausalTokenizer | None,
-    ) -> None:
+    def __init__(self, task: LanguageModelling, corpus: Corpus, fields: frozenset[str]) -> None:
+        self._tokenizer: CausalTokenizer | None = None
+        samples: dict[Split, list[list[Document]]] = {}
+        if corpus.splits["train"].texts:
+            self._tokenizer = made = CausalTokenizer.of(task.tokenizer, task.cache_dir)
+            samples = {s: task.samples(corpus.splits[s], s, made) for s in SPLITS}
         tables = {split: columns_of(packed) for split, packed in samples.items()}
         self._num_tokens = sum(of["text"].num_tokens for of in tables.values())
         columns = {name: {s: of[name] for s, of in tables.items()} for name in sorted(fields)}
         sizes = {split: len(packed) for split, packed in samples.items()}
-        tokenizers = {"text": tokenizer} if "text" in fields else {}
+        task.check_rows(sizes or corpus.counts)
+        tokenizers = {"text": self._tokenizer} if "text" in fields else {}
         super().__init__(task, corpus, fields, tokenizers, columns, sizes)
         self._documents = {
             split: [[document.number for document in sample] for sample in packed]
             for split, packed in samples.items()
         }
-        self._tokenizer = tokenizer if fields else None
 
     def describe(self) -> str:
         if not self._num_tokens:
@@ -289,7 +281,7 @@ class LanguageData(View[LanguageModelling]):
 
     def save_tokenizers(self, folder: Path) -> None:
         """tokenizer/, as transformers loads it, where text or labels are seen."""
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and self._fields:
             self._tokenizer.save(folder / FOLDER_NAME)
 
 

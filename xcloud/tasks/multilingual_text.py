@@ -13,7 +13,7 @@ import hashlib
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -131,31 +131,29 @@ class MultilingualText:
                     yield [*cut, eos, *b[: room - 1 - len(cut)]]
 
 
+@dataclass
 class TextStream:
     """Endless batches of one cloud's texts. Batch `number` of a rank depends only on seed, number
     and texts. The ranks of a cloud share one order, in which every sample of a part appears once
     per epoch.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, TokenTable],
-        special: TokenIds,
-        power: float,
-        seed: int,
-        batch_size: int,
-        group_rank: int = 0,
-        group_size: int = 1,
-    ) -> None:
-        self._tables, self._special, self._seed = tables, special, seed
-        self._batch_size, self._group_rank, self._group_size = batch_size, group_rank, group_size
-        sizes_L = torch.tensor([len(table) for table in tables.values()], dtype=torch.float64)
-        self._shares_L = sizes_L**power / (sizes_L**power).sum()
-        self._next, self._used_L = 1, torch.zeros(len(tables), dtype=torch.int64)
+    tables: Mapping[str, TokenTable]
+    special: TokenIds
+    power: float
+    seed: int
+    batch_size: int
+    group_rank: int = 0
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        sizes_L = torch.tensor([len(table) for table in self.tables.values()], dtype=torch.float64)
+        self._shares_L = sizes_L**self.power / (sizes_L**self.power).sum()
+        self._next, self._used_L = 1, torch.zeros(len(self.tables), dtype=torch.int64)
         self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def describe(self) -> str:
-        shares = zip(self._tables.items(), self._shares_L.tolist(), strict=True)
+        shares = zip(self.tables.items(), self._shares_L.tolist(), strict=True)
         return ", ".join(
             f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
             for (name, table), share in shares
@@ -170,34 +168,34 @@ class TextStream:
         parts_N, used_L = self._parts(number), self._used_L.clone()
         self._count(parts_N)
 
-        first = self._group_rank * self._batch_size
-        mine = slice(first, first + self._batch_size)
-        lines: list[list[int]] = [[]] * self._batch_size
-        for part, (name, table) in enumerate(self._tables.items()):
+        first = self.group_rank * self.batch_size
+        mine = slice(first, first + self.batch_size)
+        lines: list[list[int]] = [[]] * self.batch_size
+        for part, (name, table) in enumerate(self.tables.items()):
             is_part_N = parts_N == part
             turn_N = used_L[part] + is_part_N.cumsum(0) - 1
             for place in is_part_N[mine].nonzero()[:, 0].tolist():
                 row = table[self._row(name, int(turn_N[mine][place]))]
-                lines[place] = [self._special.bos, *row, self._special.eos]
+                lines[place] = [self.special.bos, *row, self.special.eos]
         lengths = torch.tensor([len(line) for line in lines])
         return torch.tensor([token for line in lines for token in line]), lengths
 
     def _parts(self, number: int) -> Tensor:
         """int64 [N]: the part each sample of batch `number` is drawn from, for all ranks."""
-        draw = torch.Generator().manual_seed(_seed(self._seed, "parts", number))
-        num = self._batch_size * self._group_size
+        draw = torch.Generator().manual_seed(_seed(self.seed, "parts", number))
+        num = self.batch_size * self.group_size
         return torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
 
     def _count(self, parts_N: Tensor) -> None:
-        self._used_L += parts_N.bincount(minlength=len(self._tables))
+        self._used_L += parts_N.bincount(minlength=len(self.tables))
         self._next += 1
 
     def _row(self, name: str, turn: int) -> int:
         """The row at this position of a part's endless order."""
-        epoch, place = divmod(turn, len(self._tables[name]))
+        epoch, place = divmod(turn, len(self.tables[name]))
         if self._orders.get(name, (-1,))[0] != epoch:
-            draw = torch.Generator().manual_seed(_seed(self._seed, name, epoch))
-            self._orders[name] = (epoch, torch.randperm(len(self._tables[name]), generator=draw))
+            draw = torch.Generator().manual_seed(_seed(self.seed, name, epoch))
+            self._orders[name] = (epoch, torch.randperm(len(self.tables[name]), generator=draw))
         return int(self._orders[name][1][place])
 
 

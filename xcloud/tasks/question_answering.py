@@ -206,8 +206,8 @@ class QuestionAnswering(TextTask):
                 f"it to at least {least}, or lower task.max_question"
             )
 
-    def read(self) -> Corpus:
-        """The columns of `rows_of`. Raises DataError."""
+    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
+        """The columns of `rows_of`, all for any field. Raises DataError."""
         return self.arrange(self.find(self.form), rows_of, dev_as_test=True)
 
     def agreed_settings(self) -> dict[str, object]:
@@ -216,7 +216,6 @@ class QuestionAnswering(TextTask):
 
     def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
-        self.check_fields(fields)
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
                 f"{self.name}: a rank of this layout reads labels but not text, and an answer "
@@ -224,29 +223,22 @@ class QuestionAnswering(TextTask):
                 "the last stage to one owner, as in cluster.clouds={owner: {stages: [0, 2]}, "
                 "other: {stages: [1]}}"
             )
-        if not fields and self.sizes is not None:
-            return QuestionAnsweringData(self, Corpus.unseen(self.sizes), fields)
-        corpus = self.read()
-        tokenizer = public_tokenizer(self.tokenizer, self.cache_dir)
-        lengths = (self.max_length, self.max_question, self.stride)
-        windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
-        self.check_rows({split: len(made.starts) for split, made in windows.items()})
-        return QuestionAnsweringData(self, corpus, fields, tokenizer, windows)
+        return QuestionAnsweringData(self, self.read_for(fields), fields)
 
 
 class QuestionAnsweringData(View[QuestionAnswering]):
     """One rank's view (TaskData): everything, or only the sizes if it sees no field."""
 
-    def __init__(
-        self,
-        task: QuestionAnswering,
-        corpus: Corpus,
-        fields: frozenset[str],
-        tokenizer: Tokenizer | None = None,
-        windows: Mapping[Split, Windows] | None = None,
-    ) -> None:
-        windows = windows or {}
+    def __init__(self, task: QuestionAnswering, corpus: Corpus, fields: frozenset[str]) -> None:
+        windows: dict[Split, Windows] = {}
+        tokenizers = {}
+        if corpus.splits["train"].texts:
+            tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
+            tokenizers = {"text": tokenizer} if "text" in fields else {}
+            lengths = (task.max_length, task.max_question, task.stride)
+            windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
         sizes = {split: len(made.starts) for split, made in windows.items()}
+        task.check_rows(sizes or corpus.counts)
         self._windows = windows if fields else {}
         columns: dict[str, dict[Split, TokenTable | torch.Tensor]] = {
             "text": {split: made.table.tokens for split, made in windows.items()},
@@ -258,7 +250,6 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         }
         columns = {name: column for name, column in columns.items() if name in fields}
         self.head = Head("span", 2) if "label" in fields else None
-        tokenizers = {"text": tokenizer} if "text" in fields else {}
         super().__init__(task, corpus, fields, tokenizers, columns, sizes)
 
     def describe(self) -> str:

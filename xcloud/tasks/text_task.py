@@ -107,6 +107,16 @@ class TextTask(SourceTask):
         super().check()
         self.tokenizer.check()
 
+    def read(self, fields: frozenset[str] = frozenset(fields)) -> Corpus:
+        """All splits, as far as these fields need them. Raises DataError."""
+        raise NotImplementedError
+
+    def read_for(self, fields: frozenset[str]) -> Corpus:
+        """Only the row counts, if a rank sees no field and they are set. Raises ConfigError if a
+        model reads fields that the task lacks."""
+        self.check_fields(fields)
+        return self.read(fields) if fields or self.sizes is None else Corpus.unseen(self.sizes)
+
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         """Raise DataError if a split is empty or task.sizes differ from the data."""
         super().check_rows(rows)

@@ -81,9 +81,8 @@ class Tokenizer:
         scripts written without spaces.
         """
         model, decoder = self.backend.model, str(self.backend.decoder)
-        continuation = None
-        if type(model).__name__ == "WordPiece":
-            continuation = model.continuing_subword_prefix
+        is_word_piece = type(model).__name__ == "WordPiece"
+        continuation = model.continuing_subword_prefix if is_word_piece else None
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
             i in self.special or begins_word(piece, continuation, "ByteLevel" in decoder)

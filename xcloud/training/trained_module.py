@@ -61,38 +61,27 @@ class TrainedModule:
         self._load_moments(parts["moments"])
 
     def _load_moments(self, state: State) -> None:
+        trained = self._trained
         moments: dict[str, State] = {}
         for key, value in state.items():
             what, _, name = key.partition(".")
-            parameter = self._trained.get(name)
-            if parameter is None:
-                raise ValueError(
-                    f"the state of a trained module contains {key!r} of its optimizer, which "
-                    f"trains {', '.join(self._trained) or 'nothing'}; it was saved with other "
-                    "settings"
-                )
             moments.setdefault(name, {})[what] = _copy(value)
-        if moments and (missing := self._trained.keys() - moments.keys()):
+        if moments and (wrong := moments.keys() ^ trained.keys()):
             raise ValueError(
-                f"the state of a trained module lacks what the optimizer keeps of "
-                f"{', '.join(sorted(missing))}; it was saved with other settings"
+                f"the state of an optimizer does not fit it: {', '.join(sorted(wrong))} missing "
+                "or unknown; it was saved with other settings"
             )
         if self.optimizer is None:
             return
         # The optimizer numbers parameters in the order of its groups, and puts each moment on the
         # device and in the dtype of its parameter.
-        numbers = {name: number for number, name in enumerate(self._trained)}
         for name, kept in moments.items():
-            parameter = self._trained[name]
             for what, value in kept.items():
-                if isinstance(value, Tensor) and value.shape == local_part(parameter).shape:
-                    kept[what] = with_part(parameter, value)
-        self.optimizer.load_state_dict(
-            {
-                "state": {numbers[name]: kept for name, kept in moments.items()},
-                "param_groups": self.optimizer.state_dict()["param_groups"],
-            }
-        )
+                if isinstance(value, Tensor) and value.shape == local_part(trained[name]).shape:
+                    kept[what] = with_part(trained[name], value)
+        numbered = {n: moments[name] for n, name in enumerate(trained) if name in moments}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
     @property
     def _trained(self) -> dict[str, nn.Parameter]:

@@ -26,24 +26,11 @@ NO_PARTS = Part()
 
 @dataclass(frozen=True)
 class LossReport:
-    """Which rank reports what loss. replica: of the pipeline, this rank's. is_apart: replicas make
-    updates of their own. is_private: replicas keep their losses to themselves; then replica 0
-    reports an estimate, from the samples of one rank."""
+    """is_silent: another replica reports the loss. is_private: replicas keep their losses to
+    themselves; the one that reports gives an estimate, from the samples of one rank."""
 
-    replica: int = 0
-    is_apart: bool = False
+    is_silent: bool = False
     is_private: bool = False
-
-    def shared(self, loss: Tensor) -> Tensor:
-        """What the exchange adds up of this rank's loss."""
-        return 0 * loss if self.is_private else loss  # nan stays
-
-    def reported(self, total: float | None, own: Tensor, work: Work) -> float | None:
-        """total: of the update, in the leader of the last stage. own: loss of this rank's
-        micro-batches."""
-        if total is None or (self.replica and (self.is_private or not self.is_apart)):
-            return None
-        return float(own) * work.num_samples / work.num_own if self.is_private else total
 
 
 @dataclass(frozen=True)
@@ -115,6 +102,11 @@ class Trainer(StatefulParts):
         return report
 
     @property
+    def buffers(self) -> dict[int, FlatBuffer]:
+        """By stage."""
+        return {number: stage.buffer for number, stage in self.stages.items()}
+
+    @property
     def num_backwards(self) -> dict[int, int]:
         """Micro-batches of this rank in an update, by stage."""
         m, passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
@@ -160,16 +152,16 @@ class Trainer(StatefulParts):
     def _exchange_gradients(self, step: int, loss: Tensor, parts: Part) -> float | None:
         """With the other ranks and replicas. Returns the loss to report, None in most ranks."""
         last, total = self.pipeline.num_stages - 1, None
-        buffers = {number: stage.buffer for number, stage in self.stages.items()}
-        mine = {
-            n: self.losses.shared(loss) if n == last else 0 * loss for n in buffers
-        }  # nan stays
+        is_shared, work = not self.losses.is_private, self.feed.work
+        mine = {n: loss if n == last and is_shared else 0 * loss for n in self.stages}  # nan stays
         with self.pipeline.clock.during("average"):
-            summed = self.exchange.before_update(step, buffers, mine)
-            if last in summed and self.stages[last].group.leads:
+            summed = self.exchange.before_update(step, self.buffers, mine)
+            if last in summed and self.stages[last].group.leads and not self.losses.is_silent:
                 total = float(summed[last])
             parts.after_exchange(step)
-        return self.losses.reported(total, loss, self.feed.work)
+        if total is None or is_shared:
+            return total
+        return float(loss) * work.num_samples / work.num_own
 
     def _agree(self, step: int, parts: Part) -> Reply:
         """The squared norm of the whole gradient, the same bits in every rank: not finite if the

@@ -43,7 +43,6 @@ def first_failure(run_dir: Path, rank: int) -> str:
 
 
 def _await(file: Path, parent: int) -> None:
-    """As long as the parent is there, RECORD_WITHIN_S at most."""
     give_up_at_s = time.monotonic() + RECORD_WITHIN_S
     while os.getppid() == parent and not file.exists() and time.monotonic() < give_up_at_s:
         time.sleep(0.1)

@@ -61,7 +61,6 @@ class RankStatus:
         return f"rank {self.rank} {what.get(self.process, silent)}"
 
     def line(self, wait: Wait | None) -> str:
-        """wait: the one to show."""
         text = f"rank {self.rank}: {self.phase} for {self._since('phase_since')}"
         if self.step is not None:
             text += f", step {self.step} done {self._since('step_at')} ago"
@@ -130,7 +129,6 @@ def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
 
 
 def describe(run_dir: Path) -> str:
-    """Raises ConfigError if there is no run."""
     now = time.time()
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
     ranks = ranks_of(run_dir, now)
@@ -174,7 +172,6 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
 def _between_attempts(
     run_dir: Path, ranks: Sequence[RankStatus], launcher: Mapping[str, Any], now: float
 ) -> str:
-    """What the launcher does while no rank runs."""
     steps = CheckpointSteps(run_dir).agreed_steps()
     again = f"starting again from step {steps[0]}" if steps else "starting"
     if all(now - one.silent_s < launcher["started"] for one in ranks):  # of the attempt before

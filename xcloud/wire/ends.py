@@ -68,10 +68,6 @@ class Ends:
         return [end for _, end in self._ends if isinstance(end, SendingEnd)]
 
     @property
-    def _ins(self) -> list[ReceivingEnd]:
-        return [end for _, end in self._ends if isinstance(end, ReceivingEnd)]
-
-    @property
     def is_emulated(self) -> bool:
         return bool(self._clocks)
 
@@ -156,8 +152,8 @@ class Ends:
         """
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
-        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self._ins]
-        for end in ends:
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]
+        for end in ends + [end for _, end in self._ends if isinstance(end, ReceivingEnd)]:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 

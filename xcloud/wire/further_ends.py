@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +22,10 @@ from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.boundary import Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, SendChannel
 from xcloud.comm.compression import ChannelId
+from xcloud.contracts.model import Stage
 from xcloud.parallel.averaging import ReplicaLinks
 from xcloud.parallel.hub import HUB
+from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.security.defences import LABEL, Defence
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
@@ -270,3 +272,19 @@ def tied_links(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerL
         return None
     own = peers.index(ends.rank)
     return PeerLinks(own, 2, 1, 1, peers, ends, device, "tied", own * last)
+
+
+@torch.no_grad()
+def hand_over(stages: Mapping[int, Stage], ports: Mapping[int, BoundaryPorts]) -> None:
+    """Before the first step: what stages hand to their successors once (Boundary.start)."""
+    for stage, module in sorted(stages.items()):
+        before, after = ports.get(stage - 1), ports.get(stage)
+        if before is not None and before.boundary.start:
+            for giver in before.forward_in.values():  # every rank before hands over the same
+                module.take_over(giver.recv_start(before.boundary.start))
+        if after is not None and after.boundary.start:
+            handed = tuple(tensor.detach() for tensor in module.hand_over())
+            found = tuple(TensorSpec.of(tensor) for tensor in handed)
+            assert found == after.boundary.start, (found, after.boundary.start)
+            for taker in after.forward_out.values():
+                taker.send_start(handed)

@@ -24,11 +24,11 @@ from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.control import CHECKPOINT_CARRIES, REPORT_CARRIES, Control
+from xcloud.parallel.control import REPORT_CARRIES, Control
 from xcloud.rank.export import exporting
-from xcloud.rank.memory import MemoryMeter, bytes_of
+from xcloud.rank.reports import MemoryMeter, bytes_of
 from xcloud.rank.role import RankContext, Role
-from xcloud.survive.checkpointing import Checkpointer
+from xcloud.survive.checkpointing import CHECKPOINT_CARRIES, Checkpointer
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends, Handlers
 from xcloud.wire.wiring import join_control

@@ -22,7 +22,7 @@ from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.control import Signal, code_of
+from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way import NOBODY, Order, packed, unpacked
 from xcloud.rank.checkpoints import restored
@@ -30,7 +30,7 @@ from xcloud.rank.one_way import CARRIES, OneWayRank
 from xcloud.rank.role import RankContext
 from xcloud.record.files import ready_file
 from xcloud.record.reporter import FLUSH_EVERY_S
-from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage
+from xcloud.survive.checkpointing import Checkpointer, CheckpointMessage, code_of
 
 
 class SaveNow(NamedTuple):

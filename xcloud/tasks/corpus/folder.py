@@ -13,7 +13,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -73,8 +72,8 @@ class TextFile:
     read: Callable[[Path], Iterable[str]] = read_lines
 
     @property
-    def label(self) -> str:
-        return " + ".join(path.name for path in self.paths.values())
+    def names(self) -> list[str]:
+        return [self.name, *(path.name for path in self.paths.values())]
 
     @property
     def path(self) -> Path:
@@ -84,10 +83,6 @@ class TextFile:
     @property
     def where(self) -> str:
         return str(self.path)
-
-    def matches(self, pattern: str) -> bool:
-        names = [self.name, *(path.name for path in self.paths.values())]
-        return any(fnmatch(name, pattern) for name in names)
 
     def columns(self) -> list[str]:
         """Column names: the header, or the first object's keys."""
@@ -199,7 +194,7 @@ class Folder(InFolder):
     def find(self, form: Form) -> SplitTables:
         files = list_files(Path(self.where), form)
         tables = self.choose(files, "task.{}_file", form.expected)
-        names = {s: [f.name for f in chain(*parts.values())] for s, parts in tables.items()}
+        names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.test_file"
         return SplitTables(tables, {"files": names}, test_key=key)
 

@@ -31,14 +31,7 @@ class HubTable:
 
     dataset: Any
     where: str
-    name: str = ""
-
-    @property
-    def label(self) -> str:
-        return self.name
-
-    def matches(self, pattern: str) -> bool:
-        return self.name == pattern
+    names: Sequence[str] = ()
 
     @property
     def _names(self) -> list[str]:
@@ -90,14 +83,8 @@ class OnHub(Source):
 
     def check_source(self, form: Form) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""
-        if is_local(self.where) or go_offline_if_unreachable():
-            return
-        import datasets
-
-        try:
-            datasets.load_dataset_builder(self.where, self.data_set, revision=self.revision)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise not_loaded(self.where, False, error) from error
+        if not is_local(self.where) and not go_offline_if_unreachable():
+            load_hub(self.where, self.data_set, self.revision)
 
 
 @settings("task", kw_only=True)
@@ -132,7 +119,7 @@ class Hub(OnHub):
     def find(self, form: Form) -> SplitTables:
         loaded: Mapping[str, Any] = load_hub(self.where, self.data_set, self.revision)
         there = [
-            HubTable(data, f"{self.where}, split {name}", name) for name, data in loaded.items()
+            HubTable(data, f"{self.where}, split {name}", [name]) for name, data in loaded.items()
         ]
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"

@@ -20,7 +20,7 @@ from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.tasks.corpus.folder import TextFile, list_files
 from xcloud.tasks.corpus.hub import HubTable, load_hub, not_loaded
-from xcloud.tasks.corpus.rows import DEV_NAMES, FileKind, Form, Text
+from xcloud.tasks.corpus.rows import DEV_NAMES, FileKind, Form, Text, name_of
 
 HELD_OUT = (*DEV_NAMES, "test")
 _cached_pairs = cache(demo_pairs)
@@ -152,7 +152,7 @@ class FolderText(TextSource):
         files = [file for file in files if file.path.name.split(".")[0] not in HELD_OUT]
         chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
-            there = ", ".join(file.label for file in files) or "none"
+            there = ", ".join(map(name_of, files)) or "none"
             raise DataError(
                 f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
                 f"found: {there}"

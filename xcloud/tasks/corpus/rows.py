@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatch
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
@@ -94,16 +95,14 @@ class Table(Protocol):
 
 
 class NamedTable(Table, Protocol):
-    """One of several sets."""
-
     @property
-    def name(self) -> str: ...
+    def names(self) -> Sequence[str]:
+        """The set's own, and those of its files."""
 
-    @property
-    def label(self) -> str:
-        """The name as a user knows it."""
 
-    def matches(self, pattern: str) -> bool: ...
+def name_of(table: NamedTable) -> str:
+    """For messages."""
+    return " + ".join(table.names[1:] or table.names)
 
 
 def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
@@ -210,32 +209,31 @@ class Source:
         """The sets of each split: those that the settings `key` request, all of the corpus's own
         names, or the one with a usual name. dev and test may have none. Raises DataError if a
         choice is missing or ambiguous."""
-        listed = ", ".join(one.label for one in there) or "none"
+        listed = ", ".join(map(name_of, there)) or "none"
         chosen: dict[Split, list[NamedTable]] = {}
         for split in SPLITS:
             asked: Names = getattr(self, key.format(split).removeprefix("task."))
-            patterns = [asked] if isinstance(asked, str) else list(asked or ())
-            if not patterns and set(own := self.own_names.get(split, ())) <= {
-                t.name for t in there
-            }:
-                patterns = list(own)
-            for pattern in patterns:
-                if not any(one.matches(pattern) for one in there):
+            own = list(self.own_names.get(split, ()))
+            if asked is None:
+                asked = own if set(own) <= {one.names[0] for one in there} else ()
+            for pattern in [asked] if isinstance(asked, str) else asked:
+                matching = [one for one in there if any(fnmatch(n, pattern) for n in one.names)]
+                if not matching:
                     raise DataError(
                         f"{self.where}: nothing for {key.format(split)}={pattern}; found: {listed}"
                     )
                 held = chosen.setdefault(split, [])
-                held += [one for one in there if one.matches(pattern) and one not in held]
+                held += [one for one in matching if one not in held]
         taken = [one for sets in chosen.values() for one in sets]
-        if twice := [one.label for one in taken if taken.count(one) > 1]:
+        if twice := [name_of(one) for one in taken if taken.count(one) > 1]:
             name = key.format("*")
             raise DataError(f"{self.where}: {twice[0]} is used for two splits; check {name}")
         for split in (split for split in SPLITS if split not in chosen):
-            usual = [one for one in there if one not in taken and self.is_usual(one.name, split)]
+            usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split)]
             if len(usual) > 1:
                 raise DataError(
-                    f"{self.where}: several for {split}: {', '.join(one.label for one in usual)}; "
-                    f"choose with {key.format(split)}=NAME"
+                    f"{self.where}: several for {split}: {', '.join(map(name_of, usual))}; choose "
+                    f"with {key.format(split)}=NAME"
                 )
             if usual:
                 chosen[split] = usual
@@ -244,16 +242,14 @@ class Source:
                 f"{self.where}: no training set; expected {expected}; found: {listed}. Choose "
                 f"with {key.format('train')}=NAME (missing dev or test is held out of it)"
             )
-        return {split: self._parts(split, sets) for split, sets in chosen.items()}
-
-    def _parts(
-        self, split: Split, sets: Sequence[NamedTable]
-    ) -> Mapping[str, Sequence[NamedTable]]:
-        names = self.own_names.get(split, {})
-        parts: dict[str, list[NamedTable]] = {}
-        for one in sets:
-            parts.setdefault(names.get(one.name, ""), []).append(one)
-        return {"": sets} if "" in parts else parts  # parts only if every set has one
+        tables: dict[Split, Mapping[str, Sequence[NamedTable]]] = {}
+        for split, sets in chosen.items():
+            parts: dict[str, list[NamedTable]] = {}
+            for one in sets:
+                part = self.own_names.get(split, {}).get(one.names[0], "")
+                parts.setdefault(part, []).append(one)
+            tables[split] = {"": sets} if "" in parts else parts  # only if every set has a part
+        return tables
 
     def facts(self, **more: object) -> Mapping[str, object]:
         """How the rows were chosen, to be agreed."""
