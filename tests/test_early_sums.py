@@ -17,9 +17,9 @@ from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.within_cloud import OverlappedSums
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
 LOCAL = Strategy("local_updates", None, LocalUpdates(every=2))

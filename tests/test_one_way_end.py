@@ -32,11 +32,11 @@ from xcloud.rank.reports import MemoryMeter
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
-from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Checkpoints
+from xcloud.watch.display import ProgressLine
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:

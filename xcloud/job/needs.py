@@ -18,7 +18,7 @@ from xcloud.comm.memory import NoMemory
 from xcloud.job.job import PipelineJob
 from xcloud.parallel.activation_cache import decodes_rows_alone
 from xcloud.parallel.schedule import put_off
-from xcloud.parallel.sharding import check_in_step
+from xcloud.parallel.within_cloud import check_in_step
 from xcloud.security.defences import LABEL
 
 MAX_CHOICES = 255  # rank 0 sends the number in a byte

@@ -1,6 +1,7 @@
 """What one rank reports of itself after the last update: the memory that its training took, and of
 what; one of the last steps, span by span and message by message. Which step, the ranks agree
-then; record/timeline.py merges what they report.
+then; record/timeline.py merges what they report. Where it computes on a GPU: the clock of its
+steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import MessageLog
 from xcloud.cluster.transport import Meeting, machine_id
-from xcloud.comm.step_clock import RecordedStep, StepClock
+from xcloud.comm.step_clock import RecordedStep, Span, StepClock
 from xcloud.parallel.exchange import local_part
 from xcloud.parallel.part import Part, StepReport
 from xcloud.record.reporter import Reporter
@@ -250,3 +251,55 @@ def _peak_bytes() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class GpuClock(StepClock):
+    """A GPU's work goes on after the call that began it has returned, so in a step a span's ends
+    are events on its stream, read once a step: to wait for the device after each span would cost
+    what it measures. Host times serve between steps and where a slow device is emulated, which
+    waits for the device."""
+
+    def __init__(
+        self, device: torch.device, record_from: int | None = None, slowdown: float = 1.0
+    ) -> None:
+        super().__init__(record_from, slowdown)
+        self._device, self._began_at_s = device, 0.0
+        self._began: Any = None  # the event at the beginning of the step; None: host times
+        self._unread: list[Span] = []
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        if self.slowdown == 1:
+            self._began, self._began_at_s = _event(), time.monotonic()
+
+    def end_step(self) -> float:
+        step_s = super().end_step()
+        self._began = None
+        return step_s
+
+    def settle(self) -> None:
+        """In seconds of the host's clock. Waits for the device."""
+        torch.cuda.synchronize(self._device)
+        spans, self._unread = self._unread, []
+        for what, start, end, place in spans:
+            super().count(Span(what, self._s(start), self._s(end), place))
+
+    def now(self) -> Any:
+        return time.monotonic() if self._began is None else _event()
+
+    def count(self, span: Span) -> None:
+        if self._began is None:
+            super().count(span)
+        else:
+            self._unread.append(span)
+
+    def _s(self, event: Any) -> float:
+        seconds: float = self._began_at_s + self._began.elapsed_time(event) / 1e3
+        return seconds
+
+
+def _event() -> Any:
+    """On the current stream: when all work given to it before is done."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

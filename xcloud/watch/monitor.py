@@ -24,7 +24,7 @@ from xcloud.record.events import (
 from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.record.tracking import Recording, TrackedRun
-from xcloud.report.progress import ProgressLine
+from xcloud.watch.display import ProgressLine, write_record
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,6 @@ class Monitor:
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table. cause: why it ended before
         its time. is_stopped: as it was asked to."""
-        from xcloud.watch.ending import write_record  # only now: it brings pictures and tables
-
         self.poll()
         if self._progress is not None:
             with contextlib.suppress(OSError):
