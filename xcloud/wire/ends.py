@@ -90,8 +90,8 @@ class Ends:
         if record.to is not None:
             self.records.append(record)
         settings = OutSettings(
-            self._name(peer), capacity_bytes, self._clock_to(peer), window, record,
-            self.lives[peer], self.layout.overdue_s(self.rank, peer, capacity_bytes),
+            self._name(peer), capacity_bytes, window, record, self.lives[peer],
+            self._clock_to(peer), self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
         end = self.transport.out(line, peer, settings)
         self._ends.append((peer, end))
@@ -110,9 +110,9 @@ class Ends:
     ) -> ReceivingEnd:
         wan = self.layout.wan_between(self.rank, peer)
         settings = InSettings(
-            self._name(peer), capacity_bytes, self.handled(peer, handlers or {}), window,
+            self._name(peer), capacity_bytes, window,
             self._record(LinkName(boundary, peer, self.rank)), self.lives[peer],
-            self.layout.overdue_advice(self.rank, peer), wan is not None and wan.emulated, on_end,
+            self.handled(peer, handlers or {}), self.layout.overdue_advice(self.rank, peer), wan is not None and wan.emulated, on_end,
             on_arrival,
         )  # fmt: skip
         end = self.transport.incoming(line, peer, settings)
