@@ -112,8 +112,8 @@ class Ends:
         settings = InSettings(
             self._name(peer), capacity_bytes, window,
             self._record(LinkName(boundary, peer, self.rank)), self.lives[peer],
-            self.handled(peer, handlers or {}), self.layout.overdue_advice(self.rank, peer), wan is not None and wan.emulated, on_end,
-            on_arrival,
+            self.handled(peer, handlers or {}), self.layout.overdue_advice(self.rank, peer),
+            wan is not None and wan.emulated, on_end, on_arrival,
         )  # fmt: skip
         end = self.transport.incoming(line, peer, settings)
         self._ends.append((peer, end))
