@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, seal_frame
-from xcloud.cluster.gloo_groups import Groups, OpenGroups
+from xcloud.cluster.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
     ByteQueue,
@@ -38,7 +38,7 @@ from xcloud.cluster.link_end import (
     SendingEnd,
     await_peer,
 )
-from xcloud.cluster.transport import CPU, FOREVER, Collectives, Meeting, Transport
+from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, Transport
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
@@ -225,7 +225,12 @@ class GlooTransport(Transport):
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting)
-        self._groups = OpenGroups(meeting) if meeting.is_open else Groups(meeting)
+        self._open = OpenGroups(meeting) if meeting.is_open else None
+        if self._open is None and meeting.num_ranks > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                timeout=timedelta(seconds=JOIN_WITHIN_S),
+            )  # fmt: skip
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         return GlooOutLink(self._pair(line, self.rank, peer), settings)
@@ -234,11 +239,18 @@ class GlooTransport(Transport):
         return GlooInLink(self._pair(line, peer, self.rank), settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
-        return self._groups.join(ranks, device)
+        if self._open is not None:
+            return self._open.join(ranks)
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), timeout=FOREVER)
+        return GlooCollectives(group, device) if self.rank in ranks else None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
-        return self._groups.begins_again(ranks)
+        return self._open is not None and self._open.begins_again(ranks)
 
     def _pair(self, line: str, sender: int, receiver: int) -> Pair:
-        ranks = "-".join(f"{rank}.{self._groups.times(rank)}" for rank in (sender, receiver))
+        ranks = f"{sender}-{receiver}"
+        if self._open is not None:
+            ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
         return Pair(self.meeting.store, line, ranks, int(self.rank == receiver))
