@@ -28,7 +28,7 @@ from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
 from xcloud.cluster.gloo_groups import GlooCollectives
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
-from xcloud.parallel.overlapped_sums import BUCKET_BYTES, OverlappedSums
+from xcloud.parallel.within_cloud import BUCKET_BYTES, OverlappedSums
 
 
 def network(width: int, layers: int) -> nn.Module:

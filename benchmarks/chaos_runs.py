@@ -37,7 +37,7 @@ PORT = "29500"
 IMPORTED = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
-    "xcloud.launch.worker",
+    "xcloud.launch.several_machines",
     "xcloud.report.pictures",
     "benchmarks.chaos_jobs",
 )

@@ -381,7 +381,7 @@ def test_settings_are_checked_when_given(change: dict[str, Any], words: str) -> 
 def test_a_cut_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs 2 stages or more, got 1"):
         MODEL.fields(0, 1)
-    with pytest.raises(ConfigError, match=r"must be 2 counts .* add up to the encoder's 3 layers"):
+    with pytest.raises(ConfigError, match=r"must be 2 counts .* add up to 3 layers"):
         with_(encoder_layers_per_stage=[1, 1]).build_stage(0, 3, context(tmp_path))
     with pytest.raises(ConfigError, match="3 encoder layers cannot be spread over 4 stages"):
         MODEL.build_stage(0, 5, context(tmp_path))

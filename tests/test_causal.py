@@ -33,7 +33,7 @@ from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Elsewhere, Lora, attention_masks
 from xcloud.models.split_point import Split
 from xcloud.rank.export import export_stage, whole
-from xcloud.rank.memory import SavedTensors
+from xcloud.rank.reports import SavedTensors
 from xcloud.training.settings import autocast_for
 
 UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]

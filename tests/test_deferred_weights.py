@@ -18,7 +18,7 @@ from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.transformer import Transformer
 from xcloud.parallel.one_forward_one_backward import DeferredWeights, can_wait
-from xcloud.rank.memory import SavedTensors
+from xcloud.rank.reports import SavedTensors
 
 Gradients = dict[str, Tensor]
 

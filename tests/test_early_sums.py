@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.within_cloud import OverlappedSums
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
 LOCAL = Strategy("local_updates", None, LocalUpdates(every=2))
@@ -120,7 +121,9 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
 def test_a_second_gradient_after_the_sum_is_an_error() -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
     buffer = FlatBuffer(layers.parameters())
-    early = OverlappedSums({0: buffer}, {0: groups(2)[0]}, lambda: {0: 1}, bucket_bytes=1)
+    collectives: Any = SimpleNamespace(start_sum=lambda values: lambda: None)
+    group = RankGroup(0, (0, 1), collectives)
+    early = OverlappedSums({0: buffer}, {0: group}, lambda: {0: 1}, bucket_bytes=1)
     early.begin(1)
     layers[1](torch.ones(1, 1)).sum().backward()
 

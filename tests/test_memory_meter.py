@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from xcloud.rank.memory import MemoryMeter, SavedTensors, optimizer_bytes
+from xcloud.rank.reports import MemoryMeter, SavedTensors, optimizer_bytes
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import final_metrics
 

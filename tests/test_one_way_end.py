@@ -24,19 +24,19 @@ from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.one_way import NOBODY, Order
-from xcloud.rank.memory import MemoryMeter
 from xcloud.rank.one_way import OneWayEnds
 from xcloud.rank.one_way.consumer import ConsumerRank, ConsumerRun
 from xcloud.rank.one_way.intake import Inbox
 from xcloud.rank.one_way.producer import OrderBook, ProducerRank, ProducerRun
+from xcloud.rank.reports import MemoryMeter
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
-from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Checkpoints
+from xcloud.watch.display import ProgressLine
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:

@@ -334,3 +334,14 @@ def test_a_plan_of_256_micro_batches_has_a_price() -> None:
     found = search(priced, replace(space(priced, (256,)), varies=("micro_batches", "schedule")), 3)
 
     assert found.best and all(entry.plan.micro_batches == 256 for entry in found.best)
+
+
+def test_a_compressor_that_gains_by_rounding_only_has_a_crossing() -> None:
+    """Where computing bounds a step on every line, differences are of sums in another order."""
+
+    def step_s(name: str, rate: float) -> float:
+        return 1.0 + 1e-15 * (int(1e3 * rate) % 7 - 3) * (name == "int4")
+
+    found = crossings(step_s, ["none", "int4"])
+
+    assert found.keys() == {"int4"} and 0 <= found["int4"]

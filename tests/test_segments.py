@@ -98,7 +98,6 @@ def test_a_reader_keeps_up_with_a_writer_that_does_not_wait_for_it(tmp_path: Pat
 
 def killed_before_a_new_log(path: Path) -> None:
     path.rename(path.with_name("events.0001.jsonl"))
-    path.with_name(f".{EVENTS_FILE}.new").touch()
 
 
 def killed_while_compressing(path: Path) -> None:

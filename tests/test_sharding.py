@@ -33,7 +33,7 @@ from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.sharding import (
+from xcloud.parallel.within_cloud import (
     Sharder,
     check_in_step,
     is_sharded,

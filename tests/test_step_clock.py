@@ -13,6 +13,7 @@ from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClo
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
+from xcloud.rank.reports import GpuClock
 from xcloud.training.batch_plan import cut
 
 
@@ -100,13 +101,14 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
     monkeypatch.setattr("xcloud.comm.step_clock.time", found)
+    monkeypatch.setattr("xcloud.rank.reports.time", found)
     monkeypatch.setattr(torch.cuda, "Event", found.event)
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
     return found
 
 
 def test_a_gpus_work_is_counted_where_it_is_done_and_waited_for_once_a_step(gpu: Gpu) -> None:
-    clock = StepClock(record_from=1, device=torch.device("cuda"))
+    clock = GpuClock(torch.device("cuda"), record_from=1)
     gpu.now_s = 5.0
     clock.begin_step(1)
     with clock.during("forward"):
@@ -128,7 +130,7 @@ def test_a_gpus_work_is_counted_where_it_is_done_and_waited_for_once_a_step(gpu:
 
 
 def test_who_looks_at_the_sums_within_a_step_settles_them_first(gpu: Gpu) -> None:
-    clock = StepClock(device=torch.device("cuda"))
+    clock = GpuClock(torch.device("cuda"))
     clock.begin_step(1)
     for _ in range(2):
         with clock.during("forward"):
@@ -142,7 +144,7 @@ def test_who_looks_at_the_sums_within_a_step_settles_them_first(gpu: Gpu) -> Non
 
 
 def test_a_slowed_gpu_is_waited_for_at_each_computing_span(gpu: Gpu) -> None:
-    clock = StepClock(slowdown=3.0, device=torch.device("cuda"))
+    clock = GpuClock(torch.device("cuda"), slowdown=3.0)
     clock.begin_step(1)
     with clock.during("forward"):
         gpu.compute(2.0)

@@ -5,7 +5,7 @@ import pytest
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import LinkName, MessageLog, ReceivedMessage, SentMessage
 from xcloud.comm.step_clock import Place, RecordedStep, Span
-from xcloud.rank.typical_step import most_typical, timeline_events
+from xcloud.rank.reports import most_typical, timeline_events
 
 FORWARD = LinkName(0, 0, 1)
 BACKWARD = LinkName(0, 1, 0)

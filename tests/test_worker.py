@@ -23,7 +23,7 @@ from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.join import agreement
 from xcloud.join.agreement import Verdict
-from xcloud.launch import failures, rank_process, several_machines, worker
+from xcloud.launch import failures, rank_process, several_machines
 from xcloud.rank import roles
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
@@ -109,7 +109,7 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
     CheckpointFolder(tmp_path).write(1, 0, {}, {})
     with pytest.raises(SystemExit):
-        worker.main([str(tmp_path), "--rank", "0"])
+        rank_process.main([str(tmp_path), "--rank", "0"])
     assert called == ["table", "join"]
 
 
@@ -138,7 +138,7 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
     if not launcher:
         here = os.getpid()
         if not (rank := os.fork()):
-            worker._tie_to_parent(here)
+            rank_process._tie_to_parent(here)
             os.write(write_end, b"1")
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0)

@@ -17,12 +17,12 @@ from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
-from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.within_cloud import OverlappedSums
 from xcloud.rank.gradient_parts import PrivateGradients, join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy

@@ -104,16 +104,15 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
 def _fetch(name: str, load: Callable[..., T]) -> T:
     """Load from disk if possible; ask the hub only if it answers."""
     wanted = (
-        f"put its config.json and model.safetensors into a folder and give the folder's path "
-        f"instead of {name!r}, or fill the hub cache on a machine with network access "
-        f"(hf download {name}) and copy it to ~/.cache/huggingface/hub"
+        f"put its config.json and model.safetensors into a folder and give its path, or run "
+        f"`hf download {name}` where there is a network and copy ~/.cache/huggingface/hub"
     )
     folder = Path(name).expanduser()
     try:
         return load(str(folder) if folder.is_dir() else name, local_files_only=True)
     except OSError as error:
         if folder.is_dir():
-            why = _first_line(error)
+            why = str(error).partition("\n")[0]
             raise DataError(f"folder {folder} is not a complete checkpoint: {why}") from error
         if name.startswith(("/", ".", "~")):
             raise DataError(f"no folder {name}; {wanted}") from None
@@ -125,12 +124,8 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
     try:
         return load(name)
     except OSError as error:
-        why = _first_line(error)
+        why = str(error).partition("\n")[0]
         raise DataError(f"the hub has no such checkpoint: {why}; {wanted}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> bool:

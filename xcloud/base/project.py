@@ -37,7 +37,7 @@ def commit() -> str:
 
 
 def code_digests(package: Path = Path(__file__).parent.parent) -> dict[str, str]:
-    """A digest of every .py file of the package, by its path in it ("launch/worker.py")."""
+    """A digest of every .py file of the package, by its path in it ("launch/local.py")."""
     return {
         file.relative_to(package).as_posix(): file_digest(file)
         for file in sorted(package.rglob("*.py"))

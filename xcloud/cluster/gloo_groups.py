@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +26,23 @@ _LOOK_S = 0.05
 
 
 class GroupCollectives:
-    """Over a process group of these ranks. (A ProcessGroupGloo, of whose methods torch's
-    annotations know few.)"""
+    """Over a process group of these ranks, which `join` makes at its first use. (Torch's
+    annotations know few of its methods.)"""
 
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, list(ranks)
+    def __init__(self, join: Callable[[], Any], ranks: Sequence[int]) -> None:
+        self._joined, self._ranks = cache(join), list(ranks)
+
+    @classmethod
+    def met_in(
+        cls, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta = FOREVER
+    ) -> GroupCollectives:
+        """store: a part that nothing else uses."""
+        place, size = list(ranks).index(rank), len(ranks)
+        return cls(lambda: dist.ProcessGroupGloo(store, place, size, timeout), ranks)
+
+    @property
+    def _group(self) -> Any:
+        return self._joined()
 
     def _over(self, values: Tensor) -> Any:
         return self._group
@@ -65,7 +78,7 @@ class GlooCollectives(GroupCollectives):
     knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-        super().__init__(group, dist.get_process_group_ranks(group))
+        super().__init__(lambda: group, dist.get_process_group_ranks(group))
         self._nccl = None
         if device.type == "cuda" and self._has_a_gpu_each(device):
             # Its own limit would end the process while a rank waits for another cloud.
@@ -143,9 +156,7 @@ class OpenGroups(Groups):
             own = PrefixStore(f"ranks {'-'.join(map(str, ranks))}", meeting.store)
             self._parts[key] = of_this_attempt(own, meeting.rank, ranks, meeting.within_s)
         store = PrefixStore(f"group {self._num_groups}", self._parts[key])
-        place = list(ranks).index(meeting.rank)
-        group = dist.ProcessGroupGloo(store, place, len(ranks), FOREVER)
-        return GroupCollectives(group, ranks)
+        return GroupCollectives.met_in(store, meeting.rank, ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         store = self.meeting.store

@@ -49,8 +49,6 @@ def num_cores() -> int:
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
 # machine (launch/processes.py), by heartbeats on several (join/restarts.py).
 FOREVER = timedelta(days=30)
-
-
 JOIN_WITHIN_S = 12 * 3600.0
 
 
@@ -105,25 +103,17 @@ def meeting_store(
 
 class Collectives(Protocol):
     """Between the ranks of one cloud, or of one stage. All of them make the same calls in the same
-    order, with tensors of the same shape and dtype."""
+    order, with tensors of the same shape and dtype. sum and broadcast (from rank `source`) are in
+    place; what start_sum returns waits for its sum, and until then nobody touches `values`. gather
+    is in the order of the group. mesh: these ranks, as torch takes them to shard tensors over.
+    """
 
     def barrier(self) -> None: ...
-
-    def sum(self, values: Tensor) -> None:
-        """In place."""
-
-    def start_sum(self, values: Tensor) -> Callable[[], object]:
-        """In place, while the caller goes on: the returned call waits for it. Until then nobody
-        touches `values`."""
-
-    def broadcast(self, values: Tensor, source: int) -> None:
-        """In place, from rank `source`."""
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Of every rank, in the order of the group."""
-
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """The same ranks, as torch takes them to shard tensors over."""
+    def sum(self, values: Tensor) -> None: ...
+    def start_sum(self, values: Tensor) -> Callable[[], object]: ...
+    def broadcast(self, values: Tensor, source: int) -> None: ...
+    def gather(self, values: Tensor) -> list[Tensor]: ...
+    def mesh(self, device: torch.device) -> DeviceMesh: ...
 
 
 CPU = torch.device("cpu")

@@ -210,7 +210,7 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     rank_T = rank_U[place_T]
     rare_T = rank_T < 0
     value_T = np.where(rare_T, ids_T, rank_T) + 1  # 1 or more: its highest bit is the class
-    class_T = _class_of(value_T)
+    class_T = np.frexp(value_T.astype(np.float64))[1].astype(np.int64) - 1  # exact below 2**53
     symbol_T = (class_T + RARE * rare_T).astype(np.uint8)
     squeeze = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     classes = squeeze.compress(symbol_T.tobytes()) + squeeze.flush()
@@ -237,12 +237,10 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
         raise FrameError(f"unknown classes of tokens: {int(symbol_T.max())}")
     value_T = read_bits(data.take(bits_bytes(class_T)), class_T) + (np.int64(1) << class_T) - 1
     is_rare_T = rare_T == 1
-    known_T = np.where(is_rare_T, vocab_size, size)
-    if (value_T >= known_T).any():
+    if (value_T >= np.where(is_rare_T, vocab_size, size)).any():
         raise FrameError(f"a code points beyond {vocab_size} ids or {size} dictionary entries")
-    ids_T = value_T
-    ids_T[~is_rare_T] = ids_D[value_T[~is_rare_T]]
-    return ids_T
+    value_T[~is_rare_T] = ids_D[value_T[~is_rare_T]]
+    return value_T
 
 
 def _inflate(data: Tensor, num_tokens: int) -> npt.NDArray[np.uint8]:
@@ -255,11 +253,6 @@ def _inflate(data: Tensor, num_tokens: int) -> npt.NDArray[np.uint8]:
     if len(raw) != num_tokens or not inflate.eof or inflate.unused_data:
         raise FrameError(f"{len(raw)} classes arrived for {num_tokens} tokens")
     return np.frombuffer(raw, dtype=np.uint8)
-
-
-def _class_of(values: Ints) -> Ints:
-    """floor(log2(value)), exact below 2**53."""
-    return np.frexp(values.astype(np.float64))[1].astype(np.int64) - 1
 
 
 def _class_ranges(size: int) -> list[tuple[int, int]]:

@@ -1,9 +1,8 @@
 """How one rank's main thread spent a step: seconds by kind and, on request, span by span.
 Not a profiler: a span is one action of the pipeline's loop, never a kernel.
 
-All moments are time.monotonic(), which every process on a machine shares. On a GPU, whose work
-goes on after the call that began it has returned, a span's ends are events on its stream, and are
-read once a step: to wait for the device after each span would cost what it measures.
+All moments are time.monotonic(), which every process on a machine shares; rank/reports.py has the
+clock of a GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
-
-import torch
 
 from xcloud.cluster.link import MessageLog
 
@@ -65,22 +62,15 @@ class StepClock:
     for the last few steps of a run, as nothing is ever dropped. None records nothing. A step
     begins where the one before ended, but for what was `paused` (an evaluation).
     slowdown: stretch every computing span, in evaluation too, by this factor, by sleeping at its
-    end (emulates a slow device; a GPU is waited for then).
-    device: where this rank computes.
+    end (emulates a slow device).
     """
 
-    def __init__(
-        self,
-        record_from: int | None = None,
-        slowdown: float = 1.0,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-    ) -> None:
+    def __init__(self, record_from: int | None = None, slowdown: float = 1.0) -> None:
         self.slowdown = slowdown
         self.seconds = dict.fromkeys(SUM_OF.values(), 0.0)
         self.place = NOWHERE  # set by the pipeline before each action
         self.recorded: list[RecordedStep] = []
         self.messages = MessageLog(record_from) if record_from is not None else None
-        self._gpu = _GpuEvents(device) if device.type == "cuda" else None
         self._spans: list[Span] | None = None  # of the current step; None: not recorded
         self._step, self._started_at_s = 0, 0.0
         self._ended_at_s: float | None = None  # the step before, and what was paused since
@@ -91,19 +81,13 @@ class StepClock:
         if self.messages is not None and step >= self.messages.from_step:
             self.messages.is_open = True
             self._spans = []
-        if self._gpu is not None and self.slowdown == 1:
-            self._gpu.begin()
 
     def settle(self) -> None:
-        """Count the spans so far. Waits for a GPU."""
-        for span in self._gpu.settled() if self._gpu is not None else ():
-            self._add(span)
+        """Count all spans so far, of a device that computes apart too."""
 
     def end_step(self) -> float:
         """Returns the step's seconds."""
         self.settle()
-        if self._gpu is not None:
-            self._gpu.began = None
         self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(
@@ -129,51 +113,12 @@ class StepClock:
 
     def now(self) -> Any:
         """This moment, for `count`."""
-        is_timed_there = self._gpu is not None and self._gpu.began is not None
-        return _event() if is_timed_there else time.monotonic()
+        return time.monotonic()
 
-    def count(self, what: What, started_at: Any, ended_at: Any) -> None:
-        span = Span(what, started_at, ended_at, self.place)
-        if self._gpu is not None and self._gpu.began is not None:
-            self._gpu.unread.append(span)
-        else:
-            self._add(span)
-
-    def _add(self, span: Span) -> None:
+    def count(self, span: Span) -> None:
         self.seconds[SUM_OF[span.what]] += span.ended_at_s - span.started_at_s
         if self._spans is not None:
             self._spans.append(span)
-
-
-class _GpuEvents:
-    """Spans of a step whose ends are events on a GPU's stream. began: the event at the beginning
-    of the step; None: host times serve, between steps and where a slow device is emulated."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._began_at_s = device, 0.0
-        self.began: Any = None
-        self.unread: list[Span] = []
-
-    def begin(self) -> None:
-        self.began, self._began_at_s = _event(), time.monotonic()
-
-    def settled(self) -> list[Span]:
-        """What is unread, in seconds of the host's clock. Waits for the device."""
-        torch.cuda.synchronize(self._device)
-        spans, self.unread = self.unread, []
-        return [span._replace(started_at_s=self._s(span[1]), ended_at_s=self._s(span[2]))
-                for span in spans]  # fmt: skip
-
-    def _s(self, event: Any) -> float:
-        seconds: float = self._began_at_s + self.began.elapsed_time(event) / 1e3
-        return seconds
-
-
-def _event() -> Any:
-    """On the current stream: when all work given to it before is done."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 class _During:
@@ -192,4 +137,4 @@ class _During:
         if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
             clock.settle()
             time.sleep((clock.slowdown - 1) * (time.monotonic() - self._started_at))
-        clock.count(self._what, self._started_at, clock.now())
+        clock.count(Span(self._what, self._started_at, clock.now(), clock.place))

@@ -99,12 +99,7 @@ def check_keys(node: Any, path: str) -> None:
         for key in node:
             if key in parameters or open_ended or str(key).startswith("_"):
                 continue
-            near = difflib.get_close_matches(str(key), list(parameters), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            where = f"{path}.{key}" if path else str(key)
-            raise ConfigError(
-                f"unknown setting {where!r}{hint} Allowed here: {', '.join(parameters)}"
-            )
+            raise ConfigError(unknown_key(path, str(key), list(parameters)))
         for name, parameter in parameters.items():
             needed = parameter.default is parameter.empty and parameter.kind in (
                 parameter.POSITIONAL_OR_KEYWORD,
@@ -114,6 +109,19 @@ def check_keys(node: Any, path: str) -> None:
                 raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
     for key, entry in node.items():
         check_keys(entry, f"{path}.{key}" if path else str(key))
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def unknown_key(path: str, name: str, known: Sequence[str], optional: Sequence[str] = ()) -> str:
+    """The line that names the nearest of those that are known, and all of them."""
+    where = f"{path}.{name}" if path else name
+    allowed = ", ".join([*known, *(f"+{one}" for one in optional)])
+    said = meant(name, [*known, *optional])
+    return f"unknown setting {where!r}{said} Allowed here: {allowed}"
 
 
 def is_planned(config: DictConfig) -> bool:

@@ -5,8 +5,8 @@ experiment that continues with what another one leaves. Only here the package co
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -25,10 +25,12 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     job_from_config,
+    meant,
     plain_settings,
     read_checked,
     read_job,
     this_clouds_policy,
+    unknown_key,
 )
 from xcloud.job.job import PipelineJob
 from xcloud.job.one_way import OneWayExperiment
@@ -111,8 +113,8 @@ def in_one_line(error: Exception) -> str:
     if not found or not options:
         return message
     wrong = message.split("'")[-2]  # group/option
-    near = _meant(difflib.get_close_matches(wrong.rpartition("/")[2], options, 1))
-    return f"there is no {wrong}{near or '.'} There are: {', '.join(options)}"
+    near = meant(wrong.rpartition("/")[2], options)
+    return f"there is no {wrong}{near} There are: {', '.join(options)}"
 
 
 def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
@@ -147,22 +149,13 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
             target = node.get("_target_")
             known = inspect.signature(get_object(target)).parameters if target else ()
             optional = [name for name in known if name not in beside]
-            where = ".".join(parts[: depth + 1])
             if part in optional:
+                where = ".".join(parts[: depth + 1])
                 yield f"{where} is optional and not set yet: write +{key}=VALUE"
-                return
-            near = difflib.get_close_matches(part, [*beside, *optional], 1)
-            allowed = ", ".join([*beside, *(f"+{name}" for name in optional)])
-            yield f"unknown setting {where!r}{_meant(near) or '.'} Allowed here: {allowed}"
+            else:
+                yield unknown_key(".".join(parts[:depth]), part, beside, optional)
             return
         node = node._get_node(part)
-
-
-def _meant(near: Sequence[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-KEPT = ("seed", "cache_dir", "tracker")  # of the first experiment, unless an override names them
 
 
 def compose_follow_up(
@@ -179,21 +172,19 @@ def compose_follow_up(
         return None  # and no job is built, which the run does
     experiment = cast(OneWayExperiment, job_from_config(config))  # no other has a follow_up
     try:
-        with _composing(conf_dir):
-            following = compose("config", overrides=list(experiment.follow_up))
+        leaves = experiment.model.leaves(run_dir)
+        first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
+        given = [f"++{key}={json.dumps(value)}" for key, value in first.items()]
+        with _composing(conf_dir):  # what follow_up names itself comes later, and counts
+            following = compose("config", overrides=[*given, *experiment.follow_up])
         OmegaConf.set_struct(following, False)
         named = [override.key_or_group for override in _parsed(experiment.follow_up)]
-        for key in KEPT:
-            if not _chooses(named, key):
-                following[key] = config[key]
-        leaves = experiment.model.leaves(run_dir)
-        read = {key: value for key, value in leaves.items() if not _chooses(named, key)}
-        for key, value in read.items():
-            OmegaConf.update(following, key, value)
+        if not any(name.split(".")[0] == "tracker" for name in named):
+            following.tracker = config.tracker
         if not own:
             this_clouds_policy().check_build(plain_settings(following))
         job = job_from_config(following)
-        if read:
+        if any(OmegaConf.select(following, key) == value for key, value in leaves.items()):
             _check_reading(job.pipeline, experiment)
         else:
             job.check()
@@ -215,13 +206,3 @@ def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:
             f"task.max_length is {job.task.max_length}, but the pre-trained encoder will "
             f"have {most} positions (model.text.max_length)"
         )
-
-
-def _chooses(named: Sequence[str], key: str) -> bool:
-    """Whether one of these is this setting, a part of it or what holds it; task=xnli chooses a
-    file, so a name without a dot holds none.
-    """
-    return any(
-        name == key or name.startswith(f"{key}.") or ("." in name and key.startswith(f"{name}."))
-        for name in named
-    )

@@ -106,7 +106,7 @@ class LocalRanks:
             raise RunStopped
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
+        command = [sys.executable, "-m", "xcloud", "rank", str(self.experiment_file)]
         command += ["--rank", str(rank), "--parent", str(os.getpid())]
         environment = {
             **MEMORY_SETTINGS,
@@ -162,14 +162,21 @@ class LocalRanks:
         """
         self._end_suspended(self.essential if has_met else range(len(self.processes)))
         codes = [process.poll() for process in self.processes]
-        needed, has_failed = [codes[rank] for rank in self.essential], bool(self.failed)
+        needed = [codes[rank] for rank in self.essential]
         is_stopped = any(code in _STOPPED_CODES for code in codes)
         if is_stopped and not has_met and self._for_s("stop") > END_WITHIN_S:
             raise RunStopped
-        if has_failed and (not has_met or not self._can_do_without(self.failed)):
+        # The run can do without ranks that are ready, of those that may be lost.
+        lost = [
+            r
+            for r in self.failed
+            if r in self.essential or not ready_file(self.run_dir, r).exists()
+        ]
+        if lost or (self.failed and not has_met):
             cause = first_cause(self.run_dir, self.clouds, lambda: self.failed, self._suspended)
-            if has_met:
-                self._hear_last_words()
+            until_s = time.monotonic() + _LAST_WORDS_S * has_met
+            while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
+                time.sleep(POLL_EVERY_S)
             if self.is_asked_to_stop and not own_failures(self.run_dir, self.failed):
                 raise RunStopped  # ranks that are asked to end go one by one, and others lose them
             raise RunFailed(cause)
@@ -182,12 +189,6 @@ class LocalRanks:
         if any(code in _STOPPED_CODES for code in needed):
             raise RunStopped
         return True
-
-    def _can_do_without(self, failed: Iterable[int]) -> bool:
-        """Ranks that are ready, of those that may be lost."""
-        return all(
-            r not in self.essential and ready_file(self.run_dir, r).exists() for r in failed
-        )
 
     def _for_s(self, what: object) -> float:
         """Seconds since this was asked first."""
@@ -221,11 +222,6 @@ class LocalRanks:
                 error_file(self.run_dir, rank).unlink(missing_ok=True)
                 self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
                 self.processes[rank] = self._start(rank)
-
-    def _hear_last_words(self) -> None:
-        until_s = time.monotonic() + _LAST_WORDS_S
-        while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
-            time.sleep(POLL_EVERY_S)
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""

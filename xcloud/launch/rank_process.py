@@ -1,16 +1,22 @@
-"""One rank as a process, whatever starts it and whatever its role: it joins the others, compares
-with them what is to run, lives, and leaves its last words, a record of what it sent, and why it
-failed.
+"""One rank as a process, whatever starts it and whatever its role (rank/roles.py): it joins the
+others, compares with them what is to run, lives, and leaves its last words, a record of what it
+sent, and why it failed.
+
+READ THIS FIRST. A run on one machine starts `main` once per rank (processes.py):
+    python -m xcloud rank RUN_DIR --rank R --parent PID
+On several machines torchrun starts the one of several_machines.py in each cloud:
+    python -m xcloud torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +31,7 @@ from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import Table, Verdict, meet_here, table_of
 from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN
+from xcloud.launch.processes import EXIT_START_AGAIN, end_with_parent
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.roles import join, role_of
 from xcloud.record.events import EVENTS_FILE
@@ -222,3 +228,30 @@ class RankProcess(Process):
     def fail(self, error: BaseException) -> int:
         """Returns the exit code."""
         return write_failure(self.run_dir, self.rank, error)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """One rank of a run on this machine, whose launcher starts it. Ends the process itself."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud rank", description=main.__doc__)
+    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--parent", type=int, help="process to end with")
+    arguments = parser.parse_args(words)
+    if arguments.parent is not None:
+        _tie_to_parent(arguments.parent)
+    file = experiment_file(arguments.experiment)
+    RankProcess(file, file.parent.resolve(), arguments.rank).main()
+
+
+def experiment_file(place: Path) -> Path:
+    """A file, or that of a run folder."""
+    return place / configs.EXPERIMENT_FILE if place.is_dir() else place
+
+
+def _tie_to_parent(parent: int) -> None:
+    """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() != parent:
+        sys.exit("the parent is gone")

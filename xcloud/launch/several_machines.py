@@ -4,6 +4,7 @@ each other, and rank 0 starts the monitor, for no launcher does.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -23,8 +24,8 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS
-from xcloud.launch.rank_process import RankProcess
+from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS, end_with_parent
+from xcloud.launch.rank_process import RankProcess, experiment_file
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
@@ -82,8 +83,9 @@ class TorchrunProcess(RankProcess):
             self._monitor = _start_monitor(self.run_dir, self.file)
 
     def end(self, is_stopped: bool) -> None:
-        if self.is_first_here and self.rank and not is_stopped and self.model.is_dir():
-            print(f"this cloud's part of the model: {self.model.resolve()}", flush=True)
+        model = self.run_dir / MODEL_DIR
+        if self.is_first_here and self.rank and not is_stopped and model.is_dir():
+            print(f"this cloud's part of the model: {model.resolve()}", flush=True)
         for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
             clock.unlink(missing_ok=True)
         if self._monitor is not None:
@@ -100,10 +102,6 @@ class TorchrunProcess(RankProcess):
         code = super().fail(error)
         self._await_table()
         return code
-
-    @property
-    def model(self) -> Path:
-        return self.run_dir / MODEL_DIR
 
     def _end_alone(self, error: LinkError) -> None:
         """From another thread: the main one may wait for a rank that is gone, inside torch."""
@@ -173,6 +171,23 @@ def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
             f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
             f"clouds with --node-rank in this order: {', '.join(job.cluster.clouds)}"
         )
+
+
+def main(words: Sequence[str]) -> None:
+    """One rank of a run over several machines, which torchrun has started. Ends the process
+    itself."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud worker", description=main.__doc__)
+    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
+    parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
+    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
+    arguments = parser.parse_args(words)
+    if "RANK" not in os.environ:
+        parser.error("start me with torchrun, or use run.py")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
+        end_with_parent()
+    file = experiment_file(arguments.experiment)
+    run_dir = (arguments.run_dir or file.parent).resolve()
+    TorchrunProcess(file, run_dir, int(os.environ["RANK"]), arguments.cloud).main()
 
 
 def torchrun(words: Sequence[str]) -> int:

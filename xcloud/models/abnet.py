@@ -107,7 +107,7 @@ class AbNet(EncoderDecoder):
     vectors of source words and of words to be predicted a trained one each, [vocabulary, hidden];
     not in AB-Net, whose backbones have seen every word often.
     Why these defaults: es-en captions, 3 + 3 layers x 128, 600 updates, one seed: BLEU 16.4;
-    with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1. Signal adapters: the
+    with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1. Word adapters: the
     demo, 400 updates, one seed: 69.9, of predicted words only 61.0, without 31.2.
     """
 

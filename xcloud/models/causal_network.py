@@ -88,7 +88,7 @@ def config_of(described: Mapping[str, Any]) -> Any:
 
 
 def network_of(config: Any, part: Part) -> Any:
-    """The part of the model, with memory and with buffers, its weights not set yet."""
+    """With memory and buffers, its weights not set yet."""
     network = laid_out(config, part)
     give_memory(network, network)
     tie(network)
@@ -96,7 +96,7 @@ def network_of(config: Any, part: Part) -> Any:
 
 
 def laid_out(config: Any, part: Part) -> Any:
-    """The part of the model, in float32 and without memory."""
+    """In float32 and without memory."""
     from transformers import AutoModelForCausalLM
 
     # Only eager attention knows the soft cap of Gemma 2's scores.
@@ -288,7 +288,11 @@ class Lora:
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a matrix or a block that the model has not."""
-        matrices = _linear_names(config)
+        from transformers.pytorch_utils import Conv1D
+
+        _, block = next(blocks_of(laid_out(config, Part(range(1), False, False))))
+        linears = (n for n, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
+        matrices = sorted({name.rsplit(".", 1)[-1] for name in linears})
         if unknown := sorted(set(self.targets_in(config)) - set(matrices)):
             raise ConfigError(
                 f"model.lora.targets: a block of this {config.model_type} has no "
@@ -298,16 +302,9 @@ class Lora:
             check("model.lora.layers", layer, between(0, config.num_hidden_layers - 1))
 
     def targets_in(self, config: Any) -> list[str]:
-        if self.targets is not None:
-            return list(self.targets)
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
 
-        if config.model_type not in usual:
-            raise ConfigError(
-                f"peft names no usual matrices for {config.model_type}; set model.lora.targets to "
-                f"some of {', '.join(_linear_names(config))}"
-            )
-        return sorted(usual[config.model_type])
+        return list(self.targets or sorted(usual[config.model_type]))
 
     def layers_in(self, config: Any) -> frozenset[int]:
         return frozenset(range(config.num_hidden_layers) if self.layers is None else self.layers)
@@ -355,15 +352,6 @@ class Lora:
             target_modules=list(targets), task_type="CAUSAL_LM",
             fan_in_fan_out=config.model_type == "gpt2",  # its matrices are stored transposed
         )  # fmt: skip
-
-
-def _linear_names(config: Any) -> list[str]:
-    """Last names of the matrices in a block, which LoRA may adapt."""
-    from transformers.pytorch_utils import Conv1D
-
-    _, block = next(blocks_of(laid_out(config, Part(range(1), False, False))))
-    linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
-    return sorted({name.rsplit(".", 1)[-1] for name in linears})
 
 
 def adapter_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

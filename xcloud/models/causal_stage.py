@@ -135,8 +135,7 @@ class CausalStage(Stage):
         starts_R = packing.positions == 0
         num_documents = int(starts_R.sum())
         owners = starts_R.cumsum(0)[guessed] - 1
-        nats = torch.zeros(num_documents, dtype=torch.float64, device=losses.device)
-        nats.index_add_(0, owners, losses.double())
+        nats = owners.bincount(losses.double(), num_documents)
         counts = owners.bincount(minlength=num_documents)
         found = torch.stack(((1e6 * nats).round().long(), counts), 1)
         ends = starts_R.cumsum(0)[packing.counts.cumsum(0) - 1].tolist()
@@ -216,9 +215,13 @@ def _logits(rows_RH: Tensor, words_CH: Tensor, softcap: float | None) -> Tensor:
     return logits_RC if softcap is None else softcap * torch.tanh(logits_RC / softcap)
 
 
-def _pieces(words_VH: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
-    """(first word, [C, H])."""
-    return zip(count(0, chunk), torch.split(words_VH, chunk), strict=False)
+def _pieces(
+    words_VH: Tensor, labels_R: Tensor, chunk: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
+    """Words of a piece [C, H], rows whose label is among them, where in the piece; the piece."""
+    for start, words_CH in zip(count(0, chunk), torch.split(words_VH, chunk), strict=False):
+        rows = (labels_R // chunk == start // chunk).nonzero()[:, 0]
+        yield words_CH, rows, labels_R[rows] - start, slice(start, start + chunk)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -232,11 +235,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         norms, right_R = [], torch.zeros(labels_R.shape, device=rows_RH.device)
-        for start, words_CH in _pieces(words_VH, chunk):
+        for words_CH, rows, places, _ in _pieces(words_VH, labels_R, chunk):
             logits_RC = _logits(rows_RH, words_CH, softcap)
             norms.append(logits_RC.logsumexp(1))
-            rows = (labels_R // chunk == start // chunk).nonzero()[:, 0]
-            right_R[rows] = logits_RC[rows, labels_R[rows] - start]
+            right_R[rows] = logits_RC[rows, places]
         norm_R = torch.stack(norms).logsumexp(0)
         ctx.save_for_backward(rows_RH, words_VH, labels_R, norm_R)
         ctx.chunk, ctx.softcap = chunk, softcap
@@ -249,11 +251,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Summed over the pieces, so in float32 whatever the dtype of the products.
         to_rows = torch.zeros_like(rows_RH, dtype=torch.float32) if wants_rows else None
         to_words = torch.zeros_like(words_VH) if wants_words else None
-        for start, words_CH in _pieces(words_VH, ctx.chunk):
+        for words_CH, rows, places, piece in _pieces(words_VH, labels_R, ctx.chunk):
             logits_RC = _logits(rows_RH, words_CH, ctx.softcap)
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
-            rows = (labels_R // ctx.chunk == start // ctx.chunk).nonzero()[:, 0]
-            slope_RC[rows, labels_R[rows] - start] -= 1
+            slope_RC[rows, places] -= 1
             slope_RC *= gradients[0][:, None]
             if ctx.softcap is not None:
                 slope_RC *= 1 - (logits_RC / ctx.softcap) ** 2
@@ -261,7 +262,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if to_rows is not None:
                 to_rows += slope_RC @ words_CH
             if to_words is not None:
-                to_words[start : start + ctx.chunk] = slope_RC.T @ rows_RH
+                to_words[piece] = slope_RC.T @ rows_RH
         return None if to_rows is None else to_rows.to(rows_RH.dtype), to_words, None, None, None
 
 

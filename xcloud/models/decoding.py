@@ -5,7 +5,6 @@ Shapes: N live hypotheses, B unfinished sentences, K beams (N = B*K), V token id
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -68,9 +67,9 @@ class Greedy(Limits):
 class Beam(Limits):
     """Beam search of width `size`; score = log-probability / length ** length_penalty.
 
-    A sentence is done once `size` hypotheses have ended and no live one is currently better, or
-    when no live one can still win. The bookkeeping (2K candidates, of which at most K end) follows
-    fairseq's SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
+    A sentence is done once `size` hypotheses have ended and no live one is better, or no live one
+    can still win. The bookkeeping (2K candidates, of which at most K end) is that of fairseq's
+    SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
     """
 
     size: Positive = 4
@@ -138,5 +137,4 @@ def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:
 
 
 def _texts(written: Tensor, eos: int) -> list[list[int]]:
-    lines: Sequence[list[int]] = written.tolist()
-    return [line[: line.index(eos)] if eos in line else line for line in lines]
+    return [line[: line.index(eos)] if eos in line else line for line in written.tolist()]

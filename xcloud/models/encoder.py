@@ -229,8 +229,8 @@ class Embeddings(nn.Module):
         words = self.words(ids_R)
         if self.word_adapter is not None:
             words = words + self.word_adapter(ids_R)
-        positions = self.positions(packing.positions)
-        rows: Tensor = self.dropout(self.norm(words + of_type + positions))
+        placed = words + of_type + self.positions(packing.positions)
+        rows: Tensor = self.dropout(self.norm(placed))
         return rows
 
 
@@ -311,7 +311,7 @@ class Encoder(nn.Module):
         types_R: Tensor | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """Token ids [R] -> last hidden rows [R, H]. Needs the embeddings."""
+        """[R] -> [R, H]."""
         assert self.embeddings is not None
         rows: Tensor = self.embeddings(ids_R, packing, types_R)
         for layer in self.layers.values():
@@ -319,7 +319,7 @@ class Encoder(nn.Module):
         return rows
 
     def logits(self, rows_RH: Tensor) -> Tensor:
-        """Hidden rows [R, H] -> logits [R, V]."""
+        """[R, H] -> [R, V]."""
         assert self.head is not None and self.embeddings is not None
         scores: Tensor = self.head(rows_RH, self.embeddings.words.weight)
         return scores

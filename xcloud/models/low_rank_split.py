@@ -132,14 +132,14 @@ class LowRankSplit(TextModel):
         encoder = self._part(weights, blocks, embeddings=stage == 0)
         layers, cut_block = dict(encoder.layers), encoder.layer(split.block)
         if stage or split.is_inside:
-            del layers[str(split.block)]  # the cut has what is left of it
+            del layers[str(split.block)]  # the stage below or the cut has it
         cut, handed = self._cut(stage, weights, cut_block, context)
         if stage == 0:
             layers |= {} if cut is None else {"cut": cut}
             # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
             has_types, pad = weights.config.type_vocab_size > 1, context.vocabularies[TEXT].pad
-            ends = encoder.embeddings, layers, TEXT, pad, has_types
-            return RowsStage(about, *ends, handed, split.freezes_bottom)
+            words, frozen = encoder.embeddings, split.freezes_bottom
+            return RowsStage(about, words, layers, TEXT, pad, has_types, handed, frozen)
         layers = layers if cut is None else {"cut": cut, **layers}
         way, widen = way_to_head(hidden, split.kept_head_rank, context.seed)
         answer = None
@@ -171,11 +171,9 @@ class LowRankSplit(TextModel):
         """What stands at the boundary on this side, and what the stage hands over."""
         if self.split.is_inside:
             return cut_inside(self.split, stage, block), ()
-        sizes, lower = weights.config, partial(self.lower, weights)
-        words_and_features = sizes.vocab_size, sizes.hidden
-        return projection_at(
-            self.split, stage, words_and_features, lower, self.public_text, context
-        )
+        config, lower = weights.config, partial(self.lower, weights)
+        sizes = config.vocab_size, config.hidden
+        return projection_at(self.split, stage, sizes, lower, self.public_text, context)
 
     def _answer(self, hidden: int, context: BuildContext) -> TextHead:
         head = context.head

@@ -82,16 +82,14 @@ class EncoderDecoder:
         if counts is None:
             if num_parts > num_layers:
                 raise ConfigError(
-                    f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use "
-                    f"at most {num_layers + 1} clouds, or an encoder of more layers"
+                    f"{num_layers} encoder layers cannot be spread over {num_parts} stages"
                 )
             share, over = divmod(num_layers, num_parts)
             counts = [share + (part < over) for part in range(num_parts)]
         if len(counts) != num_parts or sum(counts) != num_layers:
             raise ConfigError(
-                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts (one "
-                "per stage except the last) that add up to the encoder's "
-                f"{num_layers} layers, got {list(counts)}"
+                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts (no "
+                f"last stage's) that add up to {num_layers} layers, got {list(counts)}"
             )
         first = sum(counts[:stage])
         return range(first, first + counts[stage])

@@ -12,8 +12,6 @@ from functools import cache
 from itertools import combinations, islice, product
 from typing import NamedTuple
 
-from scipy.optimize import brentq
-
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan import formulas
 from xcloud.plan.costs import Piece
@@ -96,19 +94,11 @@ class Ranked:
     def advice(self, place: int) -> str:
         """The one change that makes a plan of `best` fastest, if there is one; else what to do
         about what bounds it."""
-        mine = self.best[place]
-        for other in self.best[:place]:
-            changed = _changes(mine.plan, other.plan)
-            if len(changed) == 1 and other.step_s < WORTH * mine.step_s:
-                return f"{changed[0]}: {1 - other.step_s / mine.step_s:.0%} less"
-        return _remedy(mine.bound)
+        return _advice(self.best[place], [(p.step_s, p.plan) for p in self.best[:place]])
 
     @property
     def advice_to_own(self) -> str:
-        if self.near_own is not None and self.near_own[0] < WORTH * self.own.step_s:
-            (change,) = _changes(self.own.plan, self.near_own[1])
-            return f"{change}: {1 - self.near_own[0] / self.own.step_s:.0%} less"
-        return _remedy(self.own.bound)
+        return _advice(self.own, [] if self.near_own is None else [self.near_own])
 
 
 def splits_of(
@@ -244,18 +234,21 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
     """Bits per second up to which a step with a compressor takes less than without, by compressor;
     inf = on every line, 0 = on none. Where there are several, the highest."""
 
-    def gain_s(log_rate: float, name: str) -> float:
-        rate = math.exp(log_rate)
+    def gain_s(rate: float, name: str) -> float:
         return step_s(NO_COMPRESSION, rate) - step_s(name, rate)
 
-    found, rates = dict[str, float](), [*map(math.log, BANDWIDTHS)]
+    found = dict[str, float]()
     for name in compressions:
         if name == NO_COMPRESSION:
             continue
-        last = max((n for n, rate in enumerate(rates) if gain_s(rate, name) > 0), default=-1)
-        if 0 <= last < len(rates) - 1:
-            between = brentq(gain_s, rates[last], rates[last + 1], (name,), xtol=1e-3)
-            found[name] = math.exp(between)
+        last = max((n for n, rate in enumerate(BANDWIDTHS) if gain_s(rate, name) > 0), default=-1)
+        if 0 <= last < len(BANDWIDTHS) - 1:
+            low, high = map(math.log, BANDWIDTHS[last : last + 2])
+            while high - low > 1e-3:
+                middle = (low + high) / 2
+                pays = gain_s(math.exp(middle), name) > 0
+                low, high = (middle, high) if pays else (low, middle)
+            found[name] = math.exp(low)
         else:
             found[name] = 0.0 if last < 0 else math.inf
     return found
@@ -339,5 +332,10 @@ def _changes(mine: Plan, other: Plan) -> list[str]:
     return found
 
 
-def _remedy(bound: str) -> str:
-    return next((text for begins, text in REMEDIES.items() if bound.startswith(begins)), "-")
+def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
+    for step_s, other in others:
+        changed = _changes(mine.plan, other)
+        if len(changed) == 1 and step_s < WORTH * mine.step_s:
+            return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
+    found = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))
+    return next(found, "-")

@@ -55,15 +55,12 @@ def planned(config: Any, run_dir: Path) -> Any:
     print(run_dir / PICTURE if is_drawn else run_dir, flush=True)
     if chosen is None:
         return None
-    if (
-        len(chosen.plan.ends) > 1
-        and planner.arranged[chosen.plan.strategy].layout.num_replicas == 1
-    ):
+    layout = planner.arranged[chosen.plan.strategy].layout
+    if len(chosen.plan.ends) > 1 and layout.num_replicas == 1:
         # The measured step that it is shown with is one of the last.
         epochs = report.over_epochs.get(chosen.plan)
         last = report.pricer if epochs is None else epochs.at_the_end
-        foreseen = last.predict(chosen.plan).timeline
-        write_predicted(run_dir, foreseen, chosen.plan.strategy)
+        write_predicted(run_dir, last.predict(chosen.plan).timeline, chosen.plan.strategy)
     given = configs.plain_settings(config, without=("hydra",))
     return configs.changed(config, planner.settings(chosen, report, given))
 

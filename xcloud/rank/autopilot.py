@@ -33,8 +33,7 @@ from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
 from xcloud.plan.settings import Autopilot, Tour
-from xcloud.rank.memory import SavedTensors, bytes_of
-from xcloud.rank.typical_step import timeline_events
+from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
 from xcloud.record.reporter import Reporter
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import LineMeters

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from xcloud.comm.state import StateTree, states_of
-from xcloud.comm.step_clock import StepClock
+from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
@@ -17,20 +19,18 @@ from xcloud.join.restarts import StoreFacts, parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
-from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.sharding import Sharder, return_freed_memory, whole_blocks
+from xcloud.parallel.within_cloud import OverlappedSums, Sharder, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.memory import MemoryReport
 from xcloud.rank.meters import WanMeter
+from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
-from xcloud.rank.typical_step import TypicalStep
 from xcloud.record.files import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard
@@ -38,6 +38,14 @@ from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
 from xcloud.wire.wiring import Wiring
+
+
+def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
+    record_from = max(1, job.max_steps - KEEP_STEPS + 1)
+    slowdown = job.cluster.clouds[job.cluster.placement(rank).cloud].slowdown
+    if device.type == "cuda":
+        return GpuClock(device, record_from, slowdown)
+    return StepClock(record_from, slowdown)
 
 
 class Features:

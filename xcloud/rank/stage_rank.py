@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal
 from xcloud.parallel.part import Parts
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.meters import WanMeter
-from xcloud.rank.parts import Features
+from xcloud.rank.parts import Features, step_clock
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.task_data import Evaluator, context_of, fetcher, load, note_data
 from xcloud.training.batch_plan import Feed
@@ -39,11 +38,7 @@ class StageRank(Role[Experiment]):
         super().__init__(context)
         job, layout = context.job, context.job.cluster
         self.placement = layout.placement(self.rank)
-        self.clock = StepClock(
-            record_from=max(1, job.max_steps - KEEP_STEPS + 1),
-            slowdown=layout.clouds[self.placement.cloud].slowdown,
-            device=context.device,
-        )
+        self.clock = step_clock(job, self.rank, context.device)
         ends = Ends(context.transport, layout, context.run_dir, self.clock.messages)
         self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
         self.features = Features(context, self.wiring, self.clock)
@@ -56,7 +51,7 @@ class StageRank(Role[Experiment]):
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
         data = load(self.job, self.rank, self.features.control)
-        note_data(self.job, self.rank, data, self.reporter)
+        note_data(self.context, data)
         built = self.build(data)
         if self.train(built):
             self.finish(built)
@@ -95,9 +90,7 @@ class StageRank(Role[Experiment]):
             wiring.meet()
             meter.forget()
 
-        evaluator = Evaluator(
-            pipeline, wiring.groups, data, job, self.reporter, self.context.run_dir, meet
-        )
+        evaluator = Evaluator(self.context, pipeline, wiring.groups, data, meet)
         facts = {"the task's data": data.fingerprint()} if job.fields_of(self.rank) else {}
         parts = features.parts(trainer, leaks, evaluator, meter, facts)
         features.resume(trainer)

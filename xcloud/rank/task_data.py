@@ -26,6 +26,7 @@ from xcloud.parallel.control import Signal, compare_facts
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.rank.role import RankContext
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.reporter import Reporter
 
@@ -83,9 +84,10 @@ def _sizes_in(facts: Mapping[str, str]) -> dict[Split, int]:
     return {split: int(text) for split, text in found.items()}
 
 
-def note_data(job: Experiment, rank: int, data: TaskData, reporter: Reporter) -> None:
+def note_data(context: RankContext[Experiment], data: TaskData) -> None:
     """Say which data these are and which texts were too long. What a cloud's texts are like is
     nobody else's matter: only rank 0 reports it, others write it to their own log."""
+    job, rank, reporter = context.job, context.rank, context.reporter
     if rank == 0:
         reporter.note(data.describe())
         rows = {split: data.num_samples(split) for split in SPLITS}
@@ -151,18 +153,14 @@ class Evaluator(Part):
 
     def __init__(
         self,
+        context: RankContext[Experiment],
         pipeline: Pipeline,
         groups: Mapping[int, RankGroup],
         data: TaskData,
-        job: Experiment,
-        reporter: Reporter,
-        run_dir: Path,
         meet: Callable[[], None],
     ) -> None:
-        self._pipeline, self._groups, self._data = pipeline, groups, data
-        self._settings, self._reporter, self._meet = job.training, reporter, meet
-        self._run_dir = run_dir
-        self._shows_text = not job.security.holders and not this_clouds_policy().holders
+        self._context, self._settings = context, context.job.training
+        self._pipeline, self._groups, self._data, self._meet = pipeline, groups, data, meet
 
     def after_update(self, step: int, report: StepReport) -> None:
         every = self._settings.evaluate_every
@@ -194,13 +192,15 @@ class Evaluator(Part):
         predictions = gather_predictions(predictions, group)
         if group.leads:
             scores = data.score(split, predictions)
+            reporter, run_dir = self._context.reporter, self._context.run_dir
             samples = data.sample_outputs(split, scores, 5)
-            with self._reporter.may_lose(SAMPLES_FILE):
-                (self._run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
+            with reporter.may_lose(SAMPLES_FILE):
+                (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
             if split == "test" and step:
-                with self._reporter.may_lose(SCORES_FILE):
-                    write_scores(self._run_dir / SCORES_FILE, scores, self._shows_text)
-            report_scores(self._reporter, split, step, scores, data.signature(), started)
+                is_held = self._context.job.security.holders or this_clouds_policy().holders
+                with reporter.may_lose(SCORES_FILE):
+                    write_scores(run_dir / SCORES_FILE, scores, shows_text=not is_held)
+            report_scores(reporter, split, step, scores, data.signature(), started)
 
 
 def report_scores(

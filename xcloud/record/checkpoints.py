@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -47,7 +48,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_READ_BYTES = 1 << 24
 
 
 class CheckpointFolder(CheckpointSteps):
@@ -88,19 +88,18 @@ class CheckpointFolder(CheckpointSteps):
     def check(self, step: int, rank: int) -> None:
         """Read all of a part. Raises DataError saying what is wrong with it."""
         head, path = self._head(step, rank), _tensors_file(self.step_dir(step), rank)
-        digest, num_bytes = hashlib.sha256(), 0
         try:
             with open(path, "rb") as file:
-                while piece := file.read(_READ_BYTES):
-                    digest.update(piece)
-                    num_bytes += len(piece)
+                num_bytes = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise DataError(f"{_name(path)} cannot be read: {error.strerror}") from error
         if num_bytes != head["num_bytes"]:
             raise DataError(
                 f"{_name(path)} has {num_bytes:,} bytes, {head['num_bytes']:,} were written"
             )
-        if digest.hexdigest() != head["sha256"]:
+        if digest != head["sha256"]:
             raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
 
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:

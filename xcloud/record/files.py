@@ -142,21 +142,13 @@ def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
 def finish(path: Path) -> FileIO:
     """Make what is in the log a finished segment; returns the file to append to from now on.
     Nothing may be written meanwhile. Raises OSError, with the log as it was."""
-    draft = path.with_name(f".{path.name}.new")
-    file = open(draft, "ab", buffering=0)
+    plain = _plain(path, 1 + max(_numbers(path), default=0))
+    path.rename(plain)
     try:
-        plain = _plain(path, 1 + max(_numbers(path), default=0))
-        path.rename(plain)
-        try:
-            draft.rename(path)
-        except OSError:
-            plain.rename(path)
-            raise
+        return open(path, "ab", buffering=0)
     except OSError:
-        file.close()
-        draft.unlink(missing_ok=True)
+        plain.rename(path)
         raise
-    return file
 
 
 def compress(path: Path) -> None:

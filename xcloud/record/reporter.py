@@ -46,8 +46,8 @@ class EventFile:
         self._lock = threading.Lock()
         self._path = path
         self._file = open(path, "ab", buffering=0)
-        self._is_torn = _ends_inside_a_line(path)
         self._num_bytes, self._finish_at = self._file.tell(), files.SEGMENT_BYTES
+        self._is_torn = self._num_bytes > 0  # perhaps: an earlier attempt was killed as it wrote
         self._finishing = threading.Thread()
         self._lost_finish: list[int] = []
         self.num_lost_lines = 0
@@ -115,12 +115,6 @@ class EventFile:
             if b'"event":"finish"' in line:
                 with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
                     self._lost_finish.append(int(json.loads(line)["rank"]))
-
-
-def _ends_inside_a_line(path: Path) -> bool:
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
 
 
 class RankState:

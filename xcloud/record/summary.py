@@ -29,12 +29,11 @@ How the figures are made:
   is known by, not of private text), rows of each split, where rank 0 may know them.
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
-- `num_lost_checkpoints`: that a rank could not write.
-- `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
-- `privacy`: what clipping with noise guarantees, see rank/gradient_parts.py; null without it.
+- `memory`: bytes of each rank at the end of training, before the evaluation (rank/memory.py).
+- `privacy`: what clipping with noise guarantees (rank/privacy.py); null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
-- `autopilot`: the switches of the compression, each with the step after which it was.
-- `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
+- `lost_event_lines`, `lost_files`, `num_lost_checkpoints`: lost to a full disk; figures are of
+  the remaining lines.
 - `link_utilisation` = time that the busiest line between two clouds, each way one, carried such
   traffic / time in steps; null where no line is emulated.
 - `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).

@@ -24,7 +24,7 @@ from xcloud.record.events import (
 from xcloud.record.files import SAMPLES_FILE, read_json
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.record.tracking import Recording, TrackedRun
-from xcloud.report.progress import ProgressLine
+from xcloud.watch.display import ProgressLine, write_record
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Monitor:
         # "finish" is of this attempt, which may be ahead of this monitor.
         self.attempt.stops_count = is_again
         for event in self._reader:
-            self._take_safely(event)
+            self._take(event)
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
@@ -99,7 +99,7 @@ class Monitor:
         met."""
         for event in self._reader:
             self.attempt.reports = True
-            self._take_safely(event)
+            self._take(event)
         return self.attempt.reports
 
     def next_attempt(self) -> None:
@@ -107,33 +107,32 @@ class Monitor:
         self.poll()
         self.attempt.reports = False
 
-    def _take_safely(self, event: Event) -> None:
+    def _take(self, event: Event) -> None:
         try:
-            self._take(event)
+            totals = self._steps.feed(event)
+            self.attempt.take(event)
+            if self._progress is not None:
+                self._progress.show(self._with_more(event))
+                if totals is not None:
+                    self._progress.update(totals)
+        except OSError as error:
+            self._progress = None
+            log.warning("the progress cannot be shown any more: %s", error)
         except MALFORMED as error:  # it must not end this run
             self.num_malformed += 1
             if self.num_malformed == 1:
                 log.warning("skipped a malformed event (%r): %.200r", error, event)
 
-    def _take(self, event: Event) -> None:
-        totals = self._steps.feed(event)
-        self.attempt.take(event)
-        if self._progress is None:
-            return
+    def _with_more(self, event: Event) -> Event:
+        """What is shown, and never in the event: a report may leave the cloud that the samples
+        belong to."""
         if event["event"] == "resume":
-            event = {**event, "steps_again": self.attempt.steps_again}
+            return {**event, "steps_again": self.attempt.steps_again}
         if event["event"] == "quality":
-            # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
-                event = {**event, "samples_text": text}
-        try:
-            self._progress.show(event)
-            if totals is not None:
-                self._progress.update(totals)
-        except OSError as error:
-            self._progress = None
-            log.warning("the progress cannot be shown any more: %s", error)
+                return {**event, "samples_text": text}
+        return event
 
     def lost_lines(self) -> int:
         """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
@@ -144,8 +143,6 @@ class Monitor:
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table. cause: why it ended before
         its time. is_stopped: as it was asked to."""
-        from xcloud.watch.ending import write_record  # only now: it brings pictures and tables
-
         self.poll()
         if self._progress is not None:
             with contextlib.suppress(OSError):

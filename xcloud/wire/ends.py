@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class Ends:
     def __init__(
         self,
         transport: Transport,
-        layout: Layout[Any],
+        layout: Layout,
         run_dir: Path,
         messages: MessageLog | None = None,
     ) -> None:
@@ -66,10 +65,6 @@ class Ends:
     @property
     def outs(self) -> list[SendingEnd]:
         return [end for _, end in self._ends if isinstance(end, SendingEnd)]
-
-    @property
-    def _ins(self) -> list[ReceivingEnd]:
-        return [end for _, end in self._ends if isinstance(end, ReceivingEnd)]
 
     @property
     def is_emulated(self) -> bool:
@@ -156,8 +151,8 @@ class Ends:
         """
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
-        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self._ins]
-        for end in ends:
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]
+        for end in ends + [end for _, end in self._ends if isinstance(end, ReceivingEnd)]:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 

@@ -91,13 +91,8 @@ class Wiring(StatefulParts):
             return
         if not self.is_elastic:
             self.control.meet()
-        elif self.ends.rank in self.first_cloud:
-            self.control.meet(self.first_cloud)
-
-    @property
-    def first_cloud(self) -> tuple[int, ...]:
-        """Ranks of the cloud that rank 0 is in."""
-        return self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))
+        elif self.ends.rank in (first := self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))):
+            self.control.meet(first)
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats."""

@@ -26,7 +26,7 @@ from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import REPORT_CARRIES, Control
 from xcloud.rank.export import exporting
-from xcloud.rank.memory import MemoryMeter, bytes_of
+from xcloud.rank.reports import MemoryMeter, bytes_of
 from xcloud.rank.role import RankContext, Role
 from xcloud.survive.checkpointing import CHECKPOINT_CARRIES, Checkpointer
 from xcloud.training.divergence import DivergenceGuard

@@ -1,0 +1,305 @@
+"""What one rank reports of itself after the last update: the memory that its training took, and of
+what; one of the last steps, span by span and message by message. Which step, the ranks agree
+then; record/timeline.py merges what they report. Where it computes on a GPU: the clock of its
+steps.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.link import MessageLog
+from xcloud.cluster.transport import Meeting, machine_id
+from xcloud.comm.step_clock import RecordedStep, Span, StepClock
+from xcloud.parallel.exchange import local_part
+from xcloud.parallel.part import Part, StepReport
+from xcloud.record.reporter import Reporter
+from xcloud.survive.saving import bytes_to_copy
+from xcloud.training.trainer import Trainer
+
+_ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
+
+
+@dataclass(frozen=True)
+class TypicalStep(Part):
+    clock: StepClock
+    meeting: Meeting
+    reporter: Reporter
+
+    def finish(self) -> None:
+        """Send the "timeline" events of the step, which every rank has recorded."""
+        steps, messages = self.clock.recorded, self.clock.messages
+        if not steps or messages is None:  # the last step was made before the run was resumed
+            return
+        offset_s = time.time() - time.monotonic()  # a machine's own, else
+        own = [[moment_s + offset_s for moment_s in step[1:3]] for step in steps]
+        ranks = range(self.meeting.num_ranks)
+        texts = self.meeting.gather("last steps", json.dumps(own), ranks)
+        # When the last rank began and ended each, so that all ranks choose the same one.
+        moments = np.array([json.loads(text) for text in texts]).max(0)
+        step_s = (moments[:, 1] - moments[:, 0]).tolist()
+        chosen = steps[most_typical([step.step for step in steps], step_s)]
+        for part in timeline_events(chosen, messages):
+            self.reporter.event("timeline", **part)
+        self.reporter.flush()
+
+
+def most_typical(steps: Sequence[int], step_s: Sequence[float]) -> int:
+    """Index of the step nearest to the median time, the latest of equals. Step 1, which warms
+    every cache, only if there is no other."""
+    candidates = [i for i, step in enumerate(steps) if step > 1] or [0]
+    median = statistics.median(step_s[i] for i in candidates)
+    return min(reversed(candidates), key=lambda i: abs(step_s[i] - median))
+
+
+def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[str, Any]]:
+    """The fields of one rank's "timeline" events; long lists are split over several events.
+
+    Times are whole microseconds since `started_us`, by this machine's monotonic clock;
+    `machine` identifies who shares it, `unix_us` is the wall-clock time at its zero.
+    spans: [what, direction, stage, micro-batch, from, until]
+    sent: [boundary, receiver, sequence, name, micro-batch, bytes, queued, on the line from, until]
+    received: [boundary, sender, sequence, at]
+    """
+    origin_us = round(1e6 * step.started_at_s)
+
+    def us(moment_s: float) -> int:
+        # Round before subtracting the origin, so that equal times stay equal across ranks.
+        return round(1e6 * moment_s) - origin_us
+
+    lists: dict[str, list[list[Any]]] = {
+        "spans": [
+            [s.what, *s.place, us(s.started_at_s), us(s.ended_at_s)] for s in step.spans
+        ],
+        "sent": [
+            [m.link.boundary, m.link.receiver, m.sequence, m.key.kind.name.lower(),
+             m.key.micro_batch, m.num_bytes, us(m.queued_at_s), us(m.line_from_s),
+             None if m.line_until_s is None else us(m.line_until_s)]
+            for m in list(messages.sent)
+            if _belongs(m.key, m.queued_at_s, step)
+        ],
+        "received": [
+            [m.link.boundary, m.link.sender, m.sequence, us(m.received_at_s)]
+            for m in list(messages.received)
+            if _belongs(m.key, m.received_at_s, step)
+        ],
+    }  # fmt: skip
+    head = {
+        "step": step.step,
+        "machine": f"{machine_id():x}",
+        "started_us": origin_us,
+        "unix_us": round(1e6 * (time.time() - time.monotonic())),
+        "step_us": us(step.ended_at_s),
+    }
+    empty: dict[str, list[list[Any]]] = {name: [] for name in lists}
+    yield {**head, **{name: entries[:_ENTRIES_PER_EVENT] for name, entries in lists.items()}}
+    for name, entries in lists.items():
+        for first in range(_ENTRIES_PER_EVENT, len(entries), _ENTRIES_PER_EVENT):
+            yield {**head, **empty, name: entries[first : first + _ENTRIES_PER_EVENT]}
+
+
+def _belongs(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
+    """Reports belong to no step but occupy the line; include those from just before the step."""
+    if key.kind is not Kind.REPORT:
+        return key.step == step.step
+    step_s = step.ended_at_s - step.started_at_s
+    return step.started_at_s - step_s <= at_s <= step.ended_at_s + step_s
+
+
+class MemoryMeter:
+    """`first_step` goes around every step; `describe` says in bytes:
+
+    peak: most resident memory of the process since the first step began, libraries and network
+        buffers included; where the system cannot forget an earlier peak (no Linux, or not
+        allowed), since the process began.
+    gpu_peak: most that torch had allocated on the GPU; only where there is one.
+    parameters, gradients, optimizer: of this rank's stages; frozen weights and buffers are
+        parameters here, moments are the optimizer's.
+    activations: most that was kept at once for the backward of the first step, over all
+        micro-batches in flight. What a backward computes again is not kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._activations = SavedTensors()
+        self._is_first = True
+
+    @contextmanager
+    def first_step(self) -> Iterator[None]:
+        """The first time peaks begin anew and activations are counted; later, nothing."""
+        if not self._is_first:
+            yield
+            return
+        self._is_first = False
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (Linux)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        with self._activations:
+            yield
+
+    def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
+        tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
+        found: dict[str, Any] = {"peak": _peak_bytes()}
+        if self._device.type == "cuda":
+            found["gpu_peak"] = torch.cuda.max_memory_allocated(self._device)
+        return found | {
+            "parameters": bytes_of(tensors),
+            "gradients": bytes_of(t.grad for t in tensors if t.grad is not None),
+            "optimizer": optimizer_bytes,
+            "activations": self._activations.peak_bytes,
+        }
+
+
+class MemoryReport(Part):
+    """Of a pipeline's rank. states: takes the state that checkpoints copy; None: none are made."""
+
+    def __init__(
+        self, trainer: Trainer, reporter: Reporter, states: Callable[[], object] | None
+    ) -> None:
+        self._trainer, self._reporter, self._states = trainer, reporter, states
+        self._meter, self._first = MemoryMeter(trainer.pipeline.device), ExitStack()
+
+    def before_update(self, step: int) -> None:
+        self._first.enter_context(self._meter.first_step())
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._first.close()
+
+    def finish(self) -> None:
+        moments = optimizer_bytes(self._trainer.optimizers)
+        figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
+        copied = bytes_to_copy(self._states) if self._states is not None else 0
+        self._reporter.event("memory", **figures, checkpoint=copied)
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """While it is entered, counts what autograd keeps for the backward: num_bytes now, peak_bytes
+    at most. Parameters are left out, and what several tensors share is counted once."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.num_bytes = 0
+        self._kept: Counter[int] = Counter()  # tensors in each memory block, by its address
+        self._lock = threading.Lock()  # a GPU's backward lets go in a thread of its own
+        super().__init__(self._keep, lambda kept: getattr(kept, "tensor", kept))
+
+    def _keep(self, tensor: Tensor) -> Tensor | _Kept:
+        whole = tensor if tensor._base is None else tensor._base
+        if isinstance(whole, nn.Parameter):
+            return tensor
+        storage = tensor.untyped_storage()
+        kept = _Kept(tensor, self, storage.data_ptr(), storage.nbytes())
+        self._add(kept.address, 1, kept.num_bytes)
+        return kept
+
+    def _add(self, address: int, count: int, num_bytes: int) -> None:
+        with self._lock:
+            before = self._kept[address]
+            self._kept[address] += count
+            if not before or not self._kept[address]:
+                self.num_bytes += count * num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A tensor that autograd keeps, and what tells that it is let go."""
+
+    tensor: Tensor
+    owner: SavedTensors
+    address: int
+    num_bytes: int
+
+    def __del__(self) -> None:
+        self.owner._add(self.address, -1, self.num_bytes)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of tensors dealt over ranks what this one holds."""
+    return sum(part.numel() * part.element_size() for part in map(local_part, tensors))
+
+
+def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Of what they keep of each parameter."""
+    kept = (value for o in optimizers for state in o.state.values() for value in state.values())
+    return bytes_of(value for value in kept if isinstance(value, Tensor))
+
+
+def _peak_bytes() -> int:
+    """Most resident memory of this process. Linux: since the last reset; and not getrusage's,
+    which a process inherits from the one that started it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    import resource  # not on Windows, which has no gloo either
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class GpuClock(StepClock):
+    """A GPU's work goes on after the call that began it has returned, so in a step a span's ends
+    are events on its stream, read once a step: to wait for the device after each span would cost
+    what it measures. Host times serve between steps and where a slow device is emulated, which
+    waits for the device."""
+
+    def __init__(
+        self, device: torch.device, record_from: int | None = None, slowdown: float = 1.0
+    ) -> None:
+        super().__init__(record_from, slowdown)
+        self._device, self._began_at_s = device, 0.0
+        self._began: Any = None  # the event at the beginning of the step; None: host times
+        self._unread: list[Span] = []
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        if self.slowdown == 1:
+            self._began, self._began_at_s = _event(), time.monotonic()
+
+    def end_step(self) -> float:
+        step_s = super().end_step()
+        self._began = None
+        return step_s
+
+    def settle(self) -> None:
+        """In seconds of the host's clock. Waits for the device."""
+        torch.cuda.synchronize(self._device)
+        spans, self._unread = self._unread, []
+        for what, start, end, place in spans:
+            super().count(Span(what, self._s(start), self._s(end), place))
+
+    def now(self) -> Any:
+        return time.monotonic() if self._began is None else _event()
+
+    def count(self, span: Span) -> None:
+        if self._began is None:
+            super().count(span)
+        else:
+            self._unread.append(span)
+
+    def _s(self, event: Any) -> float:
+        seconds: float = self._began_at_s + self._began.elapsed_time(event) / 1e3
+        return seconds
+
+
+def _event() -> Any:
+    """On the current stream: when all work given to it before is done."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
