@@ -38,7 +38,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Ring(Layout[Place]):
+class Ring(Layout):
     def __post_init__(self) -> None:
         self._check_clouds()
         self._check_links((a, b) for a in self.clouds for b in self.clouds if a < b)

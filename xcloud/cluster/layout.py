@@ -14,16 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    Protocol,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field, SkipValidation
 
@@ -38,17 +29,6 @@ if TYPE_CHECKING:
 _NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
 
 
-@runtime_checkable
-class AnyCloud(Protocol):
-    """device: "auto", "cpu" or "cuda"."""
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-
 class Carrier(Protocol):
     """What carries messages between ranks."""
 
@@ -57,13 +37,11 @@ class Carrier(Protocol):
         they run."""
 
 
-CloudT = TypeVar("CloudT", bound=AnyCloud, covariant=True)
-
-
 @settings("cluster")
-class Layout(Generic[CloudT]):
+class Layout:
     """All clouds of a run, and what joins them.
 
+    clouds: each has num_ranks and a device ("auto", "cpu" or "cuda").
     wan: LinkProfile = an emulated link between every pair of clouds; "real" = leave the network
         alone; "free" = no limit (messages are still framed, compressed and counted).
     links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
@@ -74,7 +52,7 @@ class Layout(Generic[CloudT]):
     carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
     """
 
-    clouds: Mapping[str, CloudT]
+    clouds: Mapping[str, Any]
     wan: Wan | Literal["real", "free"] = "real"
     links: Mapping[str, Wan | Literal["real", "free"]] = field(default_factory=dict)
     name: str = "cluster"
@@ -224,7 +202,7 @@ class Placement:
 
 
 @settings("cluster")
-class ClusterLayout(Layout[Cloud]):
+class ClusterLayout(Layout):
     """Clouds that hold the stages of a pipeline, each stage once in every replica."""
 
     clouds: Mapping[str, Cloud]

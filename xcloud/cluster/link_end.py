@@ -92,7 +92,6 @@ class InSettings:
     handlers: kinds that are handed to a function (in another thread than the reader's) instead of
         `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
     window: receives to post, and bytes that may wait for `recv` before no more are taken.
-    life: the peer's heartbeats, shared with the other links to and from it.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
     on_end: called once, in such a thread, when nothing more can come, with the reason.

@@ -42,7 +42,7 @@ class OneWayPlacement:
 
 
 @settings("cluster")
-class OneWayLayout(Layout[OneWayCloud]):
+class OneWayLayout(Layout):
     """Clouds of which one is fed by all others.
 
     form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same

@@ -171,7 +171,7 @@ class Job(Names, ABC):
     autopilot: what may change while it runs (rank/autopilot.py); null: nothing.
     """
 
-    cluster: SkipValidation[Layout[Any]]
+    cluster: SkipValidation[Layout]
     training: SkipValidation[Any]  # with max_steps and checkpoint
     tracker: SkipValidation[Tracker]
     cache_dir: str = ".cache"

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +91,7 @@ def meet_under_torchrun(job: Job, rank: int, run_dir: Path, detector: FailureDet
     return Meeting(rank, num_ranks, store, within_s)
 
 
-def watch(meeting: Meeting, detector: FailureDetector, layout: Layout[Any]) -> None:
+def watch(meeting: Meeting, detector: FailureDetector, layout: Layout) -> None:
     """Rank 0 looks for ranks that begin, also again, as long as it lives."""
     store = meeting.store.clone()  # type: ignore[attr-defined]
     if meeting.rank != HUB:

@@ -59,11 +59,10 @@ def run(
         try:
             monitor.start()
             _train(ranks, monitor, job, lambda: _follow(ranks, monitor, config, file))
-        except RunStopped as error:
-            cause = _cause(error, run_dir)
-            raise RunStopped(cause) from None
         except BaseException as error:
             cause = _cause(error, run_dir)
+            if isinstance(error, RunStopped):
+                raise RunStopped(cause) from None
             raise
         finally:
             signals.only_the_record_is_left()

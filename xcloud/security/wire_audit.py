@@ -56,7 +56,7 @@ def audit_file(run_dir: Path, rank: int) -> Path:
 def write_rank_audit(
     run_dir: Path,
     rank: int,
-    layout: Layout[Any],
+    layout: Layout,
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class Ends:
     def __init__(
         self,
         transport: Transport,
-        layout: Layout[Any],
+        layout: Layout,
         run_dir: Path,
         messages: MessageLog | None = None,
     ) -> None:
