@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
@@ -34,77 +34,70 @@ class Lack(NamedTuple):
 Need = Callable[[PipelineJob], Lack | None]
 
 
-@dataclass(frozen=True)
-class Plain:
+def plain(is_lacking: Callable[[PipelineJob], bool], setting: str, remedy: str) -> Need:
     """A need of one condition. setting: {job} in it is the job."""
-
-    is_lacking: Callable[[PipelineJob], bool]
-    setting: str
-    remedy: str
-
-    def __call__(self, job: PipelineJob) -> Lack | None:
-        return Lack(self.setting.format(job=job), self.remedy) if self.is_lacking(job) else None
+    return lambda job: Lack(setting.format(job=job), remedy) if is_lacking(job) else None
 
 
-no_plan = Plain(
+no_plan = plain(
     lambda job: job.plan is not None,
     "plan= prices one compression for the whole run",
     "leave plan= out",
 )
-one_pipeline = Plain(
+one_pipeline = plain(
     lambda job: job.cluster.num_replicas > 1,
     "strategy={job.strategy.name} makes {job.cluster.num_replicas} of it",
     "choose strategy=pipeline",
 )
-several_replicas = Plain(
+several_replicas = plain(
     lambda job: job.cluster.num_replicas == 1,
     "here is one replica",
     "choose strategy=data_parallel or local_updates",
 )
-every_update_together = Plain(
+every_update_together = plain(
     lambda job: job.strategy.traits.is_apart,
     "strategy={job.strategy.name} brings whole replicas together from time to time",
     "choose one that averages gradients (strategy=data_parallel)",
 )
-all_clouds_stay = Plain(
+all_clouds_stay = plain(
     lambda job: job.strategy.traits.is_elastic,
     "strategy={job.strategy.name} lets clouds be late, leave and come back",
     "set strategy.averaging.late=wait and leave=fail",
 )
-no_privacy = Plain(
+no_privacy = plain(
     lambda job: job.security.privacy is not None,
     "security.privacy noises them apart and bounds gradients of whole stages",
     "set security/privacy=none",
 )
-untied_ends = Plain(
+untied_ends = plain(
     lambda job: job.ties_ends,
     "model.embeddings=tie exchanges whole ones between both ends",
     "take model.embeddings=untie or freeze",
 )
-whole_stages = Plain(
+whole_stages = plain(
     lambda job: any(cloud.shard for cloud in job.cluster.clouds.values()),
     "cluster.clouds.*.shard leaves each rank sums of a part of a stage",
     "leave shard out",
 )
-noise_without_labels = Plain(
+noise_without_labels = plain(
     lambda job: job.security.chosen_defences["forward"].needs_labels,
     "it needs labels, which are not available there",
     "use it backward",
 )
-whole_replicas = Plain(
+whole_replicas = plain(
     lambda job: any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
     "this cluster cuts the model between clouds, which pass each sample's activations and "
     "gradients on without that noise, so its epsilon would not hold there",
     "keep each replica in one cloud (strategy=data_parallel), noise what crosses "
     "(security/defences)",
 )
-one_sample_each = Plain(
+one_sample_each = plain(
     lambda job: job.training.batch_size != job.num_pieces,
     "training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
     "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
     "make them equal, most cheaply by training.accumulate_steps",
 )
-rows_may_be_kept = Plain(
+rows_may_be_kept = plain(
     lambda job: not job.security.may_keep_rows,
     "security.may_keep_rows=false forbids it",
     "set security.may_keep_rows=true",

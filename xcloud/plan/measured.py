@@ -287,11 +287,11 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
 
 
 def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
-    """The shares that come nearest to the values, blocks' shares first; none negative, unless what
-    they are of may save time."""
-    little = 1e-3 * np.diag([1.0, 1.0, 1.0, 0.0])
+    """The shares that come nearest to the values, blocks' shares first: of what may save time,
+    which is as small as what it is read with errs, nearly all; of others, none is negative."""
+    little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
     rows, values = np.vstack([rows, little]), [*values, *[0.0] * 4]
-    return np.linalg.lstsq(rows, values)[0] if may_save else nnls(rows, values)[0]
+    return np.linalg.lstsq(rows, values, rcond=None)[0] if may_save else nnls(rows, values)[0]
 
 
 def _piece(

@@ -46,8 +46,7 @@ class Outcome:
         return words + (", from a merge of all parameters only" if self.needs_merge else "")
 
 
-EQUAL, GOES_ON = Outcome(is_equal=True), Outcome()
-FORGETS = Outcome((_REMEMBERED,))
+EQUAL, GOES_ON, FORGETS = Outcome(is_equal=True), Outcome(), Outcome((_REMEMBERED,))
 OTHER_RUN = Outcome(refused="that would be another run")
 COLUMNS = ("pipeline", "data parallel", "local updates", "streaming", "elastic", "one-way")
 
@@ -329,6 +328,7 @@ def is_marked(key: str, mark: str) -> bool:
 
 
 def _remembers(state: State) -> bool:
+    # Numbers only count messages.
     return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
 
 
@@ -388,9 +388,8 @@ def check_can_go_on(
         rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.roster.saving
     }
     first = holders[min(holders)]
-    steps = first.folder.agreed_steps()
     with contextlib.suppress(DataError, IndexError):  # damaged or not here: ranks say so of each
-        if steps and (refused := first.changes(steps[0]).refused):
+        if refused := first.changes(first.folder.agreed_steps()[0]).refused:
             raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")
     held = {rank: holder.table(is_thorough=False) for rank, holder in holders.items()}
     if not newest_common(held, lambda rank: f"rank {rank}")[0] and not anew:
