@@ -185,7 +185,8 @@ class GlooInLink(ReceivingEnd):
             self._pair.join()
             while True:
                 while len(posted) < self._settings.window.num_posted:
-                    buffer = spare.pop() if spare else self._new_buffer()
+                    size = self._settings.capacity_bytes
+                    buffer = spare.pop() if spare else torch.empty(size, dtype=torch.uint8)
                     work = self._pair.irecv(buffer, next_to_post % _TAGS)
                     posted.append((buffer, work))
                     next_to_post += 1
@@ -209,9 +210,6 @@ class GlooInLink(ReceivingEnd):
             self._end(LinkClosed(f"{self.peer_name} is gone: {first_line(error)}"))
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
-
-    def _new_buffer(self) -> Tensor:
-        return torch.empty(self._settings.capacity_bytes, dtype=torch.uint8)
 
 
 def first_line(error: BaseException) -> str:

@@ -29,10 +29,7 @@ OnReport = Callable[[int, Frame], None]
 
 
 class Ends:
-    """Every rank makes its ends at the same time, from the same layout.
-
-    records: of the links that leave the cloud. lives: signs of life of the other ranks.
-    """
+    """Those of one rank. records: of links that leave the cloud. lives: heartbeats of others."""
 
     def __init__(
         self,
@@ -145,10 +142,8 @@ class Ends:
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats.
-
-        may_be_gone: errors of an end that do not matter: its peer may have left before.
-        """
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats. Errors
+        that are among may_be_gone do not matter: the peer may have left before."""
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
         ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]
