@@ -64,7 +64,7 @@ def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> N
     profile = LinkProfile(20e6, latency_s=1.0)
     ways = [
         linked(
-            OutSettings(NAMES[0], 400_000, LinkClock(profile, tmp_path / f"{way}.clock")),
+            OutSettings(NAMES[0], 400_000, clock=LinkClock(profile, tmp_path / f"{way}.clock")),
             InSettings(NAMES[1], 400_000, is_emulated=True),
         )
         for way in range(2)
@@ -113,7 +113,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link() -> None:
         ended.set()
 
     handlers: dict[Kind, Callable[..., object]] = {Kind.REPORT: lambda frame: frame.parts[0]}
-    settings = InSettings(NAMES[1], 1000, handlers, on_end=end)  # type: ignore[arg-type]
+    settings = InSettings(NAMES[1], 1000, handlers=handlers, on_end=end)  # type: ignore[arg-type]
     out, incoming = linked(OutSettings(NAMES[0], 1000), settings)
     out.send(MessageKey(Kind.REPORT), ())
     assert ended.wait(60)
@@ -128,7 +128,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
     """More messages than both ends hold, and nobody who takes them for a while."""
     life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
     out, incoming = linked(
-        OutSettings(NAMES[0], 1000, None, window, life=life, overdue_s=1.0),
+        OutSettings(NAMES[0], 1000, window, life=life, overdue_s=1.0),
         InSettings(NAMES[1], 1000, window=window),
     )
     is_over = threading.Event()
@@ -159,7 +159,7 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
     clock = LinkClock(LinkProfile(1e6), tmp_path / "clock")
     lives = [PeerLife(Liveness(0.2, 1.0)) for _ in range(3)]
     out, incoming = linked(
-        OutSettings(NAMES[0], 100_000, clock, life=lives[0]),
+        OutSettings(NAMES[0], 100_000, clock=clock, life=lives[0]),
         InSettings(NAMES[1], 100_000, life=lives[1], is_emulated=True),
     )
     for i in range(12):

@@ -52,7 +52,7 @@ def test_frames_wait_for_the_receiving_end_and_are_counted_recorded_and_checked(
 
 def test_an_end_is_heard_by_reader_and_handler() -> None:
     world, heard = MemoryWorld(), []
-    settings = InSettings("rank 0", 200, {Kind.REPORT: print}, on_end=heard.append)
+    settings = InSettings("rank 0", 200, handlers={Kind.REPORT: print}, on_end=heard.append)
     incoming = world.transport(1).incoming("x", 0, settings)
     out = world.transport(0).out("x", 1, OutSettings("rank 1", 200))
 
@@ -70,7 +70,9 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link_and_not_of_the_sender
         raise IndexError
 
     world = MemoryWorld()
-    incoming = world.transport(1).incoming("x", 0, InSettings("rank 0", 200, {Kind.REPORT: fail}))
+    incoming = world.transport(1).incoming(
+        "x", 0, InSettings("rank 0", 200, handlers={Kind.REPORT: fail})
+    )
     out = world.transport(0).out("x", 1, OutSettings("rank 1", 200))
     out.send(MessageKey(Kind.REPORT), ())
 

@@ -140,7 +140,7 @@ def ends(
     window: LinkWindow, clock: LinkClock | None = None
 ) -> tuple[MemoryGroup, GlooOutLink, GlooInLink]:
     group: Any = MemoryGroup()
-    out = GlooOutLink(group, OutSettings("the receiver", 1000, clock, window))
+    out = GlooOutLink(group, OutSettings("the receiver", 1000, window, clock=clock))
     settings = InSettings("the sender", 1000, window=window, is_emulated=clock is not None)
     return group, out, GlooInLink(group, settings)
 
@@ -222,7 +222,7 @@ def test_a_link_whose_sending_thread_fails_says_so_to_whoever_sends(
 
     monkeypatch.setattr(clock, "reserve", fail)
     group: Any = MemoryGroup()
-    out = GlooOutLink(group, OutSettings("the receiver", 1000, clock))
+    out = GlooOutLink(group, OutSettings("the receiver", 1000, clock=clock))
     out.send(MessageKey(Kind.ACTIVATION, 1, 0), (torch.zeros(4),))
     with pytest.raises(LinkClosed, match=r"the link to the receiver broke: OSError\(5, 'Input"):
         out.close(5.0)

@@ -107,14 +107,9 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
 
 
 def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str, Path]) -> Page:
-    cells = pd.DataFrame(
-        {
-            "claim": [claim.title for claim in claims.values()],
-            "state": [_state(records.get(name)) for name in claims],
-            "source": [claim.source for claim in claims.values()],
-            "machine minutes": [claim.machine_minutes for claim in claims.values()],
-        }
-    )
+    rows = [(claim.title, _state(records.get(name)), claim.source, claim.machine_minutes)
+            for name, claim in claims.items()]  # fmt: skip
+    cells = pd.DataFrame(rows, columns=["claim", "state", "source", "machine minutes"])
     pictures = [
         Picture(str(path), claims[name].title, f"{name}.html")
         for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)

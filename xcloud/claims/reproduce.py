@@ -68,15 +68,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _data(claim: Claim, folder: Path | None) -> list[Path]:
-    if claim.needs and folder is None:
-        raise DataError(
-            f"claim {claim.name} needs {', '.join(claim.needs)}: give the folder that holds "
-            "them with --data DIR"
-        )
     paths = [Path(folder or ".", name) for name in claim.needs]
-    for path in paths:
-        if not path.exists():
-            raise DataError(f"claim {claim.name} needs {path}, which does not exist")
+    if lacking := [path.name for path in paths if folder is None or not path.exists()]:
+        raise DataError(
+            f"claim {claim.name} needs {', '.join(lacking)}: give the folder that holds them with "
+            "--data DIR"
+        )
     return paths
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import ConfigError, LinkTimeout
-from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, machine_id
+from xcloud.cluster.transport import CPU, FOREVER, Collectives, Meeting, machine_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,35 +109,7 @@ class GlooCollectives(GroupCollectives):
         return DeviceMesh.from_group(self._nccl, device.type)
 
 
-class Groups:
-    """Of ranks that begin all at once, over the process group of torch.distributed that all of
-    them join."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-        if meeting.num_ranks > 1 and not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
-                timeout=timedelta(seconds=JOIN_WITHIN_S),
-            )  # fmt: skip
-
-    def join(self, ranks: Sequence[int], device: torch.device) -> Collectives | None:
-        """See Transport.group."""
-        if len(ranks) == 1:
-            return None
-        group = dist.new_group(list(ranks), timeout=FOREVER)
-        return GlooCollectives(group, device) if self.meeting.rank in ranks else None
-
-    def begins_again(self, ranks: Sequence[int]) -> bool:
-        """See Transport."""
-        return False
-
-    def times(self, rank: int) -> int:
-        """How often it has begun, as far as this rank's links are concerned."""
-        return 1
-
-
-class OpenGroups(Groups):
+class OpenGroups:
     """Of ranks that may begin at any time, also again."""
 
     def __init__(self, meeting: Meeting) -> None:
@@ -146,7 +118,7 @@ class OpenGroups(Groups):
         self._num_groups = 0
         self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
 
-    def join(self, ranks: Sequence[int], device: torch.device) -> Collectives | None:
+    def join(self, ranks: Sequence[int]) -> Collectives | None:
         """Of ranks that end and begin together; over gloo on GPUs too."""
         self._num_groups += 1
         meeting, key = self.meeting, tuple(ranks)
@@ -159,6 +131,7 @@ class OpenGroups(Groups):
         return GroupCollectives.met_in(store, meeting.rank, ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
+        """See Transport."""
         store = self.meeting.store
         newest = {peer: int(store.add(f"beginnings.{peer}", 0)) for peer in ranks}
         if any(count <= self.times(peer) for peer, count in newest.items()):
@@ -167,6 +140,7 @@ class OpenGroups(Groups):
         return True
 
     def times(self, rank: int) -> int:
+        """How often it has begun, as far as this rank's links are concerned."""
         own = rank == self.meeting.rank
         return self.meeting.beginning if own else self._known.get(rank, 1)
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, seal_frame
-from xcloud.cluster.gloo_groups import Groups, OpenGroups
+from xcloud.cluster.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
     ByteQueue,
@@ -38,7 +38,7 @@ from xcloud.cluster.link_end import (
     SendingEnd,
     await_peer,
 )
-from xcloud.cluster.transport import CPU, FOREVER, Collectives, Meeting, Transport
+from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, Transport
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
@@ -185,7 +185,8 @@ class GlooInLink(ReceivingEnd):
             self._pair.join()
             while True:
                 while len(posted) < self._settings.window.num_posted:
-                    buffer = spare.pop() if spare else self._new_buffer()
+                    size = self._settings.capacity_bytes
+                    buffer = spare.pop() if spare else torch.empty(size, dtype=torch.uint8)
                     work = self._pair.irecv(buffer, next_to_post % _TAGS)
                     posted.append((buffer, work))
                     next_to_post += 1
@@ -210,9 +211,6 @@ class GlooInLink(ReceivingEnd):
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
-    def _new_buffer(self) -> Tensor:
-        return torch.empty(self._settings.capacity_bytes, dtype=torch.uint8)
-
 
 def first_line(error: BaseException) -> str:
     """Without gloo's source position, advice and C++ trace."""
@@ -225,7 +223,12 @@ class GlooTransport(Transport):
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting)
-        self._groups = OpenGroups(meeting) if meeting.is_open else Groups(meeting)
+        self._open = OpenGroups(meeting) if meeting.is_open else None
+        if self._open is None and meeting.num_ranks > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks,
+                timeout=timedelta(seconds=JOIN_WITHIN_S),
+            )  # fmt: skip
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         return GlooOutLink(self._pair(line, self.rank, peer), settings)
@@ -234,11 +237,18 @@ class GlooTransport(Transport):
         return GlooInLink(self._pair(line, peer, self.rank), settings)
 
     def group(self, ranks: Sequence[int], device: torch.device = CPU) -> Collectives | None:
-        return self._groups.join(ranks, device)
+        if self._open is not None:
+            return self._open.join(ranks)
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), timeout=FOREVER)
+        return GlooCollectives(group, device) if self.rank in ranks else None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
-        return self._groups.begins_again(ranks)
+        return self._open is not None and self._open.begins_again(ranks)
 
     def _pair(self, line: str, sender: int, receiver: int) -> Pair:
-        ranks = "-".join(f"{rank}.{self._groups.times(rank)}" for rank in (sender, receiver))
+        ranks = f"{sender}-{receiver}"
+        if self._open is not None:
+            ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
         return Pair(self.meeting.store, line, ranks, int(self.rank == receiver))

@@ -66,44 +66,42 @@ def ignore(*told: object) -> None:
 
 
 @dataclass(frozen=True)
-class OutSettings:
-    """Of a sending end.
+class EndSettings:
+    """Of either end of a link.
 
-    capacity_bytes: the peer's buffer size; a longer frame is refused.
-    clock: the emulated link; None leaves the network alone.
-    window: receives that the peer posts, and bytes that may wait here before `send` blocks.
+    capacity_bytes: the receiver's buffer size; a longer frame is refused.
+    window: receives that the receiver posts, and bytes that may wait at each end: at the sender
+        before `send` blocks, at the receiver, for `recv`, before no more are taken.
     life: the peer's heartbeats, shared with the other links to and from it.
-    overdue_s: how long a full queue may stand still if the peer says nothing at all.
     """
 
     peer_name: str
     capacity_bytes: int
-    clock: LinkClock | None = None
     window: LinkWindow = field(default_factory=LinkWindow)
     record: LinkRecord = field(default_factory=LinkRecord)
     life: PeerLife = field(default_factory=PeerLife)
+
+
+@dataclass(frozen=True)
+class OutSettings(EndSettings):
+    """clock: the emulated link; None leaves the network alone. overdue_s: how long a full queue
+    may stand still if the peer says nothing at all."""
+
+    clock: LinkClock | None = None
     overdue_s: float = 300.0
 
 
 @dataclass(frozen=True)
-class InSettings:
-    """Of a receiving end.
-
-    handlers: kinds that are handed to a function (in another thread than the reader's) instead of
-        `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
-    window: receives to post, and bytes that may wait for `recv` before no more are taken.
+class InSettings(EndSettings):
+    """handlers: kinds that are handed to a function (in another thread than the reader's) instead
+        of `recv`. Whatever one raises is the link's end. Heartbeats that have none are dropped.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
     on_end: called once, in such a thread, when nothing more can come, with the reason.
     on_arrival: is given every frame as it comes from the network, with the time.
     """
 
-    peer_name: str
-    capacity_bytes: int
     handlers: Mapping[Kind, Callable[[Frame], None]] = field(default_factory=dict)
-    window: LinkWindow = field(default_factory=LinkWindow)
-    record: LinkRecord = field(default_factory=LinkRecord)
-    life: PeerLife = field(default_factory=PeerLife)
     advice: str = ""
     is_emulated: bool = False
     on_end: Callable[[LinkError], None] = ignore
@@ -280,7 +278,7 @@ def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
 
 
 def await_peer(
-    wait: Callable[[float], bool], end: OutSettings | InSettings, timeout_s: float, failing: str
+    wait: Callable[[float], bool], end: EndSettings, timeout_s: float, failing: str
 ) -> None:
     """Until wait(seconds) returns True. Raises LinkTimeout for a peer that was silent for
     timeout_s, saying what it failed to do."""

@@ -1,6 +1,6 @@
 """Before anything else, all ranks meet and compare what they are about to run. A difference ends
 the run in every rank with the same message: the setting, its values, and the ranks and clouds that
-have them. The data are checked later, by fingerprint (loading.py).
+have them. The data are checked later, by fingerprint (rank/task_data.py).
 
 Clouds draw batches, learning rates and dropout from the experiment file alone. So another `seed`
 pairs samples that do not belong together, another `clip_norm` makes one rank wait for a norm that
@@ -25,7 +25,7 @@ Neither compared nor sent, because it may differ without changing results:
   - places of files: path, paths, folder, files, *_path, *_file, *_dir, and any value that looks
     like a path (/..., ~..., ./...). name_or_path is compared as long as it is the name of a
     checkpoint in both clouds. Of a tokenizer's file the contents are compared, by digest.
-  - task.sizes, which only clouds that read no data give (loading.py compares the sizes)
+  - task.sizes, which only clouds that read no data give (rank/task_data.py compares the sizes)
 
 Tables of other ranks are not trusted: they are limited in bytes, lines and text, and to printable
 ASCII.

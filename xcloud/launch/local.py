@@ -95,8 +95,7 @@ def _checked_job(config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> 
 
 
 def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
-    layout = job.cluster
-    processes = range(layout.num_processes)
+    layout, processes = job.cluster, range(job.cluster.num_processes)
     clouds = [layout.placement(rank).cloud for rank in processes]
     return LocalRanks(
         run_dir, clouds, job.roster.essential & set(processes), job.roster.restart_s,

@@ -2,10 +2,8 @@
 others, compares with them what is to run, lives, and leaves its last words, a record of what it
 sent, and why it failed.
 
-READ THIS FIRST. A run on one machine starts `main` once per rank (processes.py):
-    python -m xcloud rank RUN_DIR --rank R --parent PID
-On several machines torchrun starts the one of several_machines.py in each cloud:
-    python -m xcloud torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml
+READ THIS FIRST. A run on one machine starts `main` once per rank (processes.py); on several
+machines torchrun starts that of several_machines.py in each cloud.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:
 
 def encode_facts(facts: Mapping[str, str]) -> Tensor:
     text = "\n".join(f"{name}={value}" for name, value in sorted(facts.items()))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)  # empty: a rank that sees nothing
 
 
 def decode_facts(parts: Parts, peer: int) -> dict[str, str]:

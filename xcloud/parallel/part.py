@@ -98,10 +98,10 @@ def _of_all(hook: F) -> F:
 
 
 class Parts(Part):
-    """Several as one."""
+    """Several as one; None is left out."""
 
-    def __init__(self, parts: Sequence[Part] = ()) -> None:
-        self._parts = tuple(parts)
+    def __init__(self, parts: Sequence[Part | None] = ()) -> None:
+        self._parts = tuple(part for part in parts if part is not None)
 
     def parts(self) -> StateTree:
         return {part.name: part for part in self._parts if part.name}

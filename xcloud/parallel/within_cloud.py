@@ -143,8 +143,13 @@ class Sharder:
     whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
     comes last."""
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self,
+        group: RankGroup,
+        device: torch.device,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._group, self._device, self._note = group, device, note
 
     def block(self, block: nn.Module) -> None:
         """Gathered by itself when it computes."""
@@ -158,7 +163,13 @@ class Sharder:
         """Its whole blocks one at a time, then what is left."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for block in whole_blocks(stage):
+        blocks = list(whole_blocks(stage))
+        if blocks and self._group.leads:
+            self._note(
+                "every rank builds a stage of this model whole before it is sharded over them, so "
+                "its weights must fit one rank"
+            )
+        for block in blocks:
             self.block(block)
         self.block(stage)
         register_fsdp_forward_method(stage, "predict")
@@ -167,6 +178,14 @@ class Sharder:
     def _mesh(self) -> DeviceMesh:
         assert self._group.group is not None
         return self._group.group.mesh(self._device)
+
+
+def sharders(
+    groups: Mapping[int, RankGroup], device: torch.device, note: Callable[[str], None]
+) -> dict[int, Sharder]:
+    """Of a rank's stages, before anything is built. note: tells the user."""
+    return_freed_memory(device)
+    return {stage: Sharder(group, device, note) for stage, group in groups.items()}
 
 
 def return_freed_memory(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.part import Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
-from xcloud.parallel.within_cloud import OverlappedSums, Sharder, return_freed_memory, whole_blocks
+from xcloud.parallel.within_cloud import OverlappedSums, Sharder, sharders
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
@@ -61,24 +61,16 @@ class Features:
         """By which this rank compares with others what it has loaded."""
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
-            device = context.device
-            return_freed_memory(device)
-            self._sharders = {s: Sharder(wiring.groups[s], device) for s in self.placement.stages}
+            held = {stage: wiring.groups[stage] for stage in self.placement.stages}
+            self._sharders = sharders(held, context.device, self.reporter.note)
 
     def stage(self, number: int, context: BuildContext) -> Stage:
         """Build a stage, block by block over the ranks of a cloud that shards it."""
-        model, num_stages = self.job.model, self.job.cluster.num_stages
         sharder = self._sharders.get(number)
-        if sharder is None:
-            return model.build_stage(number, num_stages, context).to(context.device)
-        context = replace(context, deal=sharder.block)
-        stage = model.build_stage(number, num_stages, context).to(context.device)
-        if self.wiring.groups[number].leads and any(True for _ in whole_blocks(stage)):
-            self.reporter.note(
-                f"stage {number}: every rank builds this model whole before it is sharded over "
-                "them, so its weights must fit one rank"
-            )
-        return stage
+        if sharder is not None:
+            context = replace(context, deal=sharder.block)
+        num_stages = self.job.cluster.num_stages
+        return self.job.model.build_stage(number, num_stages, context).to(context.device)
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
         """What the leak meter sees; None without it."""
@@ -136,43 +128,41 @@ class Features:
     ) -> Parts:
         """All parts of this rank, in the order in which an update calls them. facts: of the data,
         which must be those that a checkpoint was made with."""
-        job, context, reporter = self.job, self.context, self.reporter
-        privacy = job.security.privacy
-        training, choose = job.training, job.compression.for_tensor
-        before = [
-            DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
-            *(own.join(context) for own in job.parts.values()),
-            PrivateGradients(privacy, trainer)
-            if isinstance(privacy, SamplePrivacy)
-            else OverlappedSums(
-                trainer.buffers, self.wiring.groups, lambda: trainer.num_backwards
-            ),
-            join_tied(self.wiring, trainer, choose, job.seed) if job.ties_ends else None,
-            pilot_of(job.autopilot, job, trainer, self.wiring, reporter, context.run_dir)
-            if job.autopilot is not None
-            else None,
-            meter,
-        ]
-        made = [part for part in before if part is not None]
-        stateful: StateTree = {
-            "trainer": trainer, "channels": self.wiring, **Parts(made).parts(),
-        }  # fmt: skip
+        job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
+        privacy, training, choose = job.security.privacy, job.training, job.compression.for_tensor
+        changing = Parts(
+            [
+                DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
+                *(own.join(context) for own in job.parts.values()),
+                PrivateGradients(privacy, trainer)
+                if isinstance(privacy, SamplePrivacy)
+                else OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards),
+                join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
+                pilot_of(job.autopilot, job, trainer, wiring, reporter, context.run_dir)
+                if job.autopilot is not None
+                else None,
+                meter,
+            ]
+        )
+        stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.parts()}
         states = partial(states_of, stateful) if job.checkpoint.are_made else None
-        after = [
-            restored(context, stateful, self.wiring.control, facts, self.is_directed),
-            evaluator,
-            leaks,
-            PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
-            if privacy is not None and self.rank == 0
-            else None,
-            CacheReport(self.wiring.boundaries.channels.values(), reporter),
-            MemoryReport(trainer, reporter, states),
-            # It asks all ranks at once.
-            None
-            if job.roster.is_elastic
-            else TypicalStep(self.clock, context.transport.meeting, reporter),
-        ]
-        return Parts([*made, *(part for part in after if part is not None)])
+        return Parts(
+            [
+                changing,
+                restored(context, stateful, wiring.control, facts, self.is_directed),
+                evaluator,
+                leaks,
+                PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
+                if privacy is not None and self.rank == 0
+                else None,
+                CacheReport(wiring.boundaries.channels.values(), reporter),
+                MemoryReport(trainer, reporter, states),
+                # It asks all ranks at once.
+                None
+                if job.roster.is_elastic
+                else TypicalStep(self.clock, context.transport.meeting, reporter),
+            ]
+        )
 
     def resume(self, trainer: Trainer) -> None:
         if not trainer.num_updates:

@@ -26,7 +26,6 @@ from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.record.tracking import final_metrics
 from xcloud.sweep.points import (
-    EARLIER_DIR,
     STATE_FILE,
     UNCOMPRESSED,
     Settings,
@@ -291,11 +290,9 @@ def _natural(label: str) -> str:
 def from_folder(folder: Path) -> list[Result]:
     """All points of the sweep in multirun/NAME, run by any launcher."""
     recorded = read_points(folder)
-    run_dirs = [path.parent for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))]
     return [
         _result(folder.name, run_dir, int(recorded.get(run_dir.name, {}).get("at_once", 1)))
-        for run_dir in run_dirs
-        if run_dir.name != EARLIER_DIR
+        for run_dir in (path.parent for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}")))
     ]
 
 

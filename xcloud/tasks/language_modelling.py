@@ -338,12 +338,8 @@ def _column(file: TextFile) -> str:
 
 
 def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(one, dict)
-            and all(isinstance(one.get(key), str) for key in ("role", "content"))
-            for one in messages
-        )
-    )
+    """Whether it is a list of messages that have a role and content, as text."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        return False
+    cells = [one.get(key) for one in messages for key in ("role", "content")]
+    return bool(cells) and all(isinstance(cell, str) for cell in cells)

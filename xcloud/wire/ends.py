@@ -29,10 +29,7 @@ OnReport = Callable[[int, Frame], None]
 
 
 class Ends:
-    """Every rank makes its ends at the same time, from the same layout.
-
-    records: of the links that leave the cloud. lives: signs of life of the other ranks.
-    """
+    """Those of one rank. records: of links that leave the cloud. lives: heartbeats of others."""
 
     def __init__(
         self,
@@ -90,8 +87,8 @@ class Ends:
         if record.to is not None:
             self.records.append(record)
         settings = OutSettings(
-            self._name(peer), capacity_bytes, self._clock_to(peer), window, record,
-            self.lives[peer], self.layout.overdue_s(self.rank, peer, capacity_bytes),
+            self._name(peer), capacity_bytes, window, record, self.lives[peer],
+            self._clock_to(peer), self.layout.overdue_s(self.rank, peer, capacity_bytes),
         )  # fmt: skip
         end = self.transport.out(line, peer, settings)
         self._ends.append((peer, end))
@@ -110,10 +107,10 @@ class Ends:
     ) -> ReceivingEnd:
         wan = self.layout.wan_between(self.rank, peer)
         settings = InSettings(
-            self._name(peer), capacity_bytes, self.handled(peer, handlers or {}), window,
+            self._name(peer), capacity_bytes, window,
             self._record(LinkName(boundary, peer, self.rank)), self.lives[peer],
-            self.layout.overdue_advice(self.rank, peer), wan is not None and wan.emulated, on_end,
-            on_arrival,
+            self.handled(peer, handlers or {}), self.layout.overdue_advice(self.rank, peer),
+            wan is not None and wan.emulated, on_end, on_arrival,
         )  # fmt: skip
         end = self.transport.incoming(line, peer, settings)
         self._ends.append((peer, end))
@@ -145,10 +142,8 @@ class Ends:
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats.
-
-        may_be_gone: errors of an end that do not matter: its peer may have left before.
-        """
+        """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats. Errors
+        that are among may_be_gone do not matter: the peer may have left before."""
         patience_s = self.layout.liveness.lost_after_s
         # Those made first, which carry heartbeats, last.
         ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs)]

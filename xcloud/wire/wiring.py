@@ -85,8 +85,7 @@ class Wiring(StatefulParts):
                 life.beats = True
 
     def meet(self) -> None:
-        """Wait until every rank has come here, see Control.meet; where clouds may leave, every
-        one of the first cloud."""
+        """See Control.meet; where clouds may leave, of the first cloud."""
         if self.control is None:
             return
         if not self.is_elastic:
@@ -102,8 +101,7 @@ class Wiring(StatefulParts):
 def wire(
     job: Experiment, ends: Ends, clock: StepClock, device: torch.device, on_report: OnReport
 ) -> Wiring:
-    """Every rank of the job calls it at the same time. on_report: called in rank 0, in a
-    background thread, for each report of another rank."""
+    """Every rank calls it. on_report: in rank 0, in the background, of each other's report."""
     layout = job.cluster
     groups = {}
     for stage in range(layout.num_stages):

@@ -43,13 +43,9 @@ def read_lines(path: Path) -> Iterator[str]:
     Only a line feed ends a line: a U+2028 or a lone carriage return inside a text must not
     misalign the sides.
     """
+    opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
-        file: IO[str]
-        if path.suffix == ".gz":
-            file = gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
-        else:
-            file = path.open(encoding="utf-8-sig", newline="\n")
-        with file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for line in file:
                 yield line.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
