@@ -33,7 +33,7 @@ def test_every_command_explains_itself_under_the_name_it_is_called_by(
 
 
 def test_every_command_names_a_function_that_exists() -> None:
-    assert len(COMMANDS) == 16
+    assert len(COMMANDS) == 15
     for command in COMMANDS.values():
         module, _, function = command.function.rpartition(".")
         assert callable(getattr(importlib.import_module(f"xcloud.{module}"), function))

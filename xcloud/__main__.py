@@ -33,13 +33,11 @@ use.translate | translate outputs/DATE/TIME "El gato duerme." | translate lines 
 use.generate | generate outputs/DATE/TIME "The doctor" \
     | let a trained causal language model write on
 use.export | export outputs/DATE/TIME | join the clouds' parts of a trained causal language model
-launch.rank_process.main | rank outputs/DATE/TIME --rank 0 \
-    | one rank of a run on this machine; run.py starts it
 launch.several_machines.torchrun \
     | torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml \
     | start this cloud's ranks of a run over several machines
-launch.several_machines.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
-    | one rank of a run over several machines; torchrun starts it in each cloud
+launch.rank_process.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
+    | one rank of a run; run.py starts it, and over several machines torchrun
 watch.following.main | monitor runs/first --experiment experiment.yaml --again \
     | follow a run over several machines, or write the record that a killed monitor did not
 watch.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom

@@ -106,7 +106,7 @@ class LocalRanks:
             raise RunStopped
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xcloud", "rank", str(self.experiment_file)]
+        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
         command += ["--rank", str(rank), "--parent", str(os.getpid())]
         environment = {
             **MEMORY_SETTINGS,

@@ -3,13 +3,14 @@ others, compares with them what is to run, lives, and leaves its last words, a r
 sent, and why it failed.
 
 READ THIS FIRST. A run on one machine starts `main` once per rank (processes.py); on several
-machines torchrun starts that of several_machines.py in each cloud.
+machines torchrun starts it in each cloud (docs/several-machines.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -229,21 +230,25 @@ class RankProcess(Process):
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """One rank of a run on this machine, whose launcher starts it. Ends the process itself."""
-    parser = argparse.ArgumentParser(prog="python -m xcloud rank", description=main.__doc__)
+    """One rank of a run. Ends the process itself."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud worker", description=main.__doc__)
     parser.add_argument("experiment", type=Path, help="run folder or experiment file")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--parent", type=int, help="process to end with")
+    parser.add_argument("--rank", type=int, help="set by the launcher; torchrun sets it itself")
+    parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
+    parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
+    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
     arguments = parser.parse_args(words)
     if arguments.parent is not None:
         _tie_to_parent(arguments.parent)
-    file = experiment_file(arguments.experiment)
-    RankProcess(file, file.parent.resolve(), arguments.rank).main()
-
-
-def experiment_file(place: Path) -> Path:
-    """A file, or that of a run folder."""
-    return place / configs.EXPERIMENT_FILE if place.is_dir() else place
+    place: Path = arguments.experiment
+    file = place / configs.EXPERIMENT_FILE if place.is_dir() else place
+    run_dir = (arguments.run_dir or file.parent).resolve()
+    if arguments.rank is not None:
+        RankProcess(file, run_dir, arguments.rank).main()
+    if "RANK" not in os.environ:
+        parser.error("start me with torchrun, or use run.py")
+    several_machines = importlib.import_module("xcloud.launch.several_machines")  # builds on this
+    several_machines.live(file, run_dir, arguments.cloud)
 
 
 def _tie_to_parent(parent: int) -> None:

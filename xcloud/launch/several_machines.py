@@ -4,7 +4,6 @@ each other, and rank 0 starts the monitor, for no launcher does.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -25,7 +24,7 @@ from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, write_failure
 from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS, end_with_parent
-from xcloud.launch.rank_process import RankProcess, experiment_file
+from xcloud.launch.rank_process import RankProcess
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
@@ -173,21 +172,11 @@ def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
         )
 
 
-def main(words: Sequence[str]) -> None:
-    """One rank of a run over several machines, which torchrun has started. Ends the process
-    itself."""
-    parser = argparse.ArgumentParser(prog="python -m xcloud worker", description=main.__doc__)
-    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
-    parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
-    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
-    arguments = parser.parse_args(words)
-    if "RANK" not in os.environ:
-        parser.error("start me with torchrun, or use run.py")
+def live(file: Path, run_dir: Path, cloud: str | None) -> None:
+    """The rank that torchrun has started. Ends the process itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
         end_with_parent()
-    file = experiment_file(arguments.experiment)
-    run_dir = (arguments.run_dir or file.parent).resolve()
-    TorchrunProcess(file, run_dir, int(os.environ["RANK"]), arguments.cloud).main()
+    TorchrunProcess(file, run_dir, int(os.environ["RANK"]), cloud).main()
 
 
 def torchrun(words: Sequence[str]) -> int:
