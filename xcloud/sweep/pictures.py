@@ -87,7 +87,7 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     colours = [results.sweeps.index(sweep) for sweep in marks.sweep] if several else places
     shapes = places if several else [place // len(LINES) for place in places]
     return marks.assign(
-        label=results.labels,
+        label=results.labels[marks.index],
         colour=[LINES[number % len(LINES)] for number in colours],
         shape=[MARKERS[number % len(MARKERS)] for number in shapes],
     )
