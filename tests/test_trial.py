@@ -179,8 +179,7 @@ def test_a_trial_of_blocks_makes_two_runs_and_reads_both(
     assert job.model.blocks_per_stage == [2] and other.model.blocks_per_stage == [3, 1]
     assert other.cluster.num_stages == 3 and len(other.compression.choices) == 1
     assert [piece.name for piece in found.pieces] == [f"block {i}" for i in range(BLOCKS)]
-    assert all(piece.forward_s.at(4.0) >= 0 for piece in found.pieces)
-    assert sum(piece.backward_s.at(4.0) for piece in found.pieces) > 0
+    assert all(p.forward_s.at(4.0) >= 0 <= p.backward_s.at(4.0) for p in found.pieces)
     first, last = found.pieces[0], found.pieces[-1]
     assert first.parameter_bytes == 4 * (16 * 12 + 12 * 12 + 12) == first.trained_bytes
     assert first.activation_bytes.at(8) > 0 < last.put_off_bytes.at(8)

@@ -70,16 +70,20 @@ class OneWayEnds(Ends):
             if other == peer and isinstance(end, ReceivingEnd):
                 end.close(self.layout.liveness.lost_after_s)
 
-    def part_from(self, peers: Sequence[int], patience_s: float) -> dict[int, str]:
+    def part_from(
+        self, peers: Sequence[int], patience_s: float, refused: Sequence[int] = ()
+    ) -> dict[int, str]:
         """Deliver everything to these and say goodbye, then hear theirs, as long as they send
-        heartbeats. Returns why one said none, by peer: not an error."""
+        heartbeats; one that was refused, or has not answered, is not waited for. Returns why one
+        said none, by peer: not an error."""
         unheard: dict[int, str] = {}
         theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
         for kind in (SendingEnd, ReceivingEnd):
             for peer, end in theirs:
                 if isinstance(end, kind):
+                    waits = peer not in refused and peer not in unheard
                     try:
-                        end.close(patience_s)
+                        end.close(patience_s if waits else 0.0)
                         if isinstance(end, ReceivingEnd) and not end.said_goodbye:
                             unheard.setdefault(peer, "its link has ended")
                     except LinkError as error:

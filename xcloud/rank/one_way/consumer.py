@@ -315,7 +315,8 @@ class ConsumerRank(OneWayRank):
         """They export and go before the evaluation, which may take long, or fail."""
         layout = self.job.cluster
         patience_s = max(layout.liveness.lost_after_s, self.job.feed.slow_after_s)
-        unheard = self.ends.part_from(range(layout.num_consumers, layout.num_ranks), patience_s)
+        feeding = range(layout.num_consumers, layout.num_ranks)
+        unheard = self.ends.part_from(feeding, patience_s, self.context.verdict.refused)
         for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
             if reasons := [unheard[r] for r in layout.ranks_in(cloud) if r in unheard]:
                 self.reporter.note(
