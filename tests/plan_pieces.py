@@ -11,11 +11,13 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.plan.autopilot import DIRECTIONS
 from xcloud.plan.costs import (
     AveragingCodec,
     BoundaryCodec,
     CompressorCosts,
     Curve,
+    Direction,
     DirectionCurves,
     Piece,
     Profile,
@@ -85,3 +87,11 @@ def drawn(seed: int) -> tuple[Pricer, Space]:
     own = Plan("pipeline", splits["pipeline"][0], GPipe(4), NO_COMPRESSION)
     counts = (2, 3, 4, 6, 8)
     return pricer, Space(own, splits, counts, [*COMPRESSORS], DIMENSIONS, SCHEDULES)
+
+
+BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]
+WAYS = [
+    dict.fromkeys(BOTH_WAYS, Direction(4_000_000)),
+    dict.fromkeys(BOTH_WAYS, Direction(1_000_000, 0.04, 0.08)),
+]
+"""What two choices of the autopilot send and cost at the only boundary: plain and few bits."""
