@@ -35,6 +35,11 @@ def test_a_right_key_beside_a_wrong_one_is_not_accused() -> None:
     assert line.startswith("unknown setting 'compresion'; did you mean 'compression'?")
 
 
+def test_a_key_of_another_part_of_the_config_is_found() -> None:
+    assert "did you mean 'training.optimizer.learning_rate'?" in hint("training.learning_rate=3")
+    assert "did you mean 'training.max_steps'?" in hint("max_step=3")
+
+
 def test_optional_keys_are_listed_with_their_plus() -> None:
     said = hint("cluster.clouds.owner.slowdown=3")
     assert said.endswith("write +cluster.clouds.owner.slowdown=VALUE")

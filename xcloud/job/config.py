@@ -67,7 +67,7 @@ def _does_not_fit(config: DictConfig, error: InterpolationKeyError) -> str:
     (message,) = _lines(error)
     source = message.split("'")[1] if "'" in message else ""
     raw = OmegaConf.to_container(config)
-    taking = [key for key, value in _leaves(raw, "") if f"${{{source}}}" in str(value)]
+    taking = [key for key, value in dotted(raw, "") if f"${{{source}}}" in str(value)]
     group = source.split(".")[0]
     if not taking or group == source:
         return message
@@ -116,11 +116,16 @@ def meant(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-def unknown_key(path: str, name: str, known: Sequence[str], optional: Sequence[str] = ()) -> str:
-    """The line that names the nearest of those that are known, and all of them."""
+def unknown_key(
+    path: str, name: str, known: Sequence[str], optional: Sequence[str] = (), elsewhere: str = ""
+) -> str:
+    """The line that names the nearest of those that are known, and all of them. elsewhere: a
+    setting of another part that may be meant if none of these is."""
     where = f"{path}.{name}" if path else name
     allowed = ", ".join([*known, *(f"+{one}" for one in optional)])
     said = meant(name, [*known, *optional])
+    if elsewhere and said == ".":
+        said = f"; did you mean {elsewhere!r}?"
     return f"unknown setting {where!r}{said} Allowed here: {allowed}"
 
 
@@ -203,7 +208,7 @@ def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict
 def flatten(config: DictConfig) -> dict[str, object]:
     """Settings as dotted names, for a tracker; targets become the last part of their path."""
     flat: dict[str, object] = {}
-    for path, value in _leaves(plain_settings(config), ""):
+    for path, value in dotted(plain_settings(config), ""):
         where, _, key = path.rpartition(".")
         if key == "_target_":
             flat[where or "experiment"] = str(value).rsplit(".", 1)[-1]
@@ -212,11 +217,11 @@ def flatten(config: DictConfig) -> dict[str, object]:
     return flat
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+def dotted(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Dotted names of what is no mapping (a list is one value), with their values."""
     if isinstance(node, Mapping):
         for key, entry in node.items():
-            yield from _leaves(entry, f"{path}.{key}" if path else str(key))
+            yield from dotted(entry, f"{path}.{key}" if path else str(key))
     else:
         yield path, node
 

@@ -5,6 +5,7 @@ experiment that continues with what another one leaves. Only here the package co
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import json
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.config import (
     EXPERIMENT_FILE,
+    dotted,
     job_from_config,
     meant,
     plain_settings,
@@ -138,7 +140,7 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
 
 
 def hint(config: DictConfig, key: str) -> Iterator[str]:
-    """A line if the config has no such key, which names the nearest of its neighbours."""
+    """A line if the config has no such key: the nearest of its neighbours, or else anywhere."""
     node: object = config
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -153,9 +155,20 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
                 where = ".".join(parts[: depth + 1])
                 yield f"{where} is optional and not set yet: write +{key}=VALUE"
             else:
-                yield unknown_key(".".join(parts[:depth]), part, beside, optional)
+                path, like = ".".join(parts[:depth]), _elsewhere(config, key)
+                yield unknown_key(path, part, beside, optional, like)
             return
         node = node._get_node(part)
+
+
+def _elsewhere(config: DictConfig, key: str) -> str:
+    """The setting whose last name is nearly that of `key` and which is most like it, if any."""
+    last = {
+        name: name.rpartition(".")[2] for name, _ in dotted(OmegaConf.to_container(config), "")
+    }
+    near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
+    found = [name for name in last if last[name] in near]
+    return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]
 
 
 def compose_follow_up(
