@@ -13,6 +13,7 @@ For a run on several machines, first copy the observations folders into one, the
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from experiments.gradient_leaks.gradient_attacks import (
     raised_words,
     score,
 )
+from xcloud.base.errors import XcloudError
 from xcloud.base.settings import Positive, settings
 from xcloud.security.leak_meter import LeakMeter, entries, main, read_observations
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer, ReadingStage
@@ -210,4 +212,7 @@ def measure_averages(run_dir: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(meter=AveragesMeter(keep=True))
+    try:
+        main(meter=AveragesMeter(keep=True))
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")
