@@ -75,7 +75,7 @@ def visits(settings: list[str]) -> dict[str, list[str]]:
         for file in out.iterdir():
             process = json.loads(file.read_text())
             words, phases = process["argv"], process["phases"]
-            if "rank" in words:
+            if "--rank" in words:
                 name = f"rank {words[words.index('--rank') + 1]}"
                 found[name], found[f"{name} update"] = phases["before"], phases["update"]
             elif str(ROOT / "run.py") in words:
