@@ -389,8 +389,7 @@ def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
     for make in KINDS:
         fragments = []
         for links in connected(3):
-            mail = links
-            fragments.append([make(Chain())(mail), make(Chain())(mail)])
+            fragments.append([make(Chain())(links), make(Chain())(links)])
             fragments[-1][1]._terms = Terms(channel=1)
         for r, (first, second) in enumerate(fragments):
             first.start(1, drawn(r))
