@@ -232,7 +232,7 @@ class RunPilot(Switching):
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
         # Of each boundary there and back, which whoever is at neither end tells nothing of.
-        told = torch.stack([*grown.values()]).sum(0)[1:].unflatten(0, (-1, 2))
+        told = torch.stack([*grown.values()]).sum(0)[1:].view(-1, 2, 4)
         delays_s = torch.stack([*self._last.values()]).sum(0)[1:, 3].view(-1, 2)
         sent: dict[tuple[int, str], float] = {}
         sums: dict[tuple[str, str], Any] = defaultdict(float)
