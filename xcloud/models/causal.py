@@ -134,7 +134,7 @@ class CausalLM(TextModel):
             below = range(part.blocks.stop)
             trains = self.embeddings != "freeze" or len(below) > 0
             if self.lora is not None:  # beside which a narrow cut trains its projections
-                trains = self.split.is_low_rank or self.lora.adapts(config, below)
+                trains = self.split.rank is not None or self.lora.adapts(config, below)
         return rows_boundary(
             self.split.width(whole) if stage == 0 else whole,
             max_length,
@@ -187,7 +187,7 @@ class CausalLM(TextModel):
         """Write all stages' exported tensors into `out`: adapters as peft loads them, with our own
         base in out/base; or all weights as transformers does. Returns the folders that want the
         tokenizer, too. architecture: of any stage."""
-        if self.split.is_low_rank:
+        if self.split.rank is not None:
             raise ConfigError(
                 "transformers and peft do not know the projections of model.split; try the model "
                 "with python -m xcloud generate"
@@ -311,4 +311,4 @@ class CausalLM(TextModel):
 
     def _freezes(self, stage: int) -> bool:
         """Whether the stage is the bottom of a cut, and frozen: without dropout too."""
-        return stage == 0 and self.split.freezes_bottom
+        return stage == 0 and self.split.freeze_bottom
