@@ -36,8 +36,8 @@ electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Exper
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
 models.backbone.SeededBackbone models.causal.CausalLM models.causal_stage.NextTokenPretraining
-models.causal_stage.OwnCausal models.causal_network.Lora models.decoding.Beam
-models.decoding.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
+models.causal_stage.OwnCausal models.causal_network.Lora models.transformer.Beam
+models.transformer.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
 models.pretraining.MaskedLanguageModelling models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
