@@ -27,21 +27,21 @@ CONSTRUCTORS = frozenset(
     for name in """
 base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
 cluster.link_profile.LinkProfile cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud
-cluster.one_way_layout.OneWayLayout comm.compression.Compression
-comm.compression_plans.PerBoundary comm.compression_plans.PerTensor comm.compression_plans.Phase
-comm.compression_plans.Phased comm.compression.Chain comm.low_rank.PowerSgd comm.low_rank.Svd
-comm.memory.DeltaCache comm.memory.ErrorFeedback comm.precision.BlockInt comm.precision.Cast
-comm.sparsify.RandomK comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows
-electra.model.MultilingualElectra electra.parts.DiscriminatorSettings electra.parts.Generator
-job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining
-models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
-models.backbone.PublicBackbone models.backbone.SeededBackbone models.causal.CausalLM
-models.causal_stage.NextTokenPretraining models.causal_stage.OwnCausal models.causal_network.Lora
-models.decoding.Beam models.decoding.Greedy models.low_rank_split.LowRankSplit
-models.split_point.Split models.pretraining.MaskedLanguageModelling
-models.transformer.Transformer parallel.gradient_averaging.GradientAveraging
-parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
-parallel.merging.TrimmedMean parallel.one_forward_one_backward.OneForwardOneBackward
+cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
+comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
+comm.compression.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
+comm.memory.ErrorFeedback comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK
+comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
+electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Experiment
+job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
+models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
+models.backbone.SeededBackbone models.causal.CausalLM models.causal_stage.NextTokenPretraining
+models.causal_stage.OwnCausal models.causal_network.Lora models.transformer.Beam
+models.transformer.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
+models.pretraining.MaskedLanguageModelling models.transformer.Transformer
+parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
+parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
+parallel.one_forward_one_backward.OneForwardOneBackward
 parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
