@@ -41,6 +41,7 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
 }
 HYDRA = {
     *("job/config.py", "job/overrides.py", "launch/local.py"),
+    "planner/trial.py",
 }
 MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}
 

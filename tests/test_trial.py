@@ -69,8 +69,7 @@ def toy(tmp_path: Path, *overrides: str, cluster: str = "two_clouds", few: bool 
 
 
 def trial_of(config: Any) -> TrialRun:
-    job: Any = configs.job_from_config(config)
-    return Planner(job, job.plan, configs.built(config, "cluster")).trial(config)
+    return Planner(config).trial
 
 
 @pytest.fixture

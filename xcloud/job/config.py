@@ -129,28 +129,9 @@ def unknown_key(
     return f"unknown setting {where!r}{said} Allowed here: {allowed}"
 
 
-def is_planned(config: DictConfig) -> bool:
-    """Whether its `plan` is another than plan=none. Builds nothing."""
-    target = OmegaConf.select(config, "plan._target_")
-    return target is not None and not str(target).endswith(".nothing")
-
-
-def built(config: DictConfig, key: str) -> Any:
-    """One part of a config that job_from_config has checked, such as its cluster as written."""
-    return instantiate(OmegaConf.select(config, key), _convert_="all")
-
-
 def read_plain(path: Path) -> Any:
     """A YAML file as plain containers. Raises ConfigError."""
     return OmegaConf.to_container(read_data(path))
-
-
-def changed(config: DictConfig, settings: Mapping[str, Any]) -> DictConfig:
-    """A copy with these settings, by dotted name; None where a setting is to be null."""
-    found = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config)))
-    for key, value in settings.items():
-        OmegaConf.update(found, key, value, merge=False)
-    return found
 
 
 def write(config: DictConfig, path: Path) -> None:

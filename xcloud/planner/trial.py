@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import nn
 
 from xcloud import __version__
@@ -269,7 +271,7 @@ class TrialRun:
         }
         if self.blocks:
             settings["model.blocks_per_stage"] = self.blocks[:-1]
-        return configs.changed(self.config, settings)
+        return changed(self.config, settings)
 
     # What was recorded.
 
@@ -354,6 +356,20 @@ class TrialRun:
         nearest = next(iter(crossed.values()), None)
         found = [(crossed.get(kind, nearest), kind[1]) for kind in kinds]
         return found, [kinds.index(key) for key in keys]
+
+
+def written_cluster(config: Any) -> ClusterLayout:
+    """As the settings have it, before a strategy arranges it."""
+    found: ClusterLayout = instantiate(config.cluster, _convert_="all")
+    return found
+
+
+def changed(config: Any, settings: Mapping[str, Any]) -> Any:
+    """A copy of a config with these settings, by dotted name; None where one is to be null."""
+    found = OmegaConf.create(OmegaConf.to_container(config))
+    for key, value in settings.items():
+        OmegaConf.update(found, key, value, merge=False)
+    return found
 
 
 def _stages(ranks: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
