@@ -363,12 +363,12 @@ class Sender(threading.Thread, Recording):
             source_run_id=self.run_id, params={"corpus": corpus[:500]}, model_type="xcloud",
             tags={**run.tags, "corpus": corpus, "run_folder": folder, "mlflow.note.content": note},
         )  # fmt: skip
-        test_set: Any = (f"{corpus}, test"[:500], data.get("digest")) if data else ()
-        metrics = [
-            Metric(*value, model.model_id, *(test_set * (value.key in scores)), run_id=self.run_id)
-            for value in values
-            if value.key in (*scores, *COSTS, "compression_ratio")
-        ]
+        test_set = (f"{corpus}, test"[:500], data.get("digest")) if data else (None, None)
+        metrics = []
+        for value in values:
+            name, digest = test_set if value.key in scores else (None, None)
+            if value.key in (*scores, *COSTS, "compression_ratio"):
+                metrics.append(Metric(*value, model.model_id, name, digest, self.run_id))
         self._client.log_batch(self.run_id, metrics=metrics)
         self._client.finalize_logged_model(model.model_id, "READY")
 
