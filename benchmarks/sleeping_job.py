@@ -92,8 +92,8 @@ class Job(NamedTuple):
 
     def predicted(self) -> Priced:
         config = OmegaConf.create(self.config(1))
-        strategy = configs.built(config, "strategy")
-        arranged = Arranged(strategy, strategy.arrange(configs.built(config, "cluster")))
+        job: Any = configs.job_from_config(config)
+        arranged = Arranged(job.strategy, job.cluster)
         profile = profile_of(self.plan.ends[-1], self.sample_s)
         return Pricer(profile, {self.strategy: arranged}, self.batch).price(self.plan)
 

@@ -14,8 +14,8 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import AveragingCodec, BoundaryCodec, CompressorCosts
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
-from xcloud.plan.recorded import predicted_of
 from xcloud.plan.search import Space, search
+from xcloud.record.timeline import predicted_of
 from xcloud.report.plan_report import Report, print_plans, write_plan
 from xcloud.report.run_table import epochs_text
 

@@ -24,13 +24,13 @@ from xcloud.plan.plans import (
     with_micro_batches,
 )
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.recorded import PLAN_FILE, predicted_of
 from xcloud.plan.search import (
     Space,
     fastest,
     search,
     splits_of,
 )
+from xcloud.record.timeline import PLAN_FILE, predicted_of
 from xcloud.report.plan_report import Report, write_plan, write_plan_picture
 
 

@@ -31,8 +31,8 @@ from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.job.job import Job
 from xcloud.record.files import CheckpointSteps
-from xcloud.record.mlflow_tracker import REPLACED_FILE, TRACKED_FILE
 from xcloud.record.summary import read_summary, write_summary
+from xcloud.record.tracking import REPLACED_FILE, TRACKED_FILE
 
 Settings = Mapping[str, object]
 Overrides = tuple[str, ...]

@@ -7,22 +7,14 @@ import argparse
 import logging
 import re
 import shlex
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from xcloud.base.project import project_root
 from xcloud.base.units import score_text
-from xcloud.record.mlflow_store import (
-    COSTS,
-    Store,
-    prepare_environment,
-    show_first,
-    ui_command,
-    view_of_sweep,
-)
+from xcloud.record.mlflow_store import COSTS, Store, prepare_environment
 from xcloud.record.tracking import Tracker
 from xcloud.report.tables import Page, Picture, Table, write_site
 from xcloud.sweep import table
@@ -31,7 +23,6 @@ from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, ope
 
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
-TIMEOUT_S = 30.0  # of MLflow
 _FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
 
 log = logging.getLogger(__name__)
@@ -90,7 +81,7 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
     written = report(results, folder, f"sweep {folder.name}")
     score = next(iter(results.scores), "bleu")
     all_settings = [run.settings for run in results.runs]
-    for line in prepare(results.sweeps[0], tracker, all_settings, score, written)():
+    for line in page_in_mlflow(results.sweeps[0], tracker, all_settings, score, written):
         print(line, flush=True)
 
 
@@ -164,46 +155,22 @@ def columns_of(settings: Sequence[Settings]) -> list[str]:
     return ["label", *shown[:MOST_PARAMS]]
 
 
-def prepare(
+def page_in_mlflow(
     sweep: str,
     tracker: Tracker,
     settings: Sequence[Settings],
     score: str = "bleu",
     files: Sequence[Path] = (),
-) -> Callable[[], list[str]]:
-    """Start writing a sweep's page in MLflow, which never fails the sweep; call the result to
-    wait for it and get its links.
-
-    files: tables and pictures to log as artifacts.
-    """
-    store = tracker.store
-    if store is None:
-        return list
-    links: list[str] = []
-
-    def write() -> None:
-        try:
-            prepare_environment()
-            client, experiment_id = store.open()
-            view, pages = view_of_sweep(sweep), store.pages(experiment_id)
-            show_first(client, experiment_id, view, (score, *COSTS), columns_of(settings), sweep)
-            lines = [f"MLflow table   {pages.runs(view)}", f"MLflow charts  {pages.charts(view)}"]
-            if files:
-                run_id = store.keep_report(sweep, files)
-                lines.append(f"MLflow report  {pages.artifacts(run_id)}")
-            if store.uri is None:
-                lines.append(f"served by      {ui_command(store.root)} --sweep {sweep}")
-            links.extend(lines)
-        except Exception as error:  # MLflow may be down or refuse; the sweep continues.
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            links.append(f"MLflow: no page could be prepared: {reason}")
-            log.debug("no page for sweep %s", sweep, exc_info=True)
-
-    thread = threading.Thread(target=write, name="sweep page", daemon=True)
-    thread.start()
-
-    def wait() -> list[str]:
-        thread.join(TIMEOUT_S)
-        return list(links) or [f"MLflow: no answer within {TIMEOUT_S:g} s"]
-
-    return wait
+) -> list[str]:
+    """Write a sweep's page in MLflow, which never fails the sweep; returns lines with its links.
+    files: tables and pictures to log as artifacts."""
+    if tracker.store is None:
+        return []
+    try:
+        prepare_environment()
+        metrics, params = (score, *COSTS), columns_of(settings)
+        return list(tracker.store.show_sweep(sweep, metrics, params, files))
+    except Exception as error:  # MLflow may be down or refuse; the sweep continues.
+        log.debug("no page for sweep %s", sweep, exc_info=True)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return [f"MLflow: no page could be prepared: {reason}"]

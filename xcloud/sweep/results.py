@@ -22,9 +22,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.units import LEAKS, LESS_IS_BETTER, shown_scores
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
-from xcloud.record.mlflow_store import Store
+from xcloud.record.mlflow_store import Store, final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.record.tracking import final_metrics
 from xcloud.sweep.points import (
     STATE_FILE,
     UNCOMPRESSED,
