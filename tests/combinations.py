@@ -53,9 +53,8 @@ from xcloud.rank.roles import join
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
-from xcloud.security.defences import GaussianNoise, MaxNorm
+from xcloud.security.defences import CloudPrivacy, GaussianNoise, MaxNorm, SamplePrivacy
 from xcloud.security.policy import Visibility
-from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training

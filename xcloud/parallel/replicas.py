@@ -16,7 +16,7 @@ from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part
 from xcloud.parallel.exchange import RankGroup, Work, digest, local_part
 from xcloud.record.reporter import Reporter
-from xcloud.security.privacy import CloudPrivacy, private_contribution
+from xcloud.security.defences import CloudPrivacy, private_contribution
 
 Shapes = Mapping[str, torch.Size]
 _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged

@@ -18,9 +18,8 @@ from typing import Any, Literal
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
-from xcloud.security.defences import Defence
+from xcloud.security.defences import Defence, Privacy
 from xcloud.security.leak_meter import LeakMeter
-from xcloud.security.privacy import Privacy
 
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
@@ -47,7 +46,7 @@ parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strate
 plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
 record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
 security.defences.MaxNorm security.leak_meter.LeakMeter security.policy.Visibility
-security.privacy.CloudPrivacy security.privacy.SamplePrivacy
+security.defences.CloudPrivacy security.defences.SamplePrivacy
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
 tasks.classification.HubClassification tasks.classification.HubCrossLingual
 tasks.corpus.multilingual.DemoText tasks.corpus.multilingual.FolderText
