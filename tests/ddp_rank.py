@@ -23,7 +23,7 @@ def main(rank: int, store: str) -> None:
     network = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
     target = torch.randn(32, 8) / 32**0.5
     model = DistributedDataParallel(network, bucket_cap_mb=0.01)
-    state = CompressedAveraging(Chain(powersgd=PowerSgd(2), fp16=Cast()))
+    state = CompressedAveraging(model, Chain(powersgd=PowerSgd(2), fp16=Cast()))
     model.register_comm_hook(state, compressed_averaging)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
 

@@ -231,8 +231,6 @@ class AllToAll(Averager):
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links, self._codecs, self._terms = links, codecs, terms
         check_merge(terms.merge, links.num_replicas)
-        for codec in codecs.values():
-            codec.of_replica(links.replica)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 

@@ -20,7 +20,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
-from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
+from xcloud.parallel.hub import HUB, Hub, Member
 from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters, StepBudget
 from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
@@ -300,8 +300,7 @@ class LocalRounds(Exchange):
             return Member(replicas.links, change, merged)
         return Hub(
             replicas.links, change, merged, replicas.guarded(terms, shapes),
-            averaging.late, averaging.leave, averaging.wait_s, values.flat,
-            MergeLog(replicas.reporter, replicas.links),
+            averaging.late, averaging.leave, averaging.wait_s, values.flat, replicas.reporter,
         )  # fmt: skip
 
     def _most_weight(self, num_steps: int) -> float:

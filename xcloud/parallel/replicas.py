@@ -68,7 +68,7 @@ class Replicas:
         identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
             shapes, lambda name, shape: Chain() if name in plain else self.choose(name, shape),
-            identity, feedback, first.dtype, first.device,
+            identity, feedback, first.dtype, first.device, self.links.replica,
         )  # fmt: skip
 
     def averager(

@@ -98,7 +98,7 @@ def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> Ti
             links, TensorCodec(
                 {TIED: parameter.shape},
                 lambda name, shape: Chain() if within else choose(name, shape),
-                seed_from(seed, "tied"), True, parameter.dtype, parameter.device,
+                seed_from(seed, "tied"), True, parameter.dtype, parameter.device, links.replica,
             )
         )  # fmt: skip
         links.open(averager.max_bytes)
