@@ -18,8 +18,7 @@ from xcloud.comm.compression import Chain, Compressor
 from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work
 from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
-from xcloud.parallel.outer_parameters import OuterOptimizer
-from xcloud.parallel.replicas import Replicas
+from xcloud.parallel.replicas import OuterOptimizer, Replicas
 from xcloud.record.reporter import Reporter
 
 ALONE = RankGroup.alone()

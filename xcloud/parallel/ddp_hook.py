@@ -80,12 +80,9 @@ def compressed_averaging(
         return Contribution([tensor for (tensor,) in tensors], 1.0)
 
     def merged(_: torch.futures.Future[list[Tensor]]) -> Tensor:
-        contributions = map(decoded, messages)
+        found, num = map(decoded, messages), state.num_ranks
         # A mean needs one at a time: of many ranks all would not fit.
-        is_mean = state.merge is weighted_mean
-        means = (
-            mean_of(contributions, state.num_ranks) if is_mean else state.merge([*contributions])
-        )
+        means = mean_of(found, num) if state.merge is weighted_mean else state.merge([*found])
         for gradient, tensor in zip(gradients, means, strict=True):
             gradient.copy_(tensor)
         return buffer

@@ -22,8 +22,14 @@ from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member
 from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
-from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters, StepBudget
-from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
+from xcloud.parallel.replicas import (
+    OuterOptimizer,
+    OuterParameters,
+    ReplicaCheck,
+    Replicas,
+    Shapes,
+    StepBudget,
+)
 from xcloud.parallel.strategy import Averaging, Traits
 
 NAME = "strategy.averaging"
@@ -135,16 +141,14 @@ class LocalUpdates(Averaging):
         )
 
     @property
-    def offsets(self) -> list[int]:
-        """At which remainder of step / every each fragment is merged: evenly spread, the last one
-        at 0."""
-        count = self.fragments
-        return [(number + 1) * self.every // count % self.every for number in range(count)]
-
-    @property
     def most_under_way(self) -> int:
         """Fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
+
+    def offset(self, number: int) -> int:
+        """At which remainder of step / every this fragment is merged: evenly spread, the last one
+        at 0."""
+        return (number + 1) * self.every // self.fragments % self.every
 
     def check(self, layout: ClusterLayout) -> None:
         """Some settings need replicas of one cloud each, whose ranks hold all stages."""
@@ -205,7 +209,7 @@ class LocalRounds(Exchange):
     of which nothing own is kept, so that all replicas have the same values.
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
-    replica that was late leaves out the steps up to the one that the hub has reached.
+    replica that was late leaves out the steps up to the hub's.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
@@ -214,14 +218,13 @@ class LocalRounds(Exchange):
         self.budget = StepBudget(
             averaging.every, replicas.group, averaging.most_s, averaging.most_tokens
         )
-        names, num_trained = list(replicas.trained), len(replicas.trained)
-        if 0 < num_trained < averaging.fragments:
+        names, sizes = list(replicas.trained), [p.numel() for p in replicas.trained.values()]
+        if 0 < len(names) < averaging.fragments:
             raise ConfigError(
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
-                f"{num_trained} tensors; set it to at most {num_trained}"
+                f"{len(names)} tensors; set it to at most {len(names)}"
             )
-        sizes = [p.numel() for p in replicas.trained.values()]
-        runs = contiguous(sizes, averaging.fragments) if sizes else []
+        runs = contiguous(sizes, averaging.fragments) if names else []
         self._fragments = [
             self._fragment([names[position] for position in run], number)
             for number, run in enumerate(runs)
@@ -288,7 +291,7 @@ class LocalRounds(Exchange):
                 own, terms, averaging.feedback, "local updates", number,
                 num_fragments=averaging.fragments,
             )  # fmt: skip
-        return _Fragment(values, averager, averaging.offsets[number])
+        return _Fragment(values, averager, averaging.offset(number))
 
     def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
         replicas, averaging = self._replicas, self._settings

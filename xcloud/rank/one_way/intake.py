@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -72,13 +72,12 @@ class Inbox(StatefulParts):
     ) -> None:  # fmt: skip
         self._max_payload_bytes, self._most_waiting = max_payload_bytes, most_waiting
         self._changed = threading.Condition(threading.RLock())
-        self._boxes = [
-            _Box(p, f"producer {cloud!r} (its rank {i})", lives[layout.num_consumers + source])
-            for p, (cloud, sources) in enumerate(
-                zip(layout.producers, layout.sources, strict=True)
-            )
-            for i, source in enumerate(sources)
-        ]
+        self._boxes = []
+        for source, p in enumerate(layout.producer_of):
+            rank = layout.num_consumers + source
+            place = layout.placement(rank)
+            name = f"producer {place.cloud!r} (its rank {place.group_rank})"
+            self._boxes.append(_Box(p, name, lives[rank]))
         self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
 
     # from the links
@@ -108,7 +107,6 @@ class Inbox(StatefulParts):
             self._changed.notify_all()
 
     def set_ready(self, source: int, frame: Frame | None = None) -> None:
-        """frame: in which it says so."""
         with self._changed:
             self._boxes[source].is_ready = True
             self._changed.notify_all()
@@ -141,7 +139,7 @@ class Inbox(StatefulParts):
         return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
 
     def was_ready(self, producer: int) -> bool:
-        """All its ranks have ever said so, or it was refused."""
+        """Ever, or it was refused."""
         return all(box.is_ready for box in self._of[producer])
 
     def end_of(self, producer: int) -> str:
@@ -156,7 +154,7 @@ class Inbox(StatefulParts):
 
     @property
     def due(self) -> list[int]:
-        """Producers of which something that was ordered for this rank has not come, and may."""
+        """Producers of which something that was ordered has not come, and may."""
         owing = sorted({box.producer for box in self._boxes if box.due})
         return [p for p in owing if not self.end_of(p)]
 
@@ -170,15 +168,10 @@ class Inbox(StatefulParts):
         """Producers of which there are batches."""
         return sorted({self._boxes[source].producer for source in self.filled})
 
-    def next_of(self, source: int) -> Arrived | None:
-        """The oldest unused batch of a source, None if there is none."""
-        waiting = self._boxes[source].waiting
-        return waiting.popleft() if waiting else None
-
-    def next_from(self, producer: int) -> Arrived:
-        """The batch with the lowest number of any rank of a producer of which one is here."""
-        heads = [box.waiting for box in self._of[producer] if box.waiting]
-        return min(heads, key=lambda waiting: waiting[0].number).popleft()
+    def next_of(self, sources: Iterable[int]) -> Arrived | None:
+        """The unused batch with the lowest number of any of these; None if there is none."""
+        heads = [self._boxes[source].waiting for source in sources if source in self.filled]
+        return min(heads, key=lambda waiting: waiting[0].number).popleft() if heads else None
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Until something has changed such that `until()` holds, or the time is over."""
@@ -289,7 +282,7 @@ class Intake:
         p, inbox = self.plan.producer_of[source], self.inbox
         while True:
             has_ended = bool(inbox.end_of(p))  # first: what came before the end is still taken
-            if (arrived := inbox.next_of(source)) is not None:
+            if (arrived := inbox.next_of([source])) is not None:
                 return arrived
             if has_ended or self.plan.state[p] is State.SLOW:
                 return None
@@ -301,15 +294,15 @@ class Intake:
     def _await_any(self, step: int) -> Arrived | None:
         """A batch of whoever has one, nearest to the shares; None if nothing more can be expected
         in this step."""
-        inbox = self.inbox
+        inbox, sources = self.inbox, self.job.cluster.sources
         while True:
             due, here = inbox.due, inbox.here
             if (chosen := self.plan.choose(here, self.taken)) is not None:
-                return inbox.next_from(chosen)
+                return inbox.next_of(sources[chosen])
             self._look_for_slow(step)
             if all(self._is_left_out(p) for p in due):
                 # Nobody else will come: shares do not matter any more.
-                return inbox.next_from(here[0]) if here else None
+                return inbox.next_of(sources[here[0]]) if here else None
             inbox.wait(POLL_S, lambda: inbox.here != here)  # noqa: B023
 
     def _await_a_change(self) -> None:
@@ -355,11 +348,10 @@ class Intake:
         """why_gone: of a dead one."""
         others = [self._names[q] for q in self.plan.active if q != p]
         over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
-        if now is State.ACTIVE:
-            what = "is ready" if before is State.ABSENT else "has caught up"
-        elif now is State.SLOW:
+        what = "is ready" if before is State.ABSENT else "has caught up"
+        if now is State.SLOW:
             what = self._silent + over
-        else:
+        elif now is State.DEAD:
             what = f"is gone ({why_gone}){over if self.job.feed.on_dead != 'stop' else ''}"
         self.producer(step, p, now, what)
 
