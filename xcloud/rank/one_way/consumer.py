@@ -318,10 +318,10 @@ class ConsumerRank(OneWayRank):
         feeding = range(layout.num_consumers, layout.num_ranks)
         unheard = self.ends.part_from(feeding, patience_s, self.context.verdict.refused)
         for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
-            if reasons := [unheard[r] for r in layout.ranks_in(cloud) if r in unheard]:
+            if not unheard.isdisjoint(layout.ranks_in(cloud)):
                 self.reporter.note(
                     f"producer {cloud} did not finish, so what it may have trained was not "
-                    f"exported ({self.inbox.end_of(p) or reasons[0]})"
+                    f"exported ({self.inbox.end_of(p) or 'it was silent'})"
                 )
 
     def _evaluate(self, part: Consumer) -> None:
