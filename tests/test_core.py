@@ -48,7 +48,7 @@ join, links."""
 FEATURES = (
     "cluster.one_way_layout", "parallel.activation_cache", "comm.compression_plans",
     "comm.tensor_codec", "contracts.one_way_parts", "electra", "job.needs", "job.one_way",
-    "join.restarts", "parallel.averaging", "parallel.ddp_hook",
+    "join.restarts", "parallel.averaging", "parallel.gradient_averaging",
     "parallel.one_forward_one_backward", "parallel.hub",
     "parallel.local_updates", "parallel.merging", "parallel.one_way",
     "parallel.within_cloud", "parallel.strategy", "rank.gradient_parts", "plan", "planner",

@@ -34,8 +34,7 @@ from xcloud.wire.ends import Ends
 
 @dataclass(frozen=True)
 class LeakObservers(Part):
-    """averaged: of what replicas average; None where nothing is averaged over clouds, or no stage
-    of this rank reads one text."""
+    """averaged: of what replicas average; None where nobody attacks that."""
 
     observer: Observer
     averaged: AveragingWatch | None
@@ -56,8 +55,7 @@ class LeakObservers(Part):
 
 
 class ObservedEnd:
-    """A Sender or a Receiver of messages that the observer takes notes of. end: a SendChannel, its
-    Guard, or a ReceiveChannel."""
+    """A Sender or a Receiver (`end`) of messages that the observer takes notes of."""
 
     def __init__(self, observer: Observer, end: Any) -> None:
         self._observer, self._end = observer, end
@@ -87,17 +85,16 @@ def observed(
 ) -> dict[int, BoundaryPorts]:
     """The same ports, whose messages from and to other clouds the observer takes notes of."""
 
-    def of(side: Mapping[int, Any]) -> Any:
-        return {
-            peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
-            for peer, end in side.items()
-        }
+    def of(peer: int, end: Any) -> Any:
+        return ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
 
-    sides = ("forward_out", "forward_in", "backward_out", "backward_in")
-    return {
-        stage: replace(own, **{side: of(getattr(own, side)) for side in sides})
-        for stage, own in ports.items()
-    }
+    def observed_ports(own: BoundaryPorts) -> BoundaryPorts:
+        sides = ("forward_out", "forward_in", "backward_out", "backward_in")
+        ends_of = ((side, getattr(own, side)) for side in sides)
+        found: dict[str, Any] = {s: {p: of(p, e) for p, e in some.items()} for s, some in ends_of}
+        return replace(own, **found)
+
+    return {stage: observed_ports(own) for stage, own in ports.items()}
 
 
 def leak_observers(
@@ -105,14 +102,13 @@ def leak_observers(
     run_dir: Path,
 ) -> LeakObservers:  # fmt: skip
     """Of a job whose leak meter is on."""
-    meter, layout = job.leak_meter, job.cluster
+    meter, layout, vocabularies = job.leak_meter, job.cluster, data.vocabularies
     assert meter is not None
-    cloud = layout.placement(rank).cloud
-    vocabularies = data.vocabularies
+    place = layout.placement(rank)
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
-        rank, cloud, layout.num_ranks, job.training.max_steps - meter.last_steps + 1,
-        meter.max_rows, token_fields, job.fields_of_cloud(cloud), layout.placement(rank).replica,
+        rank, place.cloud, layout.num_ranks, job.max_steps - meter.last_steps + 1,
+        meter.max_rows, token_fields, job.fields_of_cloud(place.cloud), place.replica,
     )  # fmt: skip
     texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:

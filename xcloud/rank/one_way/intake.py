@@ -60,8 +60,8 @@ class Inbox(StatefulParts):
     """Links fill it from their threads; one thread takes from it. lives: of ranks, note there what
     `wait` waits for. most_waiting: batches of a source, which sends none that was not ordered.
 
-    Its state has the batches that are here, once all that were ordered have come. Who is ready or
-    gone is no part of it: a resumed run is connected anew.
+    Its state has the batches that are here, once all that were ordered have come; a resumed run is
+    connected anew.
     """
 
     own_names = ("batches", "payloads")
@@ -143,8 +143,8 @@ class Inbox(StatefulParts):
         return all(box.is_ready for box in self._of[producer])
 
     def end_of(self, producer: int) -> str:
-        """Why nothing more can come from it; empty while something can. A producer whose ranks
-        average their gradients ends with the first of them."""
+        """Why nothing more can come from it; empty while something can. A producer ends with the
+        first of its ranks."""
         return next((box.ended for box in self._of[producer] if box.ended), "")
 
     def silent_s(self, producer: int) -> float:
@@ -213,8 +213,7 @@ class Inbox(StatefulParts):
 class Intake:
     """Of one rank of the consumer; the first one speaks of the producers, and of sums over all.
     taken: batches by producer, since one last came or went. used, skipped: of this step so far,
-    batches, and by name of the producer how many it did without.
-    """
+    batches, and by name of the producer how many it did without."""
 
     job: OneWayExperiment
     reporter: Reporter
@@ -257,8 +256,7 @@ class Intake:
         return arrived
 
     def await_ordered(self) -> list[int]:
-        """All that was ordered, so that it is in this rank's state. Returns producers that are too
-        slow to wait for."""
+        """All that was ordered. Returns producers that are too slow to wait for."""
         with self.clock.during("wait"):
             while due := self.inbox.due:
                 if slow := [p for p in due if self._is_left_out(p)]:
@@ -292,8 +290,7 @@ class Intake:
             inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
 
     def _await_any(self, step: int) -> Arrived | None:
-        """A batch of whoever has one, nearest to the shares; None if nothing more can be expected
-        in this step."""
+        """A batch of whoever has one, nearest to the shares; None if nothing more will come."""
         inbox, sources = self.inbox, self.job.cluster.sources
         while True:
             due, here = inbox.due, inbox.here
@@ -358,8 +355,7 @@ class Intake:
     def end_step(
         self, step: int, other_bytes: int, sums: Mapping[str, float], is_skipped: bool
     ) -> None:
-        """Report it. sums: over all ranks; of a skipped update they need not be numbers.
-        other_bytes: sent and received so far besides batches."""
+        """sums: over all ranks. other_bytes: sent and received so far besides batches."""
         fed_bytes: Counter[str] = Counter()
         line_s: dict[str, float] = {}
         layout = self.job.cluster
