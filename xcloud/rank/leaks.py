@@ -85,16 +85,17 @@ def observed(
 ) -> dict[int, BoundaryPorts]:
     """The same ports, whose messages from and to other clouds the observer takes notes of."""
 
-    def of(peer: int, end: Any) -> Any:
-        return ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
+    def of(side: Mapping[int, Any]) -> Any:
+        return {
+            peer: ObservedEnd(observer, end) if ends.leaves_cloud(peer) else end
+            for peer, end in side.items()
+        }
 
-    def observed_ports(own: BoundaryPorts) -> BoundaryPorts:
-        sides = ("forward_out", "forward_in", "backward_out", "backward_in")
-        ends_of = ((side, getattr(own, side)) for side in sides)
-        found: dict[str, Any] = {s: {p: of(p, e) for p, e in some.items()} for s, some in ends_of}
-        return replace(own, **found)
-
-    return {stage: observed_ports(own) for stage, own in ports.items()}
+    sides = ("forward_out", "forward_in", "backward_out", "backward_in")
+    return {
+        stage: replace(own, **{side: of(getattr(own, side)) for side in sides})
+        for stage, own in ports.items()
+    }
 
 
 def leak_observers(
