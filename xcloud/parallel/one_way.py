@@ -125,7 +125,7 @@ class Round:
         self.consumed, self.skipped = consumed.view(pairs), skipped.view(pairs)
 
 
-_KEPT = "state", "has_started", "turns", "_used_before", "_num_slots", "_num_skipped", "_num_used"
+_KEPT = "state", "has_started", "_used_before", "_num_slots", "_num_skipped", "_num_used"
 
 
 class ConsumptionPlan(StatefulParts):
@@ -137,7 +137,7 @@ class ConsumptionPlan(StatefulParts):
     the sources of its next batches; surplus: batches that came too late for them, not used yet.
     """
 
-    own_names = ("plan",)
+    own_names = ("plan", "turns", "promised")
 
     def __init__(
         self, layout: OneWayLayout, batches_per_step: int, feed: Feed, num_batches: int = 0
@@ -326,8 +326,9 @@ class ConsumptionPlan(StatefulParts):
         """Between two steps."""
         plan = {name: getattr(self, name) for name in _KEPT}
         plan |= {"counts": self._counts.tolist(), "slots": [[*slots] for slots in self.slots]}
-        plan["promised"] = [(*key, number) for key, number in self.promised.items()]
-        return {"plan": packed(plan)}
+        promised = [(*key, number) for key, number in self.promised.items()]
+        turns = torch.tensor(self.turns, dtype=torch.float64)
+        return {"plan": packed(plan), "turns": turns, "promised": packed(promised)}
 
     def take(self, own: Saved) -> None:
         plan = unpacked(own, "plan")
@@ -337,9 +338,9 @@ class ConsumptionPlan(StatefulParts):
             setattr(self, name, plan[name])
         self.state = [State(number) for number in self.state]
         self._counts[:] = plan["counts"]
-        self.numbers = self.ordered.sum(1)
+        self.numbers, self.turns = self.ordered.sum(1), torch.as_tensor(own["turns"]).tolist()
         self.slots = [deque(slots) for slots in plan["slots"]]
-        self.promised = {(p, number): planned for p, number, planned in plan["promised"]}
+        self.promised = {(p, number): planned for p, number, planned in unpacked(own, "promised")}
 
 
 def packed(value: object) -> Tensor:
