@@ -63,11 +63,11 @@ class _Coded(StatefulParts):
 class TensorCodec(StatefulParts):
     """Encodes this replica's tensors and decodes those of any other with the same settings.
 
-    shapes: every tensor by name, in the order in which they are handed over.
-    choose: the compressor of each; the codec works on copies.
+    shapes: every tensor by name, in the order in which they are handed over. choose: the
+        compressor of each; the codec works on copies.
     identity: random stream of the messages, the same in all replicas. They draw the same
-        positions, so that what one sends of a sum of others is what these have sent; their
-        rounding is independent (replica), so that its errors average out.
+        positions, so that what one sends of a sum of others is what these have sent, and round
+        independently, so that errors average out.
     feedback: add what a message lost to the next one, where that does good (Compressor.feedback).
         Without it, ConfigError for a compressor that needs it.
     """

@@ -39,32 +39,27 @@ _UNDER_WAY = f"{MEMORY}.under_way"
 
 @settings(NAME)
 class LocalUpdates(Averaging):
-    """Settings. Steps are counted alike in all replicas: a merge stands at a step's number.
+    """Steps are counted alike in all replicas: a merge stands at a step's number
+    (docs/local-updates.md).
 
-    every: steps between two merges of the same parameters (H).
-    outer: what is done with the merged change.
-    weigh: replicas count by the samples or tokens that they trained on since the last merge, or
-        all alike.
+    every: steps between two merges of the same parameters (H). outer: what is done with the merged
+        change. weigh: replicas count by what they trained on since the last merge, or all alike.
     fragments: parameters are merged in so many parts, one after the other, every / fragments steps
-        apart (Streaming DiLoCo, arXiv:2501.18512).
-    overlap: steps that a replica trains on while its change is merged (tau there).
-    mix: share of its own values that a replica keeps at a merge (alpha there: 0.5 with overlap; if
-        0 the steps made during the overlap are lost).
+        apart (Streaming DiLoCo, arXiv:2501.18512). overlap: steps that a replica trains on while
+        its change is merged (tau there). mix: share of its own values that a replica keeps at a
+        merge (alpha there).
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
-        since the last merge makes no more steps before the next: so a slow cloud does fewer steps
-        than `every` instead of being waited for, and counts for what it did.
+        since the last merge makes no more steps before the next.
     merge: a Byzantine-robust aggregator (parallel/merging.py); null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
     wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
-    late: what then becomes of it. wait: it counts as one that has left. skip: this merge is
-        without it; its change stays with it and is part of the next one.
-    leave: what a replica that is gone does to the others. fail: the run ends. go_on: they merge
-        without it, and take it in when it comes back; it gets their values then.
-    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
-        On several machines that is up to whoever runs them.
+    late: wait: it then counts as one that has left. skip: this merge is without it; its change is
+        part of the next one.
+    leave: fail: the run ends. go_on: the others merge without it, and take it in when it comes
+        back. restart_s: after which a run on one machine starts a lost cloud again; null = never.
 
-    With skip or go_on the first cloud merges for all (it must stay), each replica is in one cloud,
-    and merges are of all parameters at once.
+    With skip or go_on the first cloud merges for all, each replica is in one cloud, and merges are
+    of all parameters at once.
     """
 
     every: Positive = 50

@@ -163,9 +163,8 @@ class OuterOptimizer:
     velocity = momentum * velocity + gradient
     outer -= learning_rate * (gradient + momentum * velocity   if nesterov, else velocity)
 
-    DiLoCo (arXiv:2311.08105): 0.7, 0.9, Nesterov. Learning rate 1 without momentum replaces the
-    outer parameters by the mean of the replicas: local SGD, and FedAvg (arXiv:1602.05629) where
-    replicas count by their samples.
+    DiLoCo (arXiv:2311.08105): 0.7, 0.9, Nesterov. Learning rate 1 without momentum: local SGD, and
+    FedAvg (arXiv:1602.05629) where replicas count by their samples.
     """
 
     learning_rate: Annotated[float, Field(gt=0)] = 0.7
@@ -174,10 +173,8 @@ class OuterOptimizer:
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
-            raise ConfigError(
-                "strategy.averaging.outer.nesterov needs a momentum; set outer.momentum, or "
-                "outer.nesterov=false"
-            )
+            key = "strategy.averaging.outer"
+            raise ConfigError(f"{key}.nesterov needs a momentum; set it, or {key}.nesterov=false")
 
     @property
     def label(self) -> str:

@@ -81,7 +81,7 @@ class GaussianNoise(Defence):
     Difference: it protects one row of one message; no privacy budget over steps is kept.
 
     unit: "absolute", or "largest": clip is relative to the largest row norm of the message, which
-        suits activations and gradients of any size but gives no formal guarantee.
+        gives no formal guarantee.
     """
 
     clip: PositiveFloat
@@ -161,13 +161,11 @@ class Marvell(Defence):
         p tr(S1) + (1 - p) tr(S0) <= power * g.
     The best S have one variance along m1 - m0 and one orthogonal to it (their theorem), so with
     A1 = u + along_0, A2 = u + across_0, B1 = v + along_1, B2 = v + across_1 the objective is
-        (d-1) (A2/B2 + B2/A2) + (A1 + g) / B1 + (B1 + g) / A1.
-    `noise_shape` minimises it.
+        (d-1) (A2/B2 + B2/A2) + (A1 + g) / B1 + (B1 + g) / A1, which `noise_shape` minimises.
 
-    A sample's gradient is the vector of all its rows, padded to the longest of the message; noise
-    for padding rows is not sent. m, u, v, p are estimated from the message.
-    Differences: a message is a micro-batch; if it has only one class, the difference to the other
-    is unknown, and isotropic noise of power * mean |gradient|^2 is used.
+    A sample's gradient is the vector of all its rows, padded to the longest of the message. m, u,
+    v, p are estimated from the message. Differences: a message is a micro-batch; if it has only
+    one class, isotropic noise of power * mean |gradient|^2 is used.
 
     power: s of the paper; 0.25 .. 25 there. Needs labels 0 and 1 in the sender's cloud.
     """
@@ -304,10 +302,9 @@ class CloudPrivacy(_Noised):
     """DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud: what a replica gives to
     a merge, gradient or weight change, is clipped as a whole and noised before it is sent.
 
-    Hides whether a cloud took part with all its data. The noise is as long as clip * noise *
-    sqrt(number of values), so it takes many clouds, or few values (LoRA), to learn despite it.
-    Difference: each part of a message's values that is sent apart (fragments, shares of ranks) is
-    clipped by itself, to clip / sqrt(parts).
+    Hides whether a cloud took part with all its data. It takes many clouds, or few values (LoRA),
+    to learn despite it. Difference: each part of a message that is sent apart (fragments, shares
+    of ranks) is clipped by itself, to clip / sqrt(parts).
     """
 
     unit = "cloud"
