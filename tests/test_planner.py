@@ -275,7 +275,7 @@ def test_a_profile_survives_its_file_and_a_wrong_one_is_named(tmp_path: Path) ->
         ({"version": 1}, "profile.version must be 2, got 1"),
         ({"lines": {"*": {"latency": 1}}}, r"profile.lines.\*"),
         ({"fetch_s": "fast"}, "profile.fetch_s must be"),
-        ({"speed": 1}, "no key 'speed'"),
+        ({"speed": 1}, "unknown setting 'profile.speed'"),
         ({"fetch_s": [[2, 1], [1, 1]]}, "more and more samples"),
     ):
         with pytest.raises(ConfigError, match=said):
