@@ -22,9 +22,8 @@ from xcloud.record.tracking import MlflowTracker, NullTracker
 from xcloud.report.figures import canvas
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
-from xcloud.sweep.report import columns_of, page_in_mlflow
-from xcloud.sweep.results import Result, Results, from_folder, open_sweep
-from xcloud.sweep.table import print_sweep, spread_text, write_csv
+from xcloud.sweep.report import columns_of, page_in_mlflow, print_sweep, write_csv
+from xcloud.sweep.results import Result, Results, from_folder, open_sweep, spread_text
 
 RUNS = [  # overrides, BLEU, step time, ratio
     ("compression=none seed=1", 40.0, 1.0, 0.99),
