@@ -47,10 +47,8 @@ def exit_codes() -> Iterator[None]:
 def main(config: DictConfig) -> None:
     global composed
     composed = True
-    from xcloud.job.config import is_planned
     from xcloud.job.overrides import compose_follow_up
     from xcloud.launch.local import run
-    from xcloud.planner.planning import planned
     from xcloud.survive.resume import check_can_go_on
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -59,7 +57,11 @@ def main(config: DictConfig) -> None:
         run(config, run_dir, resumes=check_can_go_on, more_follows=True)
         return
     with exit_codes():
-        chosen = planned(config, run_dir) if is_planned(config) else config
+        chosen: DictConfig | None = config
+        if not str(config.plan._target_).endswith(".nothing"):
+            from xcloud.planner.planning import planned
+
+            chosen = planned(config, run_dir)
         if chosen is None:  # it was only to be shown
             return
         following = compose_follow_up(chosen, CONF, run_dir)

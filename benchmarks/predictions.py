@@ -50,14 +50,13 @@ from benchmarks.machine import ran_on
 from tests import warm_ranks
 from tests.configs import composed
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.job import config as configs
 from xcloud.launch import processes as launch
 from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Profile, from_table
-from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import Arranged, Plan, Priced
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
@@ -164,13 +163,11 @@ class Bench:
                 "blocks_per_stage": None,
             }  # fmt: skip
         self.config.plan.strategies.local_updates.averaging.every = EVERY
-        job = configs.job_from_config(self.config)
-        assert job.plan is not None
-        self.planner = Planner(job, job.plan, configs.built(self.config, "cluster"))  # type: ignore[arg-type]
+        self.planner = Planner(self.config)
         self.cluster, self.strategies = self.planner.cluster, self.planner.arranged
         self.sleeps = sleeps
         before_s = self.reference_now_s()
-        self.profile = self.planner.trial(self.config).measured()
+        self.profile = self.planner.trial.measured()
         self.reference_s = (before_s + self.reference_now_s()) / 2
 
     def reference_now_s(self) -> float:

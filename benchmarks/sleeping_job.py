@@ -26,8 +26,8 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
 )
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.planner.trial import table_of
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges
@@ -92,8 +92,8 @@ class Job(NamedTuple):
 
     def predicted(self) -> Priced:
         config = OmegaConf.create(self.config(1))
-        strategy = configs.built(config, "strategy")
-        arranged = Arranged(strategy, strategy.arrange(configs.built(config, "cluster")))
+        job: Any = configs.job_from_config(config)
+        arranged = Arranged(job.strategy, job.cluster)
         profile = profile_of(self.plan.ends[-1], self.sample_s)
         return Pricer(profile, {self.strategy: arranged}, self.batch).price(self.plan)
 

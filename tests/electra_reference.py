@@ -13,8 +13,8 @@ from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.parts import DiscriminatorRank, DiscriminatorSettings, Generator, GeneratorRank
 from xcloud.models.backbone import SeededBackbone
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText
+from xcloud.tasks.text_sources import DemoText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.training.settings import Optimizer
 

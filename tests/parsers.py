@@ -58,6 +58,7 @@ from xcloud.parallel.control import (
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_way import Order
+from xcloud.rank.autopilot import like
 from xcloud.rank.one_way.intake import Inbox
 from xcloud.rank.one_way.producer import OrderBook
 from xcloud.record.checkpoints import CheckpointFolder
@@ -202,16 +203,17 @@ def batches() -> Parser:
 
 def norms() -> Parser:
     honest = [(whole(1.0, 2.0, dtype=torch.float64),)]
-    honest.append((*honest[0], torch.zeros(6, dtype=torch.float64)))
-    measured = torch.zeros(6, dtype=torch.float64)
-    return Parser(
-        honest, lambda parts: check_norms(parts, 2, measured if len(parts) > 1 else None, 1)
-    )
+    return Parser(honest, lambda parts: check_norms(parts, 2, 1))
+
+
+def measures() -> Parser:
+    mine = torch.zeros(3, 4, dtype=torch.float64)
+    return Parser([(mine + 1,)], lambda parts: like(mine, parts, 1))
 
 
 def answers() -> Parser:
     total = whole(1.0, dtype=torch.float64)
-    honest = [(total,), (total, whole(1, 3, dtype=torch.uint8))]
+    honest = [(total,), (total, whole(1, dtype=torch.uint8))]
     return Parser(honest, lambda parts: reply_of(parts, 0))
 
 
@@ -329,8 +331,8 @@ def checkpoint_headers(folder: Path) -> Parser:
 PARSERS: dict[str, Callable[..., Parser]] = {
     maker.__name__: maker
     for maker in (
-        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, answers, codes, ages,
-        facts, tables, verdicts, contributions, hub, member, reports, checkpoint_headers,
+        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
+        ages, facts, tables, verdicts, contributions, hub, member, reports, checkpoint_headers,
     )
 }  # fmt: skip
 PARSERS |= {

@@ -31,9 +31,8 @@ from xcloud.comm.boundary import BoundaryField
 from xcloud.contracts.model import SplitModel
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
-from xcloud.models.decoding import Beam, Greedy, Search
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.models.transformer import TargetStage
+from xcloud.models.transformer import Beam, Greedy, Search, TargetStage
 
 QUICK = MaskedLanguageModelling(steps=2, batch_tokens=64, warmup_steps=1)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.channels import stored
 from tests.plan_pieces import BOTH_WAYS, WAYS
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import line_bytes
+from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, most_kept
@@ -23,7 +23,7 @@ TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
 
 
 def measured(bits_per_s: float, num_bytes: float = 1e6, step_s: float = 10.0) -> Measured:
-    lines = {("a", "b"): bits_per_s, ("b", "a"): bits_per_s}
+    lines = dict.fromkeys([("a", "b"), ("b", "a")], LinkProfile(min(bits_per_s, 1e15)))
     return Measured(step_s, [0.3, 0.3], dict.fromkeys(BOTH_WAYS, num_bytes), lines)
 
 

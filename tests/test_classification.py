@@ -16,11 +16,13 @@ from xcloud.contracts.task import Task, TaskData
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,
+    DemoClassification,
+    DemoCrossLingual,
     FolderClassification,
     FolderCrossLingual,
 )
-from xcloud.tasks.demo import DemoClassification, DemoCrossLingual
 from xcloud.tasks.labels import GLUE
+from xcloud.tasks.text_task import PairTable
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -140,7 +142,8 @@ def test_a_trained_model_can_be_used_later(task: Classification, tmp_path: Path)
     assert labels == {"kind": "classes", "classes": ["entailment", "not_entailment"]}
     tokenizer = Tokenizer.load(tmp_path / "text_tokenizer.json")
     texts = task.read(frozenset({"text"})).splits["dev"].texts
-    table = task.table(tokenizer, {name: column[:3] for name, column in texts.items()})
+    sides = [texts[name][:3] for name in ("first", "second")]
+    table = PairTable.encoded(tokenizer, sides, task.max_length)
     batch = whole.batch("dev", torch.arange(3))
     for found, trained in ((table.tokens, "text"), (table.types(), "types")):
         assert torch.equal(found.padded(torch.arange(3)), batch[trained])
@@ -253,7 +256,10 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
     only = DemoCrossLingual(train_language="es", languages=["en"], num_test=5,
                                    num_train=5, num_dev=1)  # fmt: skip
     assert only.load(LABEL, 1).num_samples("test") == 5
-    for settings, said_ in [({"languages": ["de"]}, "en, es"), ({"name": "pawsx"}, "xnli only")]:
+    for settings, said_ in [
+        ({"languages": ["de"]}, "en, es"),
+        ({"name": "pawsx"}, "one of xnli in"),
+    ]:
         with pytest.raises(ConfigError, match=said_):
             DemoCrossLingual(**settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"task\.name must be one of xnli, pawsx"):
@@ -283,7 +289,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], said: str) -> Non
 def test_wrong_fields_and_demo_names_are_refused(task: Classification) -> None:
     with pytest.raises(ConfigError, match="text, types, label"):
         task.load(frozenset({"source"}), 1)
-    with pytest.raises(ConfigError, match=r"the demo has sst2 and qnli only; for mrpc"):
+    with pytest.raises(ConfigError, match=r"must be one of sst2, qnli in this profile; got mrpc"):
         DemoClassification(name="mrpc")
 
 

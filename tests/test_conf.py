@@ -90,7 +90,7 @@ def test_every_glue_task_builds_by_its_name(name: str) -> None:
     ("task", "settings", "said"),
     [
         ("glue", {"name": "sst3"}, "task.name must be one of sst2"),
-        ("glue", {"name": "mrpc"}, "the demo has sst2 and qnli only"),
+        ("glue", {"name": "mrpc"}, "must be one of sst2, qnli in this profile"),
         ("glue", {"max_train_pairs": 3}, "unknown setting 'task.max_train_pairs'"),
         ("squad", {"stride": 0}, "task.stride must be"),
         ("xnli", {"languages": ["de"]}, "one of en, es, got 'de'"),

@@ -8,13 +8,9 @@ from itertools import pairwise
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.tasks.classification import Classification
-from xcloud.tasks.demo import (
-    DemoClassification,
-    DemoCrossLingual,
-    DemoQuestionAnswering,
-    DemoTranslation,
-)
+from xcloud.tasks.classification import Classification, DemoClassification, DemoCrossLingual
+from xcloud.tasks.question_answering import DemoQuestionAnswering
+from xcloud.tasks.translation import DemoTranslation
 
 BOTH = frozenset({"source", "target"})
 ALL = frozenset({"text", "label"})
@@ -46,7 +42,7 @@ def test_labels_do_not_follow_the_sample_number() -> None:
 
 
 def test_answers_stand_in_their_stories_once_asked() -> None:
-    splits = DemoQuestionAnswering(num_train=31, num_dev=3, num_test=3).read().splits
+    splits = DemoQuestionAnswering(num_train=31, num_dev=3, num_test=3).read(ALL).splits
     for rows in splits.values():
         stories = list(zip(rows.texts["group"], rows.texts["question"], strict=True))
         assert len(set(stories)) == rows.num_rows == 3 * len(set(rows.texts["group"]))

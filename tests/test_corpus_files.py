@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.corpus.rows import Corpus, Rows, chosen_rows
+from xcloud.tasks.rows import Corpus, Rows, chosen_rows
 from xcloud.tasks.translation import FolderTranslation, learnable
 
 SOURCE, BOTH = frozenset({"source"}), frozenset({"source", "target"})

@@ -10,7 +10,7 @@ import pytest
 
 from xcloud import hub as hub_access
 from xcloud.base.errors import DataError
-from xcloud.tasks.corpus.rows import Corpus
+from xcloud.tasks.rows import Corpus
 from xcloud.tasks.translation import HubTranslation
 
 datasets = pytest.importorskip("datasets")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.corpus.rows import Corpus
-from xcloud.tasks.translation import Wit3Translation
+from xcloud.tasks.rows import Corpus
+from xcloud.tasks.wit3 import Wit3Translation
 
 BOTH = frozenset({"source", "target"})
 HEAD = "<url>http://www.ted.com/talks/{n}</url>\n<keywords>talks, science</keywords>\n"

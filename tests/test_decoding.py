@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import TokenIds
-from xcloud.models.decoding import Beam, Greedy, Search
+from xcloud.models.transformer import Beam, Greedy, Search
 
 PAD, BOS, EOS, MASK, A, B, C = range(7)
 IDS = TokenIds(size=7, pad=PAD, bos=BOS, eos=EOS, mask=MASK)

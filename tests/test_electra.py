@@ -18,8 +18,8 @@ from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBac
 from xcloud.models.encoder import Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.tasks.corpus.multilingual import DemoText, FolderText
 from xcloud.tasks.multilingual_text import MultilingualText
+from xcloud.tasks.text_sources import DemoText, FolderText
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, TrainedTokenizer
 from xcloud.training.settings import Optimizer
 

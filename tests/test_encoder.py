@@ -83,13 +83,13 @@ def test_step_by_step_equals_the_whole_causal_text() -> None:
     ids = torch.randint(4, IDS.size, (3, 7))
     packing = Packing(torch.full((3,), 7))
     whole = packing.unpack(network(packing.pack(ids), packing, causal=True))
-    caches = [Cache() for _ in range(CONFIG.num_layers)]
+    caches = [Cache(decodes=True) for _ in range(CONFIG.num_layers)]
     assert network.embeddings is not None
     for position in range(7):
         new = Packing(torch.ones(3, dtype=torch.int64), torch.full((3,), position))
         rows = network.embeddings(ids[:, position], new)
         for index, cache in enumerate(caches):
-            rows = network.layer(index)(rows, new, True, cache)
+            rows = network.layer(index)(rows, new, cache)
         torch.testing.assert_close(rows, whole[:, position])
 
 

@@ -20,12 +20,12 @@ from xcloud.tasks.classification import (
     HubClassification,
     HubCrossLingual,
 )
-from xcloud.tasks.corpus.rows import Corpus, Rows, interleaved
 from xcloud.tasks.question_answering import (
     FolderQuestionAnswering,
     HubQuestionAnswering,
     QuestionAnswering,
 )
+from xcloud.tasks.rows import Corpus, Rows, interleaved
 
 ALL, TEXT, LABEL = frozenset({"text", "label"}), frozenset({"text"}), frozenset({"label"})
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -252,7 +252,7 @@ def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
         for name in ("train", "validation", "test")
     }
     loaded["test"] = loaded["test"].remove_columns("label")
-    monkeypatch.setattr("xcloud.tasks.corpus.hub.load_hub", lambda *arguments: loaded)
+    monkeypatch.setattr("xcloud.tasks.sources.load_hub", lambda *arguments: loaded)
     corpus = HubClassification(path="owner/name").read(ALL)
     assert cells(corpus, "test", "first") == ["validation"] * 100
     with pytest.raises(DataError, match=r"cannot be scored; choose another task\.test"):
@@ -309,5 +309,5 @@ def test_real_corpora_are_read(
     request: pytest.FixtureRequest,
 ) -> None:
     made = task(path=str(SHARED / request.node.callspec.id))
-    corpus = made.read() if isinstance(made, QuestionAnswering) else made.read(LABEL)
+    corpus = made.read(LABEL)
     assert tuple(corpus.splits[s].num_rows for s in ("train", "dev", "test")) == rows

@@ -12,14 +12,17 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
-from xcloud.tasks.demo import DemoLanguageModelling
 from xcloud.tasks.language_modelling import (
     CausalTokenizer,
+    DemoLanguageModelling,
+    Document,
     FolderLanguageModelling,
     LanguageData,
+    columns_of,
+    pack,
+    pieces_of,
 )
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.tables import Document, columns_of, pack, pieces_of
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
 
 ALL = frozenset({"text", "types", "label"})
@@ -169,7 +172,7 @@ def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: 
 def test_what_a_document_is_can_be_said(tmp_path: Path, document: str, count: int) -> None:
     for split in ("train", "dev", "test"):
         written(tmp_path, f"{split}.txt", "One line.", "Another.", "", "", "Second text.")
-    rows = FolderLanguageModelling(path=str(tmp_path), document=document).read().splits["train"]  # type: ignore[arg-type]
+    rows = FolderLanguageModelling(path=str(tmp_path), document=document).read(ALL).splits["train"]  # type: ignore[arg-type]
     assert rows.num_rows == count
 
 
@@ -231,7 +234,7 @@ def test_the_demo_splits_share_no_text() -> None:
     task = DemoLanguageModelling(
         num_train=30, num_dev=10, num_test=10, tokenizer=TrainedTokenizer(400)
     )
-    texts = [text for rows in task.read().splits.values() for text in rows.texts["text"]]
+    texts = [text for rows in task.read(ALL).splits.values() for text in rows.texts["text"]]
     assert len(set(texts)) == len(texts) == 50
     data = task.load(ALL, 0)
     assert data.weight(torch.arange(data.num_samples("train"))) > 500

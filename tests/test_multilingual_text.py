@@ -15,9 +15,9 @@ from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.parts import Generator
 from xcloud.models.backbone import PretrainedBackbone, export_bert
 from xcloud.models.encoder import Encoder, EncoderConfig
-from xcloud.tasks.corpus.multilingual import DemoText, FolderText, HubText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
-from xcloud.tasks.tables import TokenTable
+from xcloud.tasks.text_sources import DemoText, FolderText, HubText
+from xcloud.tasks.text_task import TokenTable
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, Tokenizer, TrainedTokenizer
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"

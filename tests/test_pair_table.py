@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from xcloud.contracts.model import TokenIds
-from xcloud.tasks.tables import PairTable
+from xcloud.tasks.text_task import PairTable
 
 IDS = TokenIds(100, pad=0, bos=1, eos=2, mask=3)
 

@@ -33,8 +33,8 @@ from xcloud.plan.costs import (
 from xcloud.plan.engine import NEVER, Program, run
 from xcloud.plan.formulas import Exchange, exchange_of
 from xcloud.plan.prediction import Simulator
-from xcloud.plan.recorded import read_predicted, write_predicted
 from xcloud.plan.settings import Planning
+from xcloud.record.timeline import read_predicted, write_predicted
 
 
 def plainly(

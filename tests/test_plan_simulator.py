@@ -275,7 +275,7 @@ def test_a_real_network_has_no_numbers() -> None:
 
 def test_the_simulator_needs_no_torch() -> None:
     code = (
-        "import sys, xcloud.plan.prediction, xcloud.plan.recorded, "
+        "import sys, xcloud.plan.prediction, xcloud.record.timeline, "
         "xcloud.plan.measured; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

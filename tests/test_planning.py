@@ -23,12 +23,12 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import Action, GPipe, Schedule
 from xcloud.plan import codec_timer
 from xcloud.plan.costs import Direction, Profile, read_profile, write_profile
-from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.recorded import PLAN_FILE, read_predicted
+from xcloud.plan.settings import Plan
 from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary
+from xcloud.record.timeline import PLAN_FILE, read_predicted
 
 
 @pytest.fixture(autouse=True)
@@ -153,13 +153,13 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
 
 
 def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> None:
-    config = toy(tmp_path, "plan=show", "cluster.clouds.cloud_b.num_ranks=2")
-    allowed, config.cluster.clouds.cloud_b.shard = configs.job_from_config(config), True
-    forbidden = configs.job_from_config(config)
+    allowed = toy(tmp_path, "plan=show", "cluster.clouds.cloud_b.num_ranks=2")
+    forbidden = allowed.copy()
+    forbidden.cluster.clouds.cloud_b.shard = True
 
-    kinds = [type(s) for s in Planner(allowed, allowed.plan, allowed.cluster).schedules]
+    kinds = [type(s) for s in Planner(allowed).schedules]
     assert kinds == [GPipe, OneForwardOneBackward, ZeroBubble]
-    found = Planner(forbidden, forbidden.plan, forbidden.cluster)
+    found = Planner(forbidden)
     assert [type(s) for s in found.schedules] == kinds[:2]
     assert "puts off" in found.not_planned["schedule=zero_bubble"]
 
@@ -212,7 +212,7 @@ def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_
 def test_without_a_plan_the_config_stays() -> None:
     config = composed("+exp=abnet_iwslt")
 
-    assert not configs.is_planned(config) and configs.is_planned(composed("plan=show"))
+    assert config.plan._target_.endswith(".nothing"), "by which run.py asks no planner"
     assert "plan" not in configs.plain_settings(config)  # as in runs of earlier releases
 
 
@@ -248,8 +248,7 @@ def test_a_schedule_of_ones_own_is_planned(tmp_path: Path, tried: list[Any]) -> 
     assert tried[0].schedules[0] == GPipe(2)
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
     assert table["num_plans"] == 2, "GPipe, and the one that conf does not know"
-    planner = Planner(*planned_job(config))
-    pricer = Pricer(read_profile(kept(tmp_path)), planner.arranged, 8)
+    pricer = Pricer(read_profile(kept(tmp_path)), Planner(config).arranged, 8)
     steps = {s: pricer.step_s(Plan("pipeline", (1, 2), s, "none")) for s in (GPipe(2), InPairs(2))}
     best = min(steps.values())
     assert steps[chosen.schedule] == pytest.approx(best, rel=1e-9)
@@ -261,11 +260,6 @@ def test_a_schedule_of_ones_own_is_planned(tmp_path: Path, tried: list[Any]) -> 
     assert tried[1].schedules[0] == InPairs(4)
     table = json.loads((tmp_path / "again" / PLAN_FILE).read_text())
     assert table["own"]["schedule"] == "in pairs"
-
-
-def planned_job(config: Any) -> tuple[Any, Any, Any]:
-    job: Any = configs.job_from_config(config)
-    return job, job.plan, configs.built(config, "cluster")
 
 
 def kept(tmp_path: Path) -> Path:

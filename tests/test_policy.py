@@ -20,6 +20,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.job import config as configs
 from xcloud.job.overrides import compose_follow_up, with_overrides
+from xcloud.planner.trial import changed as changed_config
 from xcloud.security.policy import Policy
 from xcloud.watch.following import monitor_of
 
@@ -51,7 +52,7 @@ def written(folder: Path, config: DictConfig | None = None, **changed: object) -
     config = composed("+exp=abnet_iwslt") if config is None else config
     settings = {key.replace("__", "."): value for key, value in changed.items()}
     file = folder / "experiment.yaml"
-    configs.write(configs.changed(config, settings), file)
+    configs.write(changed_config(config, settings), file)
     return file
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.tasks.text_task import PublicText
+from xcloud.tasks.text_sources import PublicText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 
 TOKENIZER = TrainedTokenizer(400, "bpe")

@@ -15,15 +15,15 @@ from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import Head
 from xcloud.contracts.task import Task, TaskData
-from xcloud.tasks.corpus.rows import Rows
-from xcloud.tasks.demo import DemoQuestionAnswering
 from xcloud.tasks.question_answering import (
+    DemoQuestionAnswering,
     FolderQuestionAnswering,
     HubQuestionAnswering,
     QuestionAnsweringData,
     Windows,
     window_starts,
 )
+from xcloud.tasks.rows import Rows
 from xcloud.tasks.scores import bootstrap_error
 
 ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()
@@ -171,7 +171,7 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
     ]
     for name in ("train", "dev", "test"):
         write(tmp_path / f"{name}.jsonl.gz", rows)
-    read = FolderQuestionAnswering(path=str(tmp_path)).read().splits["train"].texts["answers"]
+    read = FolderQuestionAnswering(path=str(tmp_path)).read(ALL).splits["train"].texts["answers"]
     assert [answers[0][1] for answers in read] == [12, 0, 9, 2]
 
 
@@ -224,14 +224,14 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
             for i in range(num)
         ]  # fmt: skip
         write(tmp_path / f"{name}.jsonl", rows)
-    reading = HubQuestionAnswering(path=str(tmp_path)).read()
+    reading = HubQuestionAnswering(path=str(tmp_path)).read(ALL)
     assert [reading.splits[s].num_rows for s in ("train", "dev", "test")] == [58, 2, 4]
     assert reading.splits["test"].texts["context"][2:] == ["c 1 here"] * 2
     unanswerable = {"text": [], "answer_start": []}
     write(tmp_path / "train.jsonl", [{"id": "1", "context": "c", "question": "why?",
                                       "answers": unanswerable}] * 9)  # fmt: skip
     with pytest.raises(DataError, match=r"^[^(]*: the question 'why\?' has no answer; SQuAD 2\.0"):
-        HubQuestionAnswering(path=str(tmp_path)).read()
+        HubQuestionAnswering(path=str(tmp_path)).read(ALL)
 
 
 @pytest.mark.parametrize(

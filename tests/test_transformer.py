@@ -27,8 +27,7 @@ from tests.translation_models import (
 )
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import SplitModel
-from xcloud.models.decoding import Beam
-from xcloud.models.transformer import Transformer, sinusoids
+from xcloud.models.transformer import Beam, Transformer, sinusoids
 
 MODEL = Transformer(
     hidden=16,

@@ -15,19 +15,19 @@ from sacrebleu.metrics.chrf import CHRF
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
 from xcloud.contracts.task import SPLITS, Task, TaskData
-from xcloud.tasks.corpus.rows import Corpus
-from xcloud.tasks.demo import DemoTranslation
-from xcloud.tasks.tables import PairTable, TokenTable
+from xcloud.tasks.rows import Corpus
+from xcloud.tasks.text_task import PairTable, TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (
+    DemoTranslation,
     FolderTranslation,
     HubTranslation,
     Translation,
     TranslationData,
     TranslationText,
-    Wit3Translation,
     learnable,
 )
+from xcloud.tasks.wit3 import Wit3Translation
 
 SOURCE, TARGET = frozenset({"source"}), frozenset({"target"})
 BOTH = SOURCE | TARGET

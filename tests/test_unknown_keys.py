@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"optional and not set yet: write \+cluster\.clouds"):
         with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
     config = with_overrides(tmp_path / "experiment.yaml", [f"+{slower}"], CONF)
-    assert configs.built(config, "cluster").clouds["cloud_b"].slowdown == 2.0
+    assert configs.job_from_config(config).cluster.clouds["cloud_b"].slowdown == 2.0
 
 
 @pytest.mark.parametrize(

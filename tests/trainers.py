@@ -57,7 +57,10 @@ class Rank:
         return self.trainer.pipeline.rank
 
     def update(self, step: int) -> StepReport:
-        return self.trainer.update(step, Parts(self.parts))
+        parts = Parts(self.parts)
+        report = self.trainer.update(step, parts)
+        parts.after_update(step, report)
+        return report
 
     def part(self, kind: type[Any]) -> Any:
         return next(part for part in self.parts if isinstance(part, kind))

@@ -24,8 +24,8 @@ from xcloud.electra.parts import (
 )
 from xcloud.models.encoder import Encoder
 from xcloud.models.stages import seed_of, seeded
-from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
+from xcloud.tasks.text_sources import DemoText
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
 MAX_VOCABULARY = 2**20  # bounds the message size before the tokenizer is known

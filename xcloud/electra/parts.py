@@ -42,9 +42,9 @@ from xcloud.models.backbone import (
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
-from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
+from xcloud.tasks.text_sources import TextSource
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for

@@ -5,7 +5,6 @@ Hydra and OmegaConf end here: workers, tests and notebooks see only the job.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import io
 import os
@@ -21,6 +20,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
+from xcloud.base.wording import unknown_key
 from xcloud.job.job import Job
 from xcloud.security.policy import POLICY_FILE, Policy
 
@@ -111,46 +111,9 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
-def meant(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else "."
-
-
-def unknown_key(
-    path: str, name: str, known: Sequence[str], optional: Sequence[str] = (), elsewhere: str = ""
-) -> str:
-    """The line that names the nearest of those that are known, and all of them. elsewhere: a
-    setting of another part that may be meant if none of these is."""
-    where = f"{path}.{name}" if path else name
-    allowed = ", ".join([*known, *(f"+{one}" for one in optional)])
-    said = meant(name, [*known, *optional])
-    if elsewhere and said == ".":
-        said = f"; did you mean {elsewhere!r}?"
-    return f"unknown setting {where!r}{said} Allowed here: {allowed}"
-
-
-def is_planned(config: DictConfig) -> bool:
-    """Whether its `plan` is another than plan=none. Builds nothing."""
-    target = OmegaConf.select(config, "plan._target_")
-    return target is not None and not str(target).endswith(".nothing")
-
-
-def built(config: DictConfig, key: str) -> Any:
-    """One part of a config that job_from_config has checked, such as its cluster as written."""
-    return instantiate(OmegaConf.select(config, key), _convert_="all")
-
-
 def read_plain(path: Path) -> Any:
     """A YAML file as plain containers. Raises ConfigError."""
     return OmegaConf.to_container(read_data(path))
-
-
-def changed(config: DictConfig, settings: Mapping[str, Any]) -> DictConfig:
-    """A copy with these settings, by dotted name; None where a setting is to be null."""
-    found = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config)))
-    for key, value in settings.items():
-        OmegaConf.update(found, key, value, merge=False)
-    return found
 
 
 def write(config: DictConfig, path: Path) -> None:

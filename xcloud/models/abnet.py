@@ -1,5 +1,5 @@
-"""AB-Net: two frozen BERT-type networks turned into a translator by trained adapters.
-No search (decoding.py), no backbone loading (backbone.py).
+"""AB-Net: two frozen BERT-type networks turned into a translator by trained adapters. Where their
+weights come from: backbone.py.
 
 Source: Guo et al., arXiv:2010.06138; split over clouds as in Pan et al., ZTE Technology Journal
 2023(4), section 2.2.1. This is the autoregressive variant: the target BERT under a causal mask.
@@ -21,11 +21,11 @@ from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.encoder import (
+    Cache,
     CrossAttention,
     Encoder,
     EncoderConfig,
     EncoderLayer,
-    LayerCache,
     Packing,
     check_heads,
 )
@@ -52,10 +52,10 @@ class Adapter(nn.Module):
         nn.init.normal_(self.up.weight, std=1e-3)
         nn.init.zeros_(self.up.bias)
 
-    def forward(self, rows: Tensor, packing: Packing, cache: LayerCache | None) -> Tensor:
+    def forward(self, rows: Tensor, packing: Packing, cache: Cache | None) -> Tensor:
         if cache is None:
             return rows + self._feed(self.norm(rows))
-        attended = self.cross(rows, packing, cache.source)
+        attended = self.cross(rows, packing, cache)
         rows = self.cross_norm(rows + self.dropout(attended))
         rows = self.norm(rows + self._feed(rows))
         return rows
@@ -66,20 +66,16 @@ class Adapter(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """A frozen encoder layer followed by its adapter; in the decoder under a causal mask."""
+    """A frozen encoder layer followed by its adapter."""
 
     def __init__(self, layer: EncoderLayer, adapter: Adapter) -> None:
         super().__init__()
         self.frozen = layer
         self.adapter = adapter
 
-    def forward(
-        self, rows_RH: Tensor, packing: Packing, cache: LayerCache | None = None
-    ) -> Tensor:
-        past = cache.past if cache else None
-        rows = self.frozen(rows_RH, packing, cache is not None, past)
-        adapted: Tensor = self.adapter(rows, packing, cache)
-        return adapted
+    def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        rows: Tensor = self.adapter(self.frozen(rows_RH, packing, cache), packing, cache)
+        return rows
 
 
 class AdaptedHead(nn.Module):
@@ -160,8 +156,7 @@ class AbNet(EncoderDecoder):
         with seeded(context.seed, side):
             frozen = Encoder(config, parts, embeddings=is_last or 0 in parts, head=is_last)
         if weights.tensors is not None:
-            own_head = {} if weights.have_head else frozen.state_dict()
-            frozen.load_part({**own_head, **weights.tensors})
+            frozen.load_part(weights.tensors)
         frozen.requires_grad_(False)
         layers = {}
         for i in parts:
@@ -172,16 +167,13 @@ class AbNet(EncoderDecoder):
                 adapter = Adapter(hidden, self.adapter_size, self.dropout, cross)
             layers[str(i)] = AdaptedLayer(frozen.layer(i), adapter)
         made: dict[str, Any] = {"backbone": asdict(weights.config)}
-        embeddings = frozen.embeddings
-        if not is_last:
+        embeddings, head = frozen.embeddings, frozen.head
+        if head is None or embeddings is None:
             if self.word_adapters and embeddings is not None:
                 embeddings.adapt_words()
             ids = context.vocabularies.get(SOURCE)
             return RowsStage(made, embeddings, layers, SOURCE, ids.pad if ids else 0)
-        assert embeddings is not None and frozen.head is not None
-        frozen.head.requires_grad_(self.train_head or not weights.have_head)
-        head: nn.Module = frozen.head
-        if self.word_adapters:
-            head = AdaptedHead(head, embeddings.words.weight)
+        head.requires_grad_(self.train_head or not weights.have_head)
+        last = AdaptedHead(head, embeddings.words.weight) if self.word_adapters else head
         made["source_hidden"] = width
-        return TargetStage(embeddings, layers, head, self, context, made)
+        return TargetStage(embeddings, layers, last, self, context, made)

@@ -1,9 +1,8 @@
-"""Attention over packed rows, without computing or storing padding, and a BERT-type network in
-parts: embeddings, single layers, masked-language head. Where its weights come from: backbone.py.
+"""Attention over packed rows, without computing or storing padding; a Transformer's layer, and a
+BERT-type network: embeddings, layers, head. Where its weights come from: backbone.py.
 
 Shapes: B samples, S positions of the longest sample, R = sum(counts) rows (tokens that are not
-padding), H features of a row, h heads of d features, V token ids, N rows of a decoding step (one
-new token for each hypothesis), T target positions.
+padding), H features of a row, h heads of d features, V token ids, N hypotheses of a decoding step.
 Between sub-layers a batch is [R, H]; only inside attention it is laid out as [B, h, S, d].
 """
 
@@ -83,30 +82,22 @@ class Packing:
 
 @dataclass
 class Cache:
-    """Keys and values [2, N, h, t, d] of the t tokens decoded so far; or [2, B, h, S, d] of the
-    source, shared by the hypotheses of a sentence. mask: of the source's padding.
-    """
+    """What a decoder's layer attends to beside the rows it is given: keys and values of the source
+    [2, B, h, S, d], shared by the hypotheses of a sentence, with the mask of its padding; and, if
+    `decodes`, where rows are one new token each, of the t tokens so far, [2, N, h, t, d]."""
 
-    pair: Tensor | None = None
+    source: Tensor | None = None
     mask: Tensor | None = None
+    decodes: bool = False
+    past: Tensor | None = None
 
-    def extend(self, pair: Tensor) -> Tensor:
-        """Append one position [2, N, h, 1, d]; return all so far."""
-        self.pair = pair if self.pair is None else torch.cat((self.pair, pair), 3)
-        return self.pair
-
-    def keep(self, rows: Tensor) -> None:
-        """Row i continues the former row rows[i]."""
-        self.pair = None if self.pair is None else self.pair.index_select(1, rows)
-        self.mask = None if self.mask is None else self.mask.index_select(0, rows)
-
-
-@dataclass
-class LayerCache:
-    """Of a decoder layer: what it sees of the source and, in a decoding step, of the past."""
-
-    source: Cache
-    past: Cache | None = None
+    def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """As CachedDecoder's."""
+        if self.past is not None:
+            self.past = self.past.index_select(1, rows)
+        if sentences is not None and self.source is not None:
+            self.source = self.source.index_select(1, sentences)
+            self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
 
 
 class SelfAttention(nn.Module):
@@ -120,21 +111,22 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
         _start_attention(self, hidden)
 
-    def forward(
-        self, rows_RH: Tensor, packing: Packing, causal: bool = False, past: Cache | None = None
-    ) -> Tensor:
-        """past: rows are one new token of each hypothesis, which sees those before it too."""
+    def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        """cache: of a decoder, in which a row sees itself and those before it."""
         grid = packing.unpack(self.query_key_value(rows_RH))
         heads = torch.unflatten(grid, 2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        keys, values = heads[1:] if past is None else past.extend(heads[1:])
+        pair, decodes = heads[1:], cache is not None and cache.decodes
+        if cache is not None and decodes:
+            pair = cache.past = pair if cache.past is None else torch.cat((cache.past, pair), 3)
+        keys, values = pair
         mixed = F.scaled_dot_product_attention(
             heads[0],
             keys,
             values,
             # Padding is on the right, so the causal mask already hides it.
-            attn_mask=None if causal else packing.mask,
+            attn_mask=packing.mask if cache is None else None,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal and past is None,
+            is_causal=cache is not None and not decodes,
         )
         output: Tensor = self.output(packing.pack(mixed.transpose(1, 2).flatten(2)))
         return output
@@ -151,19 +143,18 @@ class CrossAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
         _start_attention(self, hidden)
 
-    def open(self, source_RH: Tensor, packing: Packing) -> Cache:
-        """Keys and values of the source sentences."""
+    def open(self, source_RH: Tensor, packing: Packing, decodes: bool) -> Cache:
         grid = packing.unpack(self.key_value(source_RH))
         heads = torch.unflatten(grid, 2, (2, self.num_heads, -1))
-        return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask)
+        return Cache(heads.permute(2, 0, 3, 1, 4), packing.mask, decodes)
 
-    def forward(self, rows_RH: Tensor, packing: Packing, source: Cache) -> Tensor:
+    def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache) -> Tensor:
         """packing: of the target rows. In a decoding step hypotheses are their positions."""
-        assert source.pair is not None
-        keys, values = source.pair
+        assert cache.source is not None
+        keys, values = cache.source
         grid = packing.unpack(self.query(rows_RH))
         query = grid.reshape(len(keys), -1, self.num_heads, keys.shape[3]).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=source.mask)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.mask)
         output: Tensor = self.output(packing.pack(mixed.transpose(1, 2).reshape(grid.shape)))
         return output
 
@@ -176,6 +167,37 @@ def _start_attention(attention: nn.Module, hidden: int) -> None:
         for part in torch.split(linear.weight, hidden):
             nn.init.xavier_uniform_(part)
         nn.init.zeros_(linear.bias)
+
+
+class Layer(nn.Module):
+    """x + attention(LN(x)); x + feed(LN(x)). crosses: in a decoder attention is causal, and
+    x + cross-attention(LN(x), source) comes in between."""
+
+    def __init__(
+        self, hidden: int, num_heads: int, feed_forward: int, dropout: float, crosses: bool
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention = SelfAttention(hidden, num_heads)
+        if crosses:
+            self.cross_norm = nn.LayerNorm(hidden)
+            self.cross = CrossAttention(hidden, hidden, num_heads)
+        self.feed_norm = nn.LayerNorm(hidden)
+        up, down = nn.Linear(hidden, feed_forward), nn.Linear(feed_forward, hidden)
+        for linear in (up, down):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+        self.feed = nn.Sequential(up, nn.ReLU(), down)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm(rows_RH), packing, cache)
+        rows: Tensor = rows_RH + self.dropout(attended)
+        if cache is not None:
+            attended = self.cross(self.cross_norm(rows), packing, cache)
+            rows = rows + self.dropout(attended)
+        rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
+        return rows
 
 
 @settings("EncoderConfig")
@@ -247,15 +269,11 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(
-        self, rows_RH: Tensor, packing: Packing, causal: bool = False, past: Cache | None = None
-    ) -> Tensor:
-        return self.feed(self.attend(rows_RH, packing, causal, past))
+    def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        return self.feed(self.attend(rows_RH, packing, cache))
 
-    def attend(
-        self, rows_RH: Tensor, packing: Packing, causal: bool = False, past: Cache | None = None
-    ) -> Tensor:
-        attended = self.attention(rows_RH, packing, causal, past)
+    def attend(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        attended = self.attention(rows_RH, packing, cache)
         rows: Tensor = self.attention_norm(rows_RH + self.dropout(attended))
         return rows
 
@@ -297,10 +315,9 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        if layers is None:
-            layers = range(config.num_layers)
+        numbers = range(config.num_layers) if layers is None else layers
         self.embeddings = Embeddings(config) if embeddings else None
-        self.layers = nn.ModuleDict({str(i): EncoderLayer(config) for i in layers})
+        self.layers = nn.ModuleDict({str(i): EncoderLayer(config) for i in numbers})
         self.head = MaskedHead(config) if head else None
         self.apply(partial(_start_weights, std=0.02 * math.sqrt(768 / config.hidden)))
 
@@ -315,7 +332,7 @@ class Encoder(nn.Module):
         assert self.embeddings is not None
         rows: Tensor = self.embeddings(ids_R, packing, types_R)
         for layer in self.layers.values():
-            rows = layer(rows, packing, causal)
+            rows = layer(rows, packing, Cache() if causal else None)
         return rows
 
     def logits(self, rows_RH: Tensor) -> Tensor:
@@ -329,12 +346,12 @@ class Encoder(nn.Module):
         return cast(EncoderLayer, self.layers[str(index)])
 
     def load_part(self, weights: Mapping[str, Tensor]) -> None:
-        """Load this part from the whole network's weights. DataError if one is missing."""
+        """Load this part from the whole network's weights; a head that they lack stays as it is.
+        DataError if anything else is missing."""
         own = self.state_dict()
-        lacking = sorted(set(own) - set(weights))
-        if lacking:
+        if lacking := [n for n in own if n not in weights and not n.startswith("head.")]:
             raise DataError(f"backbone weights lack {lacking[0]} and {len(lacking) - 1} more")
-        self.load_state_dict({name: weights[name] for name in own})
+        self.load_state_dict({name: weights.get(name, own[name]) for name in own})
 
 
 def _start_weights(module: nn.Module, std: float) -> None:

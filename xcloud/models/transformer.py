@@ -1,21 +1,21 @@
-"""Source -> target models, cut into encoder | decoder: what they share, and the Transformer that
-is trained from scratch. AB-Net is in abnet.py.
+"""Source -> target models, cut into encoder | decoder: greedy and beam search, what the models
+share, and the Transformer that is trained from scratch. AB-Net is in abnet.py.
 
 Stages 0..n-2 hold the encoder layers, the last stage holds the decoder. Only stage 0 reads the
 source text, only the last the target text; the encoder's hidden rows cross the boundaries.
 Batch fields "source" and "target": int64 [B, S], `bos x1 .. xn eos`, padded on the right.
 A layer is a module of (rows [R, H], packing) -> rows [R, H]; in the decoder it also takes its
-LayerCache. In a decoding step there is one row for each hypothesis.
+Cache. In a decoding step there is one row for each hypothesis.
 
-Shapes: B samples, R rows of the source, T rows of the target (tokens that are not padding),
-H features, V token ids, N rows of a decoding step.
+Shapes: B (unfinished) samples, R rows of the source, T rows of the target (tokens that are not
+padding), H features, V token ids, N = B * K live hypotheses, K beams, L tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Annotated
 
 import torch
@@ -24,21 +24,127 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
 from xcloud.comm.boundary import Boundary, Message
-from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput
-from xcloud.models.decoding import Greedy, Search
-from xcloud.models.encoder import (
-    Cache,
-    CrossAttention,
-    LayerCache,
-    Packing,
-    SelfAttention,
-    check_heads,
-)
+from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput, TokenIds
+from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
 
 SOURCE, TARGET = "source", "target"
+
+
+@settings("decoding")
+class Limits:
+    """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens. Else a
+    half-trained network rambles on to the task's maximum length.
+    """
+
+    length_ratio: NotNegativeFloat = 2.0
+    length_extra: Positive = 10
+
+    def limits(self, source_counts: Tensor, longest: int) -> Tensor:
+        """Maximum output tokens per sentence, eos included, int64 [B]; at most `longest`."""
+        wanted = (source_counts * self.length_ratio).long() + self.length_extra
+        return wanted.clamp(max=longest)
+
+
+@settings("Greedy")
+class Greedy(Limits):
+    """The most probable token at each step."""
+
+    def search(self, decoder: CachedDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        """Token ids of each sentence, without bos and eos. limits: int64 [B]."""
+        num_sentences, longest = len(limits), int(limits.max())
+        written = limits.new_full((num_sentences, longest), ids.eos)
+        alive = torch.arange(num_sentences, device=limits.device)
+        tokens = torch.full_like(alive, ids.bos)
+        for position in range(longest):
+            tokens = _without_special(decoder.step(tokens), ids).argmax(1)
+            written[alive, position] = tokens
+            going = ((tokens != ids.eos) & (limits[alive] > position + 1)).nonzero()[:, 0]
+            if not len(going):
+                break
+            if len(going) < len(alive):
+                decoder.keep(going, going)
+                alive, tokens = alive[going], tokens[going]
+        return _texts(written, ids.eos)
+
+
+@settings("Beam")
+class Beam(Limits):
+    """Beam search of width `size`; score = log-probability / length ** length_penalty.
+
+    A sentence is done once `size` hypotheses have ended and no live one is better, or no live one
+    can still win. The bookkeeping (2K candidates, of which at most K end) is that of fairseq's
+    SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
+    """
+
+    size: Positive = 4
+    length_penalty: NotNegativeFloat = 1.0
+
+    def search(self, decoder: CachedDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        beams, longest = self.size, int(limits.max())
+        alive = torch.arange(len(limits), device=limits.device)
+        best = torch.full(limits.shape, -torch.inf, device=limits.device)
+        best_written = limits.new_full((len(limits), longest), ids.eos)
+        num_ended = torch.zeros_like(limits)
+
+        decoder.keep(alive.repeat_interleave(beams))
+        tokens_N = limits.new_full((len(limits) * beams,), ids.bos)
+        written_BKL = limits.new_full((len(limits), beams, longest), ids.eos)
+        # All beams start equal; only one of them may be continued.
+        total_BK = torch.full((len(limits), beams), -torch.inf, device=limits.device)
+        total_BK[:, 0] = 0.0
+
+        for position in range(longest):
+            scores_NV = _without_special(decoder.step(tokens_N), ids).float().log_softmax(1)
+            num_words = scores_NV.shape[1]
+            grown = total_BK[:, :, None] + scores_NV.view(len(alive), beams, num_words)
+            candidates, flat = grown.flatten(1).topk(2 * beams, dim=1)
+            parent, word = flat // num_words, flat % num_words
+            ends = word == ids.eos
+
+            # Ended hypotheses, and all at the limit, compete to be the sentence's best.
+            at_limit = limits[alive] == position + 1
+            ended = (ends | at_limit[:, None])[:, :beams] & candidates[:, :beams].isfinite()
+            scaled = candidates[:, :beams] / (position + 1) ** self.length_penalty
+            score, winner = scaled.masked_fill(~ended, -torch.inf).max(1, keepdim=True)
+            score, better = score[:, 0], score[:, 0] > best[alive]
+            line = written_BKL[torch.arange(len(alive)), parent.gather(1, winner)[:, 0]]
+            line[:, position] = word.gather(1, winner)[:, 0]
+            best_written[alive[better]] = line[better]
+            best[alive] = torch.maximum(best[alive], score)
+            num_ended[alive] += ended.sum(1)
+
+            # At most K of the 2K candidates end, so K remain.
+            total_BK, pick = candidates.masked_fill(ends, -torch.inf).topk(beams, dim=1)
+            word, parent = word.gather(1, pick), parent.gather(1, pick)
+            now = total_BK[:, 0] / (position + 1) ** self.length_penalty
+            reachable = total_BK[:, 0] / limits[alive] ** self.length_penalty
+            enough = (num_ended[alive] >= beams) & (best[alive] >= now)
+            done = at_limit | enough | (best[alive] >= reachable)
+            going = (~done).nonzero()[:, 0]
+            if not len(going):
+                break
+            rows_BK = going[:, None] * beams + parent[going]
+            decoder.keep(rows_BK.flatten(), going if len(going) < len(alive) else None)
+            alive, total_BK, tokens_N = alive[going], total_BK[going], word[going].flatten()
+            written_BKL = written_BKL.flatten(0, 1)[rows_BK]
+            written_BKL[:, :, position] = word[going]
+        return _texts(best_written, ids.eos)
+
+
+Search = Greedy | Beam
+
+
+def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:
+    """Exclude pad, bos and mask, which never occur in a text. In place."""
+    scores_NV[:, sorted({ids.pad, ids.bos, ids.mask} - {ids.eos})] = -torch.inf
+    return scores_NV
+
+
+def _texts(written: Tensor, eos: int) -> list[list[int]]:
+    return [line[: line.index(eos)] if eos in line else line for line in written.tolist()]
 
 
 @settings("model", kw_only=True)
@@ -134,13 +240,13 @@ class TargetStage(Stage):
         )
         return StageOutput(loss=loss)
 
-    def open(self, received: Message) -> list[LayerCache]:
-        """What each layer's cross-attention sees of the encoder's rows."""
+    def open(self, received: Message, decodes: bool = False) -> list[Cache]:
+        """Of each layer, filled from the encoder's rows."""
         packing = Packing(received["counts"])
         crosses = (part for part in self.layers.modules() if isinstance(part, CrossAttention))
-        return [LayerCache(cross.open(received["hidden"], packing)) for cross in crosses]
+        return [cross.open(received["hidden"], packing, decodes) for cross in crosses]
 
-    def scores(self, ids_T: Tensor, packing: Packing, caches: Sequence[LayerCache]) -> Tensor:
+    def scores(self, ids_T: Tensor, packing: Packing, caches: Sequence[Cache]) -> Tensor:
         """Next-token scores [T, V], given each row and those before it."""
         rows = self.embeddings(ids_T, packing)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
@@ -162,23 +268,23 @@ class TargetStage(Stage):
 
 
 class CachedDecoder:
-    """A TargetStage as a decoding.StepDecoder, one token at a time."""
+    """Scores the next token of many hypotheses at once, and keeps what it needs of their past."""
 
     def __init__(self, stage: TargetStage, received: Message) -> None:
         self._stage, self._position = stage, 0
-        self._caches = [replace(cache, past=Cache()) for cache in stage.open(received)]
+        self._caches = stage.open(received, decodes=True)
 
     def step(self, tokens_N: Tensor) -> Tensor:
+        """Append one token to each hypothesis; return next-token scores [N, V], a new tensor."""
         packing = Packing(torch.ones_like(tokens_N), torch.full_like(tokens_N, self._position))
         self._position += 1
         return self._stage.scores(tokens_N, packing, self._caches)
 
     def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
+        """Hypothesis i continues the former hypothesis rows[i]; sentence j is the former sentence
+        sentences[j] (None: unchanged). All sentences have equally many, adjacent hypotheses."""
         for cache in self._caches:
-            assert cache.past is not None
-            cache.past.keep(rows)
-            if sentences is not None:
-                cache.source.keep(sentences)
+            cache.keep(rows, sentences)
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
@@ -205,40 +311,6 @@ class ScaledEmbeddings(nn.Module):
         packing.check(len(self.positions))
         words = self.words(ids_R) * self.scale
         rows: Tensor = self.dropout(words + self.positions[packing.positions])
-        return rows
-
-
-class Layer(nn.Module):
-    """x + attention(LN(x)); x + feed(LN(x)). crosses: in a decoder attention is causal, and
-    x + cross-attention(LN(x), source) comes in between."""
-
-    def __init__(
-        self, hidden: int, num_heads: int, feed_forward: int, dropout: float, crosses: bool
-    ) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(hidden)
-        self.attention = SelfAttention(hidden, num_heads)
-        if crosses:
-            self.cross_norm = nn.LayerNorm(hidden)
-            self.cross = CrossAttention(hidden, hidden, num_heads)
-        self.feed_norm = nn.LayerNorm(hidden)
-        up, down = nn.Linear(hidden, feed_forward), nn.Linear(feed_forward, hidden)
-        for linear in (up, down):
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
-        self.feed = nn.Sequential(up, nn.ReLU(), down)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(
-        self, rows_RH: Tensor, packing: Packing, cache: LayerCache | None = None
-    ) -> Tensor:
-        past = cache.past if cache else None
-        attended = self.attention(self.attention_norm(rows_RH), packing, cache is not None, past)
-        rows: Tensor = rows_RH + self.dropout(attended)
-        if cache is not None:
-            attended = self.cross(self.cross_norm(rows), packing, cache.source)
-            rows = rows + self.dropout(attended)
-        rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
         return rows
 
 
@@ -277,7 +349,11 @@ class Transformer(EncoderDecoder):
     feed_forward: Positive = 2048
 
     def __post_init__(self) -> None:
-        check_heads("Transformer.num_heads", self.num_heads, self.hidden)
+        if self.hidden % self.num_heads:
+            raise ConfigError(
+                f"Transformer.num_heads must divide the hidden size {self.hidden}, got "
+                f"{self.num_heads}"
+            )
 
     def describe(self) -> str:
         layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"
@@ -290,27 +366,23 @@ class Transformer(EncoderDecoder):
         """The settings determine the architecture."""
         is_last = stage == num_stages - 1
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
-
-        def layers(numbers: range) -> dict[str, Layer]:
-            made = {}
-            for i in numbers:
-                # One random stream per layer: initial weights do not depend on the layout.
-                with seeded(context.seed, f"{end} layer", i):
-                    sizes = (self.hidden, self.num_heads, self.feed_forward)
-                    made[str(i)] = Layer(*sizes, self.dropout, crosses=is_last)
-            return made
-
-        embeddings = None
-        if ids := context.vocabularies[name] if is_last or stage == 0 else None:
-            with seeded(context.seed, f"{end} ends"):
-                shape = (ids.size, self.hidden, context.max_length)
-                embeddings = ScaledEmbeddings(*shape, self.dropout)
+        numbers = range(self.num_decoder_layers)
         if not is_last:
             numbers = self.encoder_layers(self.num_encoder_layers, stage, num_stages)
-            encoder: dict[str, nn.Module] = {**layers(numbers)}
-            if stage == num_stages - 2:
-                encoder["norm"] = LastNorm(self.hidden)
-            return RowsStage({}, embeddings, encoder, SOURCE, ids.pad if ids else 0)
-        assert embeddings is not None
-        decoder, head = layers(range(self.num_decoder_layers)), TiedHead(self.hidden)
-        return TargetStage(embeddings, decoder, head, self, context, {})
+        layers: dict[str, nn.Module] = {}
+        for i in numbers:
+            # One random stream per layer: initial weights do not depend on the layout.
+            with seeded(context.seed, f"{end} layer", i):
+                sizes = (self.hidden, self.num_heads, self.feed_forward)
+                layers[str(i)] = Layer(*sizes, self.dropout, crosses=is_last)
+        embeddings, pad = None, 0
+        if is_last or stage == 0:
+            ids = context.vocabularies[name]
+            with seeded(context.seed, f"{end} ends"):
+                shape = (ids.size, self.hidden, context.max_length)
+                embeddings, pad = ScaledEmbeddings(*shape, self.dropout), ids.pad
+        if embeddings is not None and is_last:
+            return TargetStage(embeddings, layers, TiedHead(self.hidden), self, context, {})
+        if stage == num_stages - 2:
+            layers["norm"] = LastNorm(self.hidden)
+        return RowsStage({}, embeddings, layers, SOURCE, pad)

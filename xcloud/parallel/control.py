@@ -29,12 +29,8 @@ AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead 
 NOTHING: Mapping[int, Collection[str]] = {}
 _MAX_FACTS_BYTES = 1 << 16
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
-_NORMS = (
-    "squared gradient norm of each stage, NaN if not finite",
-    "seconds of the main thread, bytes, messages, seconds and delay of the line float64",
-)
+_NORMS = ("squared gradient norm of each stage, NaN if not finite",)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
-_CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
 _CODE = TensorSpec((1,), torch.uint8)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
@@ -47,36 +43,11 @@ class Signal(IntEnum):
     STOP = 2  # save it, and end
 
 
-NO_CHOICE = -1
-
-
-class Director:
-    """What rank 0 decides at the end of an update, with the norm of its gradient. This one lets
-    the run go on as it is."""
-
-    def signal(self, step: int) -> Signal:
-        """Asked in the first rank of each replica."""
-        return Signal.GO_ON
-
-    def measured(self, step: int) -> Tensor | None:
-        """In each leader: what rank 0 shall know now, float64; None in all at the same steps."""
-        return None
-
-    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
-        """In rank 0: what all ranks use from the next step on; None: as before. measured: by
-        rank."""
-        return None
-
-    def follow(self, step: int, choice: int) -> None:
-        """In every rank, when all others do. choice: NO_CHOICE = as before."""
-
-
 class Reply(NamedTuple):
-    """Of rank 0 to the leaders, and of these to their stages. choice: of a Director."""
+    """Of rank 0 to the leaders, and of these to their stages."""
 
     total: float
     signal: Signal = Signal.GO_ON
-    choice: int = NO_CHOICE
 
 
 @dataclass(frozen=True)
@@ -96,78 +67,64 @@ class StageSums:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds up, and its director decides."""
+        """Whether this rank adds up, and gives the signal."""
         return self.rank == min(self.leader_of)
 
-    def sum_over_stages(self, step: int, values: Mapping[int, float], director: Director) -> Reply:
-        """Sum of one number per stage, the same bits in every leader, and what the director of the
-        first of them decides, which travels with it. Leaders only.
+    def sum_over_stages(
+        self, step: int, values: Mapping[int, float], signal_at: Callable[[int], Signal]
+    ) -> Reply:
+        """Sum of one number per stage, the same bits in every leader, and the control signal,
+        which the first of them is asked for and which travels with it. Leaders only.
 
         values: stage -> number, for the stages that this leader speaks for.
         """
         key, num_stages = MessageKey(Kind.NORM, step), len(self.leader_of)
-        mine = director.measured(step)
         first, *others = self.leaders
         if self.rank != first:
             norms = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 norms[stage] = value
-            parts = [norms] if mine is None else [norms, mine]
-            self.out[first].send(key, tuple(parts), _NORMS[: len(parts)])
+            self.out[first].send(key, (norms,), _NORMS)
             return reply_of(self.incoming[first].recv(key, self.overdue_s), first)
         collected = dict(values)
-        measured = {} if mine is None else {first: mine}
         for leader in others:
             received = self.incoming[leader].recv(key, self.overdue_s)
-            of_stages, *more = check_norms(received, num_stages, mine, leader)
-            if more:
-                measured[leader] = more[0]
+            of_stages = check_norms(received, num_stages, leader)
             own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
             collected.update({stage: of_stages[stage] for stage in own})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
-        signal, choice = director.signal(step), None
-        if measured:
-            choice = director.decide(step, measured)
-        codes = [signal] if choice is None else [signal, choice]
+        signal = signal_at(step)
+        parts = [torch.tensor([total], dtype=torch.float64)]
+        if signal is not Signal.GO_ON:
+            parts.append(torch.tensor([signal], dtype=torch.uint8))
         for leader in others:
-            parts = [torch.tensor([total], dtype=torch.float64)]
-            if codes != [Signal.GO_ON]:
-                parts.append(torch.tensor(codes, dtype=torch.uint8))
-            carries = _SUMMED if choice is None else _CHOSEN
-            self.out[leader].send(key, tuple(parts), carries[: len(parts)])
-        return Reply(total, signal, NO_CHOICE if choice is None else choice)
+            self.out[leader].send(key, tuple(parts), _SUMMED[: len(parts)])
+        return Reply(total, signal)
 
 
-def check_norms(
-    parts: Parts, num_stages: int, measured: Tensor | None, leader: int
-) -> tuple[list[float], *tuple[Tensor, ...]]:
-    """A leader's squared norms, NaN or 0 and more, and what it measured where this rank did.
-    Raises FrameError for anything else."""
-    specs = [TensorSpec((num_stages,), torch.float64)]
-    specs += [] if measured is None else [TensorSpec.of(measured)]
-    found = [TensorSpec.of(part) for part in parts]
-    norms, finite = [], True
-    if found == specs:
-        norms, finite = parts[0].tolist(), all(bool(part.isfinite().all()) for part in parts[1:])
-    if found != specs or not finite or any(norm < 0 for norm in norms):
+def check_norms(parts: Parts, num_stages: int, leader: int) -> list[float]:
+    """A leader's squared norms, NaN or 0 and more. Raises FrameError for anything else."""
+    found, expected = [*map(TensorSpec.of, parts)], [TensorSpec((num_stages,), torch.float64)]
+    norms: list[float] = parts[0].tolist() if found == expected else []
+    if not norms or any(norm < 0 for norm in norms):
         raise FrameError(
-            f"rank {leader} sent {found} for the norms of {num_stages} stages, of which some are "
-            f"below 0 or not finite; expected {specs}"
+            f"rank {leader} sent {found} for the norms of {num_stages} stages, or some below 0; "
+            f"expected {expected}"
         )
-    return (norms, *parts[1:])
+    return norms
 
 
 def reply_of(parts: Parts, first: int) -> Reply:
     """Raises FrameError for anything but the sum, and what to do."""
-    specs, codes = [TensorSpec.of(part) for part in parts], [int(Signal.GO_ON)]
-    fits = specs[:1] == [TensorSpec((1,), torch.float64)] and len(specs) <= 2
-    if fits and len(specs) == 2:
-        codes, fits = parts[1].tolist(), specs[1] in (_CODE, TensorSpec((2,), torch.uint8))
-    if not fits or codes[0] not in [*Signal]:
-        raise FrameError(f"rank {first} sent {specs} and {codes} for a sum of norms")
-    return Reply(float(parts[0]), Signal(codes[0]), *codes[1:])
+    specs, code = [*map(TensorSpec.of, parts)], int(Signal.GO_ON)
+    fits = specs[:1] == [TensorSpec((1,), torch.float64)] and specs[1:] in ([], [_CODE])
+    if fits and len(parts) == 2:
+        code = int(parts[1])
+    if not fits or code not in [*Signal]:
+        raise FrameError(f"rank {first} sent {specs} and {code} for a sum of norms")
+    return Reply(float(parts[0]), Signal(code))
 
 
 class Control:

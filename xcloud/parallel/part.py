@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch
-from xcloud.parallel.control import Director, Signal
+from xcloud.parallel.control import Signal
 
 
 @dataclass
@@ -33,10 +33,9 @@ class StepReport:
     signal: Signal = Signal.GO_ON
 
 
-class Part(Director, StatefulParts):
+class Part(StatefulParts):
     """Does nothing; a feature overrides what it needs. The methods stand in the order in which an
-    update calls them, in the training thread, in every rank that has the part. Those of a Director
-    come after `after_exchange`."""
+    update calls them, in the training thread, in every rank that has the part."""
 
     name = ""
     """Under which a checkpoint keeps its state; empty: it has none."""
@@ -58,6 +57,10 @@ class Part(Director, StatefulParts):
 
     def after_exchange(self, step: int) -> None:
         """The gradients are those of all ranks and replicas."""
+
+    def signal(self, step: int) -> Signal:
+        """What all ranks do after this update. Asked in the first rank of each replica."""
+        return Signal.GO_ON
 
     def skip(self, step: int) -> str | None:
         """Loss or gradient of the update are not finite: why it is left out, for the user. Raises
@@ -112,9 +115,6 @@ class Parts(Part):
     after_micro_batch = _of_all(Part.after_micro_batch)
     after_backward = _of_all(Part.after_backward)
     after_exchange = _of_all(Part.after_exchange)
-    measured = _of_all(Part.measured)
-    decide = _of_all(Part.decide)
-    follow = _of_all(Part.follow)
     skip = _of_all(Part.skip)
     after_update = _of_all(Part.after_update)
     finish = _of_all(Part.finish)

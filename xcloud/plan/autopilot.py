@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,20 +21,18 @@ from xcloud.plan.prediction import Simulator
 from xcloud.plan.settings import Autopilot
 
 DIRECTIONS = ("forward", "backward")
-_FREE_BITS_PER_S = 1e15
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Since the last look, for one update. forward and backward of a stage's rank together:
-    compute_s, by stage. sent_bytes: of a message, by boundary and direction. bits_per_s: of the
-    line, by the clouds that it joins; inf = free. latency_s: by boundary, one way."""
+    """Since the last look, for one update. compute_s: forward and backward of a stage's rank
+    together, by stage. sent_bytes: of a message, by boundary and direction. lines: by the clouds
+    that they join."""
 
     step_s: float
     compute_s: Sequence[float]
     sent_bytes: Mapping[tuple[int, str], float]
-    bits_per_s: Mapping[tuple[str, str], float]
-    latency_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    lines: Mapping[tuple[str, str], LinkProfile]
 
 
 class Forecast:
@@ -88,27 +86,21 @@ class Forecast:
         codec: Mapping[tuple[int, str], Direction],
     ) -> Costs:  # fmt: skip
         """then: the number of micro-batches."""
-        layout, (own_shape, own_way) = self._layout, divmod(in_force, len(self.codecs))
-        now, own = self._schedules[own_shape].num_micro_batches, self.codecs[own_way]
+        layout, (shape, own) = self._layout, divmod(in_force, len(self.codecs))
+        now = self._schedules[shape].num_micro_batches
         each_s = [
             self._computing_s(s, now, then) * len(layout.ranks_of(s)) / self._num_passes / then / 3
             for s in range(layout.num_stages)
         ]
-
-        def direction(key: tuple[int, str]) -> Direction:
-            if key not in measured.sent_bytes:  # inside a cloud
-                return Direction()
-            share = measured.sent_bytes[key] / own[key].num_bytes
-            return codec[key].times(share * now / then)
-
-        boundaries = range(layout.num_stages - 1)
-        forward, backward = ([direction((b, way)) for b in boundaries] for way in DIRECTIONS)
-        lines = {
-            "-".join(way): LinkProfile(
-                min(rate, _FREE_BITS_PER_S), measured.latency_s.get(way, 0.0)
-            )
-            for way, rate in measured.bits_per_s.items()
+        ways = {
+            key: codec[key].times(size / self.codecs[own][key].num_bytes * now / then)
+            for key, size in measured.sent_bytes.items()
         }
+        forward, backward = (  # free inside a cloud
+            [ways.get((b, way), Direction()) for b in range(layout.num_stages - 1)]
+            for way in DIRECTIONS
+        )
+        lines = {"-".join(way): line for way, line in measured.lines.items()}
         return Costs(each_s, [2 * s for s in each_s], forward, backward, lines=lines)
 
     def state_dict(self) -> State:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
-from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.job import config as configs
@@ -19,7 +18,9 @@ from xcloud.job.job import PipelineJob
 from xcloud.parallel.activation_cache import MEGABYTE
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Profile, lines_of, read_profile
-from xcloud.plan.plans import (
+from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
+from xcloud.plan.search import Space, search, splits_of
+from xcloud.plan.settings import (
     NO_COMPRESSION,
     Arranged,
     Plan,
@@ -27,11 +28,8 @@ from xcloud.plan.plans import (
     replicas_of,
     with_micro_batches,
 )
-from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
-from xcloud.plan.recorded import write_predicted
-from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.settings import Planning
-from xcloud.planner.trial import TrialRun, table_of
+from xcloud.planner.trial import TrialRun, changed, table_of, written_cluster
+from xcloud.record.timeline import write_predicted
 from xcloud.report.plan_report import Report, print_plans, write_plan, write_plan_picture
 from xcloud.security.defences import LABEL
 
@@ -41,15 +39,12 @@ PICTURE = "plan.png"
 def planned(config: Any, run_dir: Path) -> Any:
     """The config to run, of one with a plan: that of the best plan with plan=apply, None with
     plan=show. Leaves plan.json and plan.png in run_dir. Raises ConfigError."""
-    job = configs.job_from_config(config).pipeline
-    assert job.plan is not None
-    job.check()
-    print(job.headline, flush=True)
-    planner = Planner(job, job.plan, configs.built(config, "cluster"))
-    profile, notes = planner.profile(config)
-    report = planner.report(profile, notes)
+    planner = Planner(config)
+    planner.job.check()
+    print(planner.job.headline, flush=True)
+    report = planner.report(*planner.profile())
     print_plans(report)
-    chosen = report.ranked.best[0] if job.plan.mode == "apply" else None
+    chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
     write_plan(run_dir, report, chosen)
     is_drawn = write_plan_picture(run_dir / PICTURE, report)
     print(run_dir / PICTURE if is_drawn else run_dir, flush=True)
@@ -61,27 +56,24 @@ def planned(config: Any, run_dir: Path) -> Any:
         epochs = report.over_epochs.get(chosen.plan)
         last = report.pricer if epochs is None else epochs.at_the_end
         write_predicted(run_dir, last.predict(chosen.plan).timeline, chosen.plan.strategy)
-    given = configs.plain_settings(config, without=("hydra",))
-    return configs.changed(config, planner.settings(chosen, report, given))
+    return planner.applied(chosen, report)
 
 
-@dataclass
 class Planner:
-    """cluster: as the settings have it, before a strategy arranged it."""
+    """cluster: as the settings have it, before a strategy arranged it. candidates: compressions by
+    name, the job's own first. not_planned: what the job does not allow, and why."""
 
-    job: PipelineJob
-    plan: Planning
-    cluster: ClusterLayout
-
-    def __post_init__(self) -> None:
-        job = self.job
+    def __init__(self, config: Any) -> None:
+        self.config, job = config, configs.job_from_config(config).pipeline
+        assert job.plan is not None
+        self.job, self.plan, self.cluster = job, job.plan, written_cluster(config)
         if job.compression.boundaries:
             raise ConfigError(
                 "plan: compression differs from boundary to boundary, which is not priced yet; "
                 "choose one compression for all"
             )
-        self.batch_size = job.training.batch_size // job.training.accumulate_steps
-        self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)
+        batch_size = job.training.batch_size // job.training.accumulate_steps
+        self.counts = self.plan.counts(batch_size, job.schedule.num_micro_batches)
         assert isinstance(job.compression, Compression | Phased), (
             "autopilot is refused with a plan"
         )
@@ -91,26 +83,32 @@ class Planner:
         self.schedules = self._schedules()
         self.arranged = self._arranged()
 
-    def profile(self, config: Any) -> tuple[Profile, list[str]]:
-        """From a file, or of a trial run of the job that `config` describes; and why it may not
-        hold."""
-        trial = self.trial(config)
+    def profile(self) -> tuple[Profile, list[str]]:
+        """From a file, or of a trial run of the job; and why it may not hold."""
         if self.plan.profile is None:
             lines_of(self.cluster, {})  # raises before anything is tried
-            return trial.profile(), []
+            return self.trial.profile(), []
         found = read_profile(in_project(self.plan.profile))
-        return found, found.differs_from(trial.of)
+        return found, found.differs_from(self.trial.of)
 
-    def trial(self, config: Any) -> TrialRun:
+    @property
+    def trial(self) -> TrialRun:
         cluster, num_steps = replicas_of(self.cluster)[0], self.plan.trial_steps
-        return TrialRun(config, self.job, cluster, self.candidates, self.counts, num_steps)
+        return TrialRun(self.config, self.job, cluster, self.candidates, self.counts, num_steps)
 
     def report(self, profile: Profile, notes: Sequence[str] = ()) -> Report:
         """Search, and whatever is shown of it. notes: why the profile may not hold."""
         started_s, training = time.perf_counter(), self.job.training
         pricer = Pricer(profile, self.arranged, training.batch_size, training.accumulate_steps)
-        names, more = self._names(profile)
-        space = self._space(pricer, names)
+        space, why = self._space(profile), [*notes]
+        if missing := sorted({*self.candidates} - {*space.compressions}):
+            why.append(f"the profile has no costs of {', '.join(missing)}")
+            if self.own_compression in missing or NO_COMPRESSION in missing:
+                raise ConfigError(f"plan.profile: {why[-1]}")
+        if training.activation_cache_mb and not profile.train_samples:
+            why.append(
+                "it does not say how many samples there are; the first epoch alone is predicted"
+            )
         ranked = search(pricer, space, self.plan.rows)
         if not ranked.best:
             raise ConfigError(
@@ -119,71 +117,47 @@ class Planner:
             )
         took_s = time.perf_counter() - started_s
         epochs = self._over_epochs(pricer, [ranked.best[0].plan, space.own])
-        why = [*notes, *more]
         return Report(pricer, space, ranked, took_s, why, self.not_planned, epochs)
 
-    def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What to change in the config for this plan. given: all settings, as plain containers."""
-        plan = chosen.plan
+    def applied(self, chosen: Priced, report: Report) -> Any:
+        """The config with this plan."""
+        plan, given = chosen.plan, configs.plain_settings(self.config, without=("hydra",))["plan"]
         found: dict[str, Any] = {"plan": None, "schedule": table_of(plan.schedule)}
         if plan.compression != self.own_compression:
-            found["compression"] = given["plan"]["compressors"][plan.compression]
+            found["compression"] = given["compressors"][plan.compression]
         if plan.strategy != self.job.strategy.name:
-            found["strategy"] = given["plan"]["strategies"][plan.strategy]
+            found["strategy"] = given["strategies"][plan.strategy]
         counts = report.counts(plan)
         if len(plan.ends) > 1 and counts and plan.ends != report.ranked.own.plan.ends:
             found["model.blocks_per_stage"] = counts[:-1]
-        return found
+        return changed(self.config, found)
 
     # What is searched.
 
-    def _names(self, profile: Profile) -> tuple[list[str], list[str]]:
-        """Compressors that the profile has costs of; and what it does not say."""
-        names = [name for name in self.candidates if name in profile.compressors]
-        notes = []
-        if missing := set(self.candidates) - set(names):
-            notes.append(f"the profile has no costs of {', '.join(sorted(missing))}")
-            if self.own_compression in missing or NO_COMPRESSION in missing:
-                raise ConfigError(f"plan.profile: {notes[0]}")
-        if self.job.training.activation_cache_mb and not profile.train_samples:
-            notes.append(
-                "it does not say how many samples there are; the first epoch alone is predicted"
-            )
-        return names, notes
-
-    def _space(self, pricer: Pricer, names: Sequence[str]) -> Space:
-        pieces, splits = pricer.profile.pieces, dict[str, list[tuple[int, ...]]]()
+    def _space(self, profile: Profile) -> Space:
+        """Of strategies that the profile's pieces allow; the others leave `arranged`."""
+        job, pieces, splits = self.job, profile.pieces, dict[str, list[tuple[int, ...]]]()
+        is_free, own = all(piece.blocks for piece in pieces), job.strategy.name
         for name, found in list(self.arranged.items()):
-            splits[name] = splits_of(pieces, found.num_stages)
-            if not all(piece.blocks for piece in pieces) and found.num_stages != 1:
-                fits = found.num_stages == len(pieces)
-                splits[name] = [tuple(range(1, len(pieces) + 1))] if fits else []
+            fits = is_free or found.num_stages in (1, len(pieces))
+            splits[name] = splits_of(pieces, found.num_stages) if fits else []
             if not splits[name]:
                 self.not_planned[name] = (
                     f"the profile has {len(pieces)} pieces that cannot be joined to "
                     f"{found.num_stages} stages"
                 )
                 del splits[name], self.arranged[name]
-        own = self._own(pricer.profile)
-        return Space(own, splits, self.counts, names, self.plan.search, self.schedules)
-
-    def _own(self, profile: Profile) -> Plan:
-        job, arranged = self.job, self.arranged.get(self.job.strategy.name)
-        if arranged is None:
-            raise ConfigError(
-                f"plan: strategy {job.strategy.name}: {self.not_planned[job.strategy.name]}"
-            )
-        pieces = profile.pieces
-        ends = tuple(range(1, len(pieces) + 1))
-        if arranged.num_stages == 1:
-            ends = (len(pieces),)
-        elif all(piece.blocks for piece in pieces):
-            counts = job.model.block_counts(arranged.num_stages, job.task.max_length)  # type: ignore[attr-defined]
+        if own not in splits:
+            raise ConfigError(f"plan: strategy {own}: {self.not_planned[own]}")
+        ends, num_stages = splits[own][0], self.arranged[own].num_stages
+        if num_stages > 1 and is_free:
+            counts = job.model.block_counts(num_stages, job.task.max_length)  # type: ignore[attr-defined]
             ends = tuple(accumulate(counts))
-        return Plan(job.strategy.name, ends, job.schedule, self.own_compression)
+        plan = Plan(own, ends, job.schedule, self.own_compression)
+        names = [name for name in self.candidates if name in profile.compressors]
+        return Space(plan, splits, self.counts, names, self.plan.search, self.schedules)
 
     def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
-        """By name, the job's own first."""
         found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
         same = (name for name, other in found.items() if repr(other) == repr(own))
         name = NO_COMPRESSION if own.is_identity else next(same, own.label)
@@ -203,10 +177,8 @@ class Planner:
     def _arranged(self) -> dict[str, Arranged]:
         """Every strategy that the cluster, the task and who may see what allow."""
         own, found = self.job.strategy, dict[str, Arranged]()
-        wanted = {own.name: own}
-        if "strategy" in self.plan.search:
-            wanted = {**self.plan.strategies, **wanted}
-        for name, strategy in wanted.items():
+        others = self.plan.strategies if "strategy" in self.plan.search else {}
+        for name, strategy in {**others, own.name: own}.items():
             try:
                 layout = strategy.arrange(self.cluster)
                 fewest = layout.min_micro_batches()

@@ -1,39 +1,39 @@
 """One rank's part in choosing compression and schedule while the run goes on: it measures, rank 0
-decides (plan/autopilot.py), and the choice reaches every rank with the norm of an update, before
-anything of the next one is computed or sent. So all switch between the same two updates. In a
-planner's trial run the choices are those of a Tour, and what the rank did is left in a file.
+decides (plan/autopilot.py), and every rank hears of the choice right behind the norm of an update,
+before anything of the next one is computed or sent. So all switch between the same two updates. In
+a planner's trial run the choices are those of a Tour, and what the rank did is left in a file.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xcloud.cluster.frame import Kind
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import line_bytes
+from xcloud.base.errors import FrameError
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
+from xcloud.cluster.link import Parts
+from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree
 from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import NO_CHOICE
 from xcloud.parallel.one_forward_one_backward import can_wait
-from xcloud.parallel.part import Part
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.part import Part, StepReport
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
-from xcloud.plan.settings import Autopilot, Tour
+from xcloud.plan.settings import Tour
 from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
+from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import LineMeters
@@ -42,24 +42,22 @@ from xcloud.wire.wiring import Wiring
 FACTS_FILE = "trial-rank{}.json"
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
 MOST_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
+_FREE_BITS_PER_S = 1e15
+_MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of the line float64",)
+_CHOSEN = ("the autopilot's choice uint8",)
 
 
 def pilot_of(
-    autopilot: Autopilot,
-    job: Experiment,
-    trainer: Trainer,
-    wiring: Wiring,
-    reporter: Reporter,
-    run_dir: Path,
-) -> Switching:
+    context: RankContext[Experiment], trainer: Trainer, wiring: Wiring
+) -> Switching | None:
     """What changes the rank's compression and schedule while it trains."""
-    assert isinstance(job.compression, Selectable)
-    given = job.compression, job.schedules, wiring, trainer
-    rank, device = trainer.pipeline.rank, trainer.pipeline.device
-    if isinstance(autopilot, Tour):
-        return TourPilot(autopilot, run_dir / FACTS_FILE.format(rank), *given)
-    forecast = forecast_of(job, device) if rank == 0 else None
-    return RunPilot(autopilot, job.cluster, forecast, reporter, *given)
+    job, given = context.job, (context.job, wiring, trainer)
+    if job.autopilot is None:
+        return None
+    if isinstance(job.autopilot, Tour):
+        return TourPilot(*given, context.run_dir / FACTS_FILE.format(context.rank))
+    forecast = forecast_of(job, context.device) if context.rank == 0 else None
+    return RunPilot(*given, context.reporter, forecast)
 
 
 class _InForce(StatefulParts):
@@ -73,24 +71,18 @@ class Switching(Part):
 
     name = "autopilot"
 
-    def __init__(
-        self,
-        compression: Selectable,
-        schedules: Sequence[Schedule],
-        wiring: Wiring,
-        trainer: Trainer,
-    ) -> None:
-        """schedules: to choose from, the run's own first."""
-        self._compression, self._schedules = compression, schedules
-        self._wiring, self._trainer = wiring, trainer
+    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer) -> None:
+        assert isinstance(job.compression, Selectable)
+        self._compression, self._schedules = job.compression, job.schedules
+        self._layout, self._wiring, self._trainer = job.cluster, wiring, trainer
         self._in_force = _InForce()
 
-    def follow(self, step: int, choice: int) -> None:
-        if choice != NO_CHOICE:
-            self._in_force.choice = choice
-            shape, compression = divmod(choice, len(self._compression.choices))
-            self._selection.switch(compression, step + 1)
-            self._trainer.use_schedule(self._schedules[shape])
+    def switch(self, step: int, choice: int) -> None:
+        """After this update."""
+        self._in_force.choice = choice
+        shape, compression = divmod(choice, len(self._compression.choices))
+        self._selection.switch(compression, step + 1)
+        self._trainer.use_schedule(self._schedules[shape])
 
     def parts(self) -> StateTree:
         """With another compression or cluster it begins again with its first choice."""
@@ -118,37 +110,72 @@ class RunPilot(Switching):
     Rank 0, which has the forecast, takes differences between two looks.
 
     The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter).
-    delay: the latency of a message; of a real line + what both clocks differ by."""
+    delay: the latency of a message; of a real line + what both clocks differ by.
+
+    No round trip is its own: what the leader of a stage has measured travels ahead of its norm,
+    the choice behind rank 0's reply."""
 
     def __init__(
         self,
-        settings: Autopilot,
-        layout: ClusterLayout,
-        forecast: Forecast | None,
+        job: Experiment,
+        wiring: Wiring,
+        trainer: Trainer,
         reporter: Reporter,
-        *given: Any,
+        forecast: Forecast | None,
     ) -> None:
-        """given: see Switching."""
-        super().__init__(*given)
-        self._settings, self._layout, self.forecast = settings, layout, forecast
-        self._reporter = reporter
-        self._boundaries = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
-        self._busy_s = self._compute_s = 0.0
+        super().__init__(job, wiring, trainer)
+        assert job.autopilot is not None
+        self._settings, self._rule = job.autopilot, Rule(job.autopilot)
+        self._reporter, self.forecast, self._sums = reporter, forecast, trainer.sums
+        layout = job.cluster
+        crossed = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
+        self._rows = {way: row for row, way in enumerate(product(crossed, DIRECTIONS), 1)}
+        self._spent_s = torch.zeros(2, dtype=torch.float64)  # in all updates before this one
         self._last: dict[int, Tensor] = {}
         self._last_step = 0
-        self._rule = Rule(settings)
+        self._next: int | None = None
 
-    def measured(self, step: int) -> Tensor | None:
-        clock = self._trainer.pipeline.clock
-        clock.settle()
-        self._compute_s += clock.seconds["compute_s"]
-        self._busy_s += sum(clock.seconds.values())
+    def after_exchange(self, step: int) -> None:
+        sums, key = self._sums, MessageKey(Kind.AGREEMENT, step)
+        if not self._is_look(step) or sums.rank not in sums.leader_of:
+            return
+        mine, (first, *others) = self.measured(), sums.leaders
+        if sums.rank != first:
+            sums.out[first].send(key, (mine,), _MEASURED)
+            return
+        measured = {first: mine}
+        for leader in others:
+            parts = sums.incoming[leader].recv(key, sums.overdue_s)
+            measured[leader] = like(mine, parts, leader)
+        self._next = self.decide(step, measured)
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._spent_s += self._of_this_update()
         if not self._is_look(step):
-            return None
-        found = torch.zeros(1 + len(self._boundaries) * len(DIRECTIONS), 4, dtype=torch.float64)
-        found[0, :2] = torch.tensor([self._busy_s, self._compute_s])
+            return
+        sums, key = self._sums, MessageKey(Kind.AGREEMENT, step)
+        in_force, (first, *others) = self._in_force.choice, sums.leaders
+        choice = torch.tensor([in_force if self._next is None else self._next], dtype=torch.uint8)
+        if sums.rank == first:
+            for leader in others:
+                sums.out[leader].send(key, (choice,), _CHOSEN)
+        elif sums.rank in others:
+            choice = like(choice, sums.incoming[first].recv(key, sums.overdue_s), first)
+        for stage in self._trainer.stages.values():
+            choice = stage.group.from_leader(choice)
+        if int(choice) != in_force:
+            self.switch(step, int(choice))
+        # Lines are idle: each has delivered all that it had of this step.
         for channel in self._wiring.boundaries.wan_sends:
-            row = found[self._row(channel.identity.boundary, channel.identity.direction)]
+            wan = self._layout.wan_between(channel.identity.sender, channel.identity.receiver)
+            if wan is not None and wan.is_metered:
+                channel.link.say_alive()  # a probe, see LineMeter
+
+    def measured(self) -> Tensor:
+        found = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
+        found[0, :2] = self._spent_s + self._of_this_update()
+        for channel in self._wiring.boundaries.wan_sends:
+            row = found[self._rows[channel.identity.boundary, channel.identity.direction]]
             kind, sent = KINDS[channel.identity.direction], channel.link.record
             row[0] += sent.num_bytes[kind]
             row[1] += sent.num_messages[kind]
@@ -156,12 +183,13 @@ class RunPilot(Switching):
             row[3] = sent.latency_s
         meters = self._wiring.boundaries.shared(LineMeters)
         for identity, line_s in meters.line_s.items():
-            row = found[self._row(identity.boundary, identity.direction)]
+            row = found[self._rows[identity.boundary, identity.direction]]
             row[2] += line_s
             row[3] = meters.by_sender[identity.sender].delay_s
         return found
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        """In rank 0: what all use from the next update on; None: as before. measured: by rank."""
         before, self._last = self._last, dict(measured)
         updates, self._last_step = step - self._last_step, step
         if not before:  # the first look of this attempt
@@ -175,14 +203,6 @@ class RunPilot(Switching):
             self._tell(step, choice, predicted_s, grown)
         return choice
 
-    def follow(self, step: int, choice: int) -> None:
-        super().follow(step, choice)
-        if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
-            for channel in self._wiring.boundaries.wan_sends:
-                wan = self._layout.wan_between(channel.identity.sender, channel.identity.receiver)
-                if wan is not None and wan.is_metered:
-                    channel.link.say_alive()  # a probe, see LineMeter
-
     def _remembered(self) -> dict[str, Stateful | None]:
         return {**super()._remembered(), "rule": self._rule, "forecast": self.forecast}
 
@@ -190,34 +210,36 @@ class RunPilot(Switching):
         """The first update is one, so that the next look has something to compare with."""
         return step == 1 or step % self._settings.every == 0
 
-    def _row(self, boundary: int, direction: str) -> int:
-        place = self._boundaries.index(boundary) * len(DIRECTIONS)
-        return 1 + place + DIRECTIONS.index(direction)
+    def _of_this_update(self) -> Tensor:
+        clock = self._trainer.pipeline.clock
+        clock.settle()
+        return torch.tensor([sum(clock.seconds.values()), clock.seconds["compute_s"]])
 
     def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
         layout, leaders = self._layout, self._layout.leader_of()
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
+        # Whoever is at neither end of a boundary tells nothing of it.
+        told = torch.stack([*grown.values()]).sum(0)
+        delays_s = torch.stack([*self._last.values()]).sum(0)[:, 3].tolist()
         sent: dict[tuple[int, str], float] = {}
-        sums: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(3))
+        sums: dict[tuple[str, str], Any] = defaultdict(float)
         latency_s: dict[tuple[str, str], float] = {}
-        for boundary in self._boundaries:
+        for (boundary, direction), row in self._rows.items():
             here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
-            ends, delays_s = leaders[boundary : boundary + 2], 0.0
-            for direction, way in zip(DIRECTIONS, ((here, there), (there, here)), strict=True):
-                row = self._row(boundary, direction)
-                # What each end of the boundary has told.
-                told = sum((grown[rank][row, :3] for rank in ends), torch.zeros(3))
-                delays_s += sum(float(self._last[rank][row, 3]) for rank in ends)
-                if told[1]:
-                    sent[boundary, direction] = float(told[0] / told[1])
-                    sums[way] = sums[way] + told
-            # There and back, so what the clocks differ by drops out.
-            if (boundary, "backward") in sent:
-                both = (here, there), (there, here)
-                latency_s |= dict.fromkeys(both, max(0.0, delays_s / 2))
-        rates = {way: _bits_per_s(*told.tolist()) for way, told in sums.items()}
-        return Measured(float(grown[0][0, 0]) / updates, compute_s, sent, rates, latency_s)
+            way = (here, there) if direction == "forward" else (there, here)
+            if not told[row, 1]:
+                continue
+            sent[boundary, direction] = float(told[row, 0] / told[row, 1])
+            sums[way] += told[row, :3]
+            if direction == "backward":  # there and back what clocks differ by drops out
+                both_s = max(0.0, delays_s[row - 1] + delays_s[row])
+                latency_s |= dict.fromkeys([way, way[::-1]], both_s / 2)
+        lines = {
+            way: LinkProfile(_bits_per_s(*own.tolist()), latency_s.get(way, 0.0))
+            for way, own in sums.items()
+        }
+        return Measured(float(grown[0][0, 0]) / updates, compute_s, sent, lines)
 
     def _tell(self, step: int, choice: int, predicted_s: Sequence[float], by: Measured) -> None:
         names = self._compression.names
@@ -225,8 +247,8 @@ class RunPilot(Switching):
             names = [f"{name}, {s.label}" for s in self._schedules for name in names]
         before = self._in_force.choice
         rates = ", ".join(
-            f"{here} to {there} {rate / 1e6:.1f} Mbit/s"
-            for (here, there), rate in by.bits_per_s.items()
+            f"{here} to {there} {line.bandwidth_bits_per_s / 1e6:.1f} Mbit/s"
+            for (here, there), line in by.lines.items()
         )
         better = f"{predicted_s[choice]:.3f} s a step instead of {predicted_s[before]:.3f}"
         self._reporter.event(
@@ -236,22 +258,34 @@ class RunPilot(Switching):
         )  # fmt: skip
 
 
+def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
+    """Raises FrameError for anything but finite numbers of the same kind and shape."""
+    found, expected = [*map(TensorSpec.of, parts)], [TensorSpec.of(mine)]
+    if found != expected or not parts[0].isfinite().all():
+        raise FrameError(
+            f"rank {sender} sent {found} to the autopilot, not all finite; expected {expected}"
+        )
+    return parts[0]
+
+
 def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
     """Of a line, on which packets have headers."""
     of_each = line_bytes(round(num_bytes / num_messages))
-    return 8 * num_messages * of_each / line_s if line_s else math.inf
+    return (
+        min(8 * num_messages * of_each / line_s, _FREE_BITS_PER_S) if line_s else _FREE_BITS_PER_S
+    )
 
 
 def forecast_of(job: Experiment, device: torch.device) -> Forecast:
     """With the codecs of all choices measured on this device, which stands for all."""
     assert isinstance(job.compression, Selectable)
     layout, rows = job.cluster, -(-job.training.batch_size // job.num_pieces)
+    crossed = {n: own for n, own in job.boundaries.items() if layout.leaves_cloud(n)}
     codecs = [
         {
             (number, direction): costs
-            for number in range(layout.num_stages - 1)
-            if layout.leaves_cloud(number)
-            for direction, costs in codec_costs(job.boundaries[number], choice, rows, device)
+            for number, boundary in crossed.items()
+            for direction, costs in codec_costs(boundary, choice, rows, device)
         }
         for choice in job.compression.choices.values()
     ]
@@ -277,39 +311,46 @@ class TourPilot(Switching):
     """Changes schedule and compression between updates as a Tour says, and measures nothing that a
     run does not."""
 
-    def __init__(self, tour: Tour, file: Path, *given: Any) -> None:
-        """given: see Switching."""
-        super().__init__(*given)
-        pipeline = self._trainer.pipeline
-        self._tour, self._file, self._clock = tour, file, pipeline.clock
-        self._stages = {n: StageMeter(stage) for n, stage in pipeline.stages.items()}
+    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer, file: Path) -> None:
+        super().__init__(job, wiring, trainer)
+        assert isinstance(job.autopilot, Tour)
+        self._tour, self._file, self._clock = job.autopilot, file, trainer.pipeline.clock
+        self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
         assert self._clock.messages is not None
         self._messages = self._clock.messages
-        self._messages.from_step = 1 + len(tour.legs)  # the first turn warms caches up
+        self._messages.from_step = 1 + len(self._tour.legs)  # the first turn warms caches up
 
-    def follow(self, step: int, choice: int) -> None:
-        super().follow(step, self._tour.leg(step + 1))
+    def after_update(self, step: int, report: StepReport) -> None:
+        self.switch(step, self._tour.leg(step + 1))
 
     def finish(self) -> None:
-        feed = self._trainer.feed
+        feed, rank = self._trainer.feed, self._trainer.pipeline.rank
+        head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
         found = {
-            "steps": [[*timeline_events(s, self._messages)] for s in self._clock.recorded],
+            "events": [
+                head | part
+                for step in self._clock.recorded
+                for part in timeline_events(step, self._messages)
+            ],
             "stages": {number: meter.facts for number, meter in self._stages.items()},
+            "trained": {f"{n}.{name}": shape for n, meter in self._stages.items()
+                        for name, shape in meter.trained.items()},
             "num_samples": feed.plan.num_samples,
             "tokens_per_sample": feed.work.weight / feed.work.num_samples if feed.weigh else 0.0,
-        }
+        }  # fmt: skip
         self._file.write_text(json.dumps(found), encoding="utf-8")
 
 
 class StageMeter:
     """What is known of a stage beside its times, by its first forward: bytes of weights, and of
-    what a sample leaves in memory until its backward, or until its weights' gradients."""
+    what a sample leaves in memory until its backward, or until its weights' gradients.
+    trained: shapes, by name."""
 
     def __init__(self, stage: Stage) -> None:
         trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        self.facts: dict[str, Any] = {
+        self.trained = {name: list(p.shape) for name, p in trained.items()}
+        self.facts = {
             "parameter_bytes": bytes_of([*stage.parameters(), *stage.buffers()]),
-            "trained": {name: list(p.shape) for name, p in trained.items()},
             "trained_bytes": bytes_of(trained.values()),
             "activation_bytes": 0.0,
             "put_off_bytes": 0.0,

@@ -138,9 +138,7 @@ class Features:
                 if isinstance(privacy, SamplePrivacy)
                 else OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards),
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
-                pilot_of(job.autopilot, job, trainer, wiring, reporter, context.run_dir)
-                if job.autopilot is not None
-                else None,
+                pilot_of(context, trainer, wiring),
                 meter,
             ]
         )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from xcloud.record.events import Event, update_s
 
+PLAN_FILE = "plan.json"
+PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
+PLANNED_FILES = (PLAN_FILE, PREDICTED_FILE)
 COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
 _LETTER = {"forward": "F", "backward": "B", "weights": "W", "activation": "F", "gradient": "B"}
 
@@ -274,6 +277,41 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
 
 def write_trace(path: Path, timeline: Timeline, facts: Mapping[str, object]) -> None:
     path.write_text(json.dumps(chrome_trace(timeline, facts)), encoding="utf-8")
+
+
+def write_predicted(run_dir: Path, timeline: Timeline, strategy: str) -> None:
+    """The step of a plan, as a trace that holds the timeline itself as well."""
+    flights = [[*between, some] for between, some in timeline.flights.items()]
+    own = {"lanes": [asdict(lane) for lane in timeline.lanes], "flights": flights}
+    write_trace(run_dir / PREDICTED_FILE, timeline, {"plan": strategy, "timeline": own})
+
+
+def read_predicted(run_dir: Path) -> Timeline | None:
+    """None for a run without a predicted step."""
+    if not (path := run_dir / PREDICTED_FILE).exists():
+        return None
+    about = json.loads(path.read_text(encoding="utf-8"))["otherData"]
+    lanes = (
+        Lane(**lane | {"boxes": tuple(Box(*box) for box in lane["boxes"])})
+        for lane in about["timeline"]["lanes"]
+    )
+    flights = {
+        (here, there): tuple(Flight(*one) for one in some)
+        for here, there, some in about["timeline"]["flights"]
+    }
+    return Timeline(about["step"], tuple(lanes), flights, about["clocks"])
+
+
+def predicted_of(run_dir: Path) -> dict[str, Any]:
+    """For the summary of a run: what its plan predicted; empty for a run without one."""
+    path = run_dir / PLAN_FILE
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not table.get("chosen"):
+        return {}
+    told: dict[str, Any] = {"predicted_step_time_s": round(table["predicted_step_time_s"], 6)}
+    if epochs := table["chosen"]["over_epochs"]:
+        told["predicted_over_epochs"] = {name: round(value, 6) for name, value in epochs.items()}
+    return told
 
 
 class Passage(NamedTuple):

@@ -14,9 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
-from xcloud.plan.plans import NO_COMPRESSION, Plan, Priced
 from xcloud.plan.pricing import OverEpochs, Pricer
-from xcloud.plan.recorded import PLAN_FILE
 from xcloud.plan.search import (
     AtCount,
     Ranked,
@@ -28,6 +26,8 @@ from xcloud.plan.search import (
     over_micro_batches,
     step_at,
 )
+from xcloud.plan.settings import NO_COMPRESSION, Plan, Priced
+from xcloud.record.timeline import PLAN_FILE
 from xcloud.report.figures import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
 from xcloud.report.run_table import epochs_text
 from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table, say

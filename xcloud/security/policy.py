@@ -35,30 +35,30 @@ electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Exper
 job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
 models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.PublicBackbone
 models.backbone.SeededBackbone models.causal.CausalLM models.causal_stage.NextTokenPretraining
-models.causal_stage.OwnCausal models.causal_network.Lora models.decoding.Beam
-models.decoding.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
+models.causal_stage.OwnCausal models.causal_network.Lora models.transformer.Beam
+models.transformer.Greedy models.low_rank_split.LowRankSplit models.split_point.Split
 models.pretraining.MaskedLanguageModelling models.transformer.Transformer
 parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdates
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
 parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.replicas.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
-plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
-record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
-security.defences.MaxNorm security.leak_meter.LeakMeter security.policy.Visibility
-security.defences.CloudPrivacy security.defences.SamplePrivacy
+plan.settings.Autopilot plan.settings.Planning record.tracking.MlflowTracker
+record.tracking.NullTracker security.defences.CloudPrivacy security.defences.GaussianNoise
+security.defences.Marvell security.defences.MaxNorm security.defences.SamplePrivacy
+security.leak_meter.LeakMeter security.policy.Visibility
+tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
 tasks.classification.HubClassification tasks.classification.HubCrossLingual
-tasks.corpus.multilingual.DemoText tasks.corpus.multilingual.FolderText
-tasks.corpus.multilingual.HubText tasks.demo.DemoClassification tasks.demo.DemoCrossLingual
-tasks.demo.DemoLanguageModelling tasks.demo.DemoQuestionAnswering tasks.demo.DemoTranslation
-tasks.language_modelling.FolderLanguageModelling tasks.language_modelling.HubLanguageModelling
-tasks.multilingual_text.MultilingualText tasks.question_answering.FolderQuestionAnswering
-tasks.question_answering.HubQuestionAnswering tasks.text_task.PublicText
-tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
-tasks.translation.FolderTranslation tasks.translation.HubTranslation
-tasks.translation.Wit3Translation training.settings.Checkpoints training.settings.Optimizer
-training.settings.Training
+tasks.language_modelling.DemoLanguageModelling tasks.language_modelling.FolderLanguageModelling
+tasks.language_modelling.HubLanguageModelling tasks.multilingual_text.MultilingualText
+tasks.question_answering.DemoQuestionAnswering tasks.question_answering.FolderQuestionAnswering
+tasks.question_answering.HubQuestionAnswering tasks.text_sources.DemoText
+tasks.text_sources.FolderText tasks.text_sources.HubText tasks.text_sources.PublicText
+tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
+tasks.tokenizer.TrainedTokenizer tasks.translation.DemoTranslation
+tasks.translation.FolderTranslation tasks.translation.HubTranslation tasks.wit3.Wit3Translation
+training.settings.Checkpoints training.settings.Optimizer training.settings.Training
 """.split()
 )
 

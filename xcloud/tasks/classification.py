@@ -1,7 +1,7 @@
 """Classification and regression of texts or text pairs: columns, tokenisation and scoring.
 
-Rows come from a source (corpus/), labels are defined in labels.py; no networks here.
-Rows (corpus/rows.py) have the columns "first" and possibly "second" if text is visible, "label" if
+Labels are defined in labels.py; no networks here.
+Rows (rows.py) have the columns "first" and possibly "second" if text is visible, "label" if
 labels are visible, and "part" (the name of a row's set) in splits made of several sets.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -20,24 +20,44 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import SPLITS, Answers, Scores, Split
-from xcloud.tasks.corpus.folder import Folder, InFolder, Language, Languages, list_files
-from xcloud.tasks.corpus.hub import Hub, HubTable, OnHub, is_local, load_hub
-from xcloud.tasks.corpus.rows import (
+from xcloud.demo_corpus import answers, inferences, reviews
+from xcloud.tasks.labels import (
+    CROSS_LINGUAL,
+    ENTAILMENT,
+    GLUE,
+    KEYS,
+    Benchmark,
+    Labels,
+    chosen_columns,
+)
+from xcloud.tasks.rows import (
     DEV_NAMES,
     Corpus,
+    DemoSized,
     Form,
     OwnNames,
     SplitTables,
     Table,
+    Tables,
     Text,
     name_of,
     read,
 )
-from xcloud.tasks.labels import CROSS_LINGUAL, GLUE, KEYS, Benchmark, Labels, chosen_columns
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
-from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextTask, View, public_tokenizer
-from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
+from xcloud.tasks.sources import (
+    Folder,
+    Hub,
+    HubTable,
+    InFolder,
+    Language,
+    Languages,
+    OnHub,
+    is_local,
+    list_files,
+    load_hub,
+)
+from xcloud.tasks.text_task import PairTable, TextTask, View, public_tokenizer
+from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
 
 
 @settings("task", kw_only=True)
@@ -68,26 +88,22 @@ class Classification(TextTask):
         super().__post_init__()
         own = (self.kind, self.classes, self.metrics)
         if self.name not in ("classification", *self.benchmarks):
-            raise ConfigError(
-                f"task.name must be one of {', '.join(self.benchmarks)}, got {self.name!r}"
-            )
+            names = ", ".join(self.benchmarks)
+            raise ConfigError(f"task.name must be one of {names} in this profile; got {self.name}")
         if self.name in self.benchmarks and own != ("classes", None, None):
             raise ConfigError(
                 f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
             )
-        names = self.classes
-        if names is not None and (self.kind == "value" or len(set(names)) != len(names)):
+        given = self.classes
+        if given is not None and (self.kind == "value" or len(set(given)) != len(given)):
             raise ConfigError(
                 "task.classes must be at least two different names, and null with "
-                f"task.kind=value; got {list(names)}"
+                f"task.kind=value; got {list(given)}"
             )
         _ = self.scores
-        given, allowed = self.text_columns, self.known.num_texts
-        if given is not None and len(given) not in allowed:
-            raise ConfigError(
-                f"task.text_columns must name {' or '.join(map(str, allowed))} columns here, got "
-                f"{list(given)}"
-            )
+        texts, allowed = self.text_columns, " or ".join(map(str, self.known.num_texts))
+        if texts is not None and len(texts) not in self.known.num_texts:
+            raise ConfigError(f"task.text_columns must name {allowed} columns, got {list(texts)}")
 
     @property
     def known(self) -> Benchmark:
@@ -117,25 +133,21 @@ class Classification(TextTask):
             del splits["test"]  # its labels are not public, as in GLUE
         return replace(tables, tables=splits), columns
 
-    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
-        """Only the columns that these fields need are kept. Raises DataError."""
-        tables, columns = self._usable(self.find(self.form))
+    def read(self, fields: frozenset[str]) -> Corpus:
+        """Only the columns that these fields need are kept."""
+        tables, columns = self._usable(self.find())
         hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
+        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
+        if not self.names_columns:
+            return corpus
         *texts, label = columns.values()
         described = f"{' + '.join(texts)} → {label}"
-        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
-        chosen = self.facts(columns=described)
-        remarks = [f"columns {described}"] if chosen else []
-        return replace(
-            corpus, remarks=[*remarks, *corpus.remarks], agreed={**corpus.agreed, **chosen}
-        )
+        remarks = [f"columns {described}", *corpus.remarks]
+        return replace(corpus, remarks=remarks, agreed={**corpus.agreed, "columns": described})
 
-    def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
-        """`seed` is ignored: all seeds train and are scored on the same rows."""
-        corpus = self.read_for(fields)
-        self.check_rows(corpus.counts)
+    def view(self, corpus: Corpus, fields: frozenset[str]) -> ClassificationData:
         return ClassificationData(self, corpus, fields)
 
     def agreed_settings(self) -> dict[str, object]:
@@ -143,49 +155,30 @@ class Classification(TextTask):
         more = {"kind": self.known.kind, "classes": classes, "metrics": list(self.scores)}
         return {**super().agreed_settings(), **more}
 
-    def table(self, tokenizer: Tokenizer, texts: Mapping[str, Sequence[str]]) -> PairTable:
-        """Of the columns first and perhaps second. Repeated texts, such as premises, are tokenised
-        once."""
-        sides = [texts[name] for name in ("first", "second") if name in texts]
-        distinct = list(dict.fromkeys(text for side in sides for text in side))
-        ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
-        encoded = [[ids[text] for text in side] for side in sides]
-        firsts, seconds = encoded[0], encoded[1] if len(encoded) == 2 else None
-        special = tokenizer.token_ids
-        return PairTable(firsts, seconds, self.max_length, special, tokenizer.num_separators)
-
-    def labels(self, train: Sequence[str]) -> Labels:
-        """Of the training cells, where the classes are not known."""
-        if self.known.kind == "classes" and self.known.classes is None:
-            return Labels.of_cells(train, f"{self.describe()}, train")
-        return Labels(None if self.known.classes is None else tuple(self.known.classes))
-
 
 class ClassificationData(View[Classification]):
     """One rank's view (TaskData)."""
 
     def __init__(self, task: Classification, corpus: Corpus, fields: frozenset[str]) -> None:
-        columns = {split: corpus.splits[split].texts for split in SPLITS}
-        self._parts = {split: of["part"] for split, of in columns.items() if "part" in of}
+        cells = {split: corpus.splits[split].texts for split in SPLITS}
+        self._parts = {split: of["part"] for split, of in cells.items() if "part" in of}
         self._pairs: dict[Split, PairTable] = {}
         self._label: Labels | None = None
-        shown: dict[str, dict[Split, Any]] = {}
+        columns: dict[str, dict[Split, Any]] = {}
         tokenizers = {}
         if fields & {"text", "types"}:
-            tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
-            self._pairs = {split: task.table(tokenizer, of) for split, of in columns.items()}
-            shown["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
-            shown["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
-            tokenizers = {"text": tokenizer} if "text" in fields else {}
+            tokenizers["text"] = tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
+            for split, of in cells.items():
+                sides = [of[name] for name in ("first", "second") if name in of]
+                self._pairs[split] = PairTable.encoded(tokenizer, sides, task.max_length)
+            columns["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
+            columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
-            self._label = label = task.labels(columns["train"]["label"])
+            where = f"{task.describe()}, "
+            self._label = label = Labels.of(task.known, cells["train"]["label"], f"{where}train")
             self.head = label.head
-            shown["label"] = {
-                split: label.parse(of["label"], f"{task.describe()}, {split}")
-                for split, of in columns.items()
-            }
-        shown = {name: column for name, column in shown.items() if name in fields}
-        super().__init__(task, corpus, fields, tokenizers, shown)
+            columns["label"] = {s: label.parse(of["label"], where + s) for s, of in cells.items()}
+        super().__init__(task, corpus, fields, tokenizers, columns)
 
     def describe(self) -> str:
         names = self._task.known.classes
@@ -292,13 +285,13 @@ class FolderCrossLingual(InFolder, CrossLingual):
     train_language: Language = "en"
     languages: Languages | None = None
 
-    def find(self, form: Form) -> SplitTables:
+    def find(self) -> SplitTables:
         here = self.train_language
         expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
         files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
         found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
-        tested = sorted(name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name))
-        tested.sort(key=lambda language: language != here)
+        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
+        tested.sort(key=lambda language: (language != here, language))
         wanted = self.languages or tested or ["LANGUAGE"]
         if missing := [language for language in wanted if language not in tested]:
             raise DataError(
@@ -306,21 +299,17 @@ class FolderCrossLingual(InFolder, CrossLingual):
             )
         trained = [files[name] for name in (f"train.{here}", "train") if name in files][:1]
         dev = [files[f"{name}.{here}"] for name in DEV_NAMES if f"{name}.{here}" in files][:1]
-        remarks = []
-        if not trained and dev:
-            remarks = [f"no training file: {name_of(dev[0])} is the training set"]
-            trained, dev = dev, []
-        if not trained:
+        sets = [*trained, *dev]
+        if not sets:
             raise DataError(
                 f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; {found}. "
                 "For another language set task.train_language"
             )
-        tables: dict[Split, Mapping[str, Sequence[Table]]] = {"train": {"": trained}}
-        if dev:
-            tables["dev"] = {"": dev}
+        remark = f"no training file: {name_of(sets[0])} is the training set"
+        tables: Tables = {split: {"": [file]} for split, file in zip(SPLITS, sets, strict=False)}
         tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
-        facts = {"train": [file.name for file in (*trained, *dev)], "languages": list(wanted)}
-        return SplitTables(tables, facts, remarks, "task.languages")
+        facts = {"train": [file.name for file in sets], "languages": list(wanted)}
+        return SplitTables(tables, facts, [] if trained else [remark], "task.languages")
 
 
 @settings("task", kw_only=True)
@@ -349,16 +338,61 @@ class HubCrossLingual(OnHub, CrossLingual):
     def data_set(self) -> str:
         return self.train_language
 
-    def find(self, form: Form) -> SplitTables:
+    def find(self) -> SplitTables:
         def table(language: str, split: str) -> list[Table]:
             loaded = load_hub(self.where, language, self.revision, split)
             return [HubTable(loaded, f"{self.where} {language}, split {split}")]
 
-        tested = list(self.languages or self.known.languages)
-        tables: dict[Split, Mapping[str, Sequence[Table]]] = {
-            "train": {"": table(self.train_language, "train")},
-            "dev": {"": table(self.train_language, "validation")},
+        here, tested = self.train_language, list(self.languages or self.known.languages)
+        tables: Tables = {
+            "train": {"": table(here, "train")},
+            "dev": {"": table(here, "validation")},
             "test": {language: table(language, "test") for language in tested},
         }
         facts = {"revision": self.revision, "languages": tested}
         return SplitTables(tables, facts, test_key="task.languages")
+
+
+@settings("task", kw_only=True)
+class DemoClassification(DemoSized, Classification):
+    """Film reviews (label 1 is positive, 0 negative), also for sst2; for qnli questions with
+    sentences (entailment if the sentence answers the question)."""
+
+    benchmarks: ClassVar = {name: GLUE[name] for name in ("sst2", "qnli")}
+
+    def source_name(self) -> str:
+        return "demo questions and sentences" if self.name == "qnli" else "demo film reviews"
+
+    def find(self) -> SplitTables:
+        seed = self.corpus_seed
+        if self.name != "qnli":
+            liked = reviews(self.total, seed)
+            rows = [(text, str(int(positive))) for text, positive in liked]
+            return self.generated(("sentence", "label"), rows, liked, seed=seed)
+        asked = answers(self.total, seed)
+        labelled = [(*texts, ENTAILMENT[0 if yes else 1]) for *texts, yes in asked]
+        return self.generated(("question", "sentence", "label"), labelled, asked, seed=seed)
+
+
+@settings("task", kw_only=True)
+class DemoCrossLingual(DemoSized, CrossLingual):
+    """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
+    set has num_test pairs per language."""
+
+    title = "demo inference"
+    train_language: Literal["en", "es"] = "en"
+    languages: Annotated[Sequence[Literal["en", "es"]], Field(min_length=1)] | None = None
+    benchmarks: ClassVar = {"xnli": CROSS_LINGUAL["xnli"]}
+
+    def find(self) -> SplitTables:
+        pairs, here = inferences(self.total, self.corpus_seed), str(self.train_language)
+        names = ("premise", "hypothesis", "label")
+        made = {
+            language: self.generated(
+                names, [(*texts[language], relation) for texts, relation in pairs],
+                pairs, seed=self.corpus_seed,
+            )
+            for language in (here, "es" if here == "en" else "en")
+        }  # fmt: skip
+        test = {x: made[x].tables["test"][""] for x in self.languages or made}
+        return replace(made[here], tables={**made[here].tables, "test": test})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import Head
-from xcloud.tasks.corpus.rows import OwnNames, Table
+from xcloud.tasks.rows import OwnNames, Table
 from xcloud.tasks.scores import Kind
 
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
@@ -42,6 +42,13 @@ class Labels:
             )
         most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
         return Labels(tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names))
+
+    @staticmethod
+    def of(known: Benchmark, cells: Sequence[str], where: str) -> Labels:
+        """Of these cells, where the classes are not known."""
+        if known.kind == "classes" and known.classes is None:
+            return Labels.of_cells(cells, where)
+        return Labels(None if known.classes is None else tuple(known.classes))
 
     @property
     def head(self) -> Head:

@@ -1,7 +1,7 @@
 """Language modelling: every next token of plain texts, or those of the answers in chats, packed
 into samples. No network lives here.
 
-Rows (corpus/rows.py) have one column: "text", or "messages", where each row is a chat.
+Rows (rows.py) have one column: "text", or "messages", where each row is a chat.
 Batch fields, int64 [B, S]: "text" token ids of prompts and answers; "types" which of the sample's
 documents a token belongs to; "label" the token to be guessed at each place, of answers only.
 """
@@ -9,10 +9,10 @@ documents a token belongs to; "label" the token to be guessed at each place, of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from pydantic import Field
@@ -21,13 +21,12 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
-from xcloud.contracts.task import SPLITS, Scores, Split
-from xcloud.tasks.corpus.folder import Folder, TextFile, read_lines
-from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, Rows, SplitTables, Table, Text, read
+from xcloud.contracts.task import Scores, Split
+from xcloud.demo_corpus import stories
+from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
-from xcloud.tasks.tables import Document, columns_of, pack, pieces_of
-from xcloud.tasks.text_task import TextTask, View, public_tokenizer
+from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
+from xcloud.tasks.text_task import TextTask, TokenTable, View, public_tokenizer
 from xcloud.tasks.tokenizer import (
     SPECIAL_TOKENS,
     PretrainedTokenizer,
@@ -42,6 +41,60 @@ TEXT, MESSAGES = "text", "messages"
 FOLDER_NAME = "tokenizer"
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
+OPEN = 64  # samples that a document is tried in; more fill little better
+
+
+class Document(NamedTuple):
+    """learned: for each token, whether a model is to guess it. number: of the document that a
+    piece is of."""
+
+    ids: list[int]
+    learned: list[bool]
+    number: int = 0
+
+    def labels(self) -> list[int]:
+        """At each place the token that follows, if it is to be guessed."""
+        following = zip(self.ids[1:], self.learned[1:], strict=True)
+        return [*(token if learned else NO_LABEL for token, learned in following), NO_LABEL]
+
+
+def pieces_of(documents: Iterable[Document], max_length: int, split: bool) -> Iterator[Document]:
+    """Documents of at most max_length tokens with something to guess. split: a longer one becomes
+    several; else its end is lost, as a chat's second half is no chat."""
+    for number, (ids, learned, _) in enumerate(documents):
+        for start in range(0, len(ids) if split else 1, max_length):
+            piece = slice(start, start + max_length)
+            if any(learned[piece][1:]):
+                yield Document(ids[piece], learned[piece], number)
+
+
+def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
+    """Samples of whole documents: each goes into the first of the last OPEN samples that has room.
+    The same for the same documents in every cloud."""
+    samples: list[list[Document]] = []
+    room: list[int] = []
+    for document in documents:
+        size = len(document.ids)
+        first = max(0, len(samples) - OPEN)
+        place = next((i for i in range(first, len(samples)) if room[i] >= size), len(samples))
+        if place == len(samples):
+            samples.append([])
+            room.append(max_length)
+        samples[place].append(document)
+        room[place] -= size
+    return samples
+
+
+def columns_of(samples: Sequence[Sequence[Document]]) -> dict[str, TokenTable]:
+    """By field: each sample as a row, and what fills up a batch."""
+    texts = ([token for document in sample for token in document.ids] for sample in samples)
+    types = ([n for n, document in enumerate(sample) for _ in document.ids] for sample in samples)
+    labels = ([token for document in sample for token in document.labels()] for sample in samples)
+    return {
+        "text": TokenTable(texts, NO_TOKEN),
+        "types": TokenTable(types),
+        "label": TokenTable(labels, NO_LABEL),
+    }
 
 
 class CausalTokenizer:
@@ -53,9 +106,9 @@ class CausalTokenizer:
             raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
         self._pretrained, self._name = pretrained, name
         self.learns_chats = False  # or it did: a prompt is then a question
-        self._first = [] if pretrained.bos_token_id is None else [pretrained.bos_token_id]
-        eos = pretrained.eos_token_id
-        first = self._first[0] if self._first else eos
+        bos, eos = pretrained.bos_token_id, pretrained.eos_token_id
+        self._first = [] if bos is None else [bos]
+        first = eos if bos is None else bos
         self.token_ids = TokenIds(len(pretrained), NO_TOKEN, first, eos, NO_TOKEN)
         self.vocabularies = {"text": self.token_ids}
 
@@ -85,6 +138,17 @@ class CausalTokenizer:
         if self.learns_chats:
             (folder / CHATS_FILE).touch()
 
+    def samples(self, rows: Rows, max_length: int, where: str) -> list[list[Document]]:
+        """Documents packed. Raises DataError if none is to be guessed. where: for messages."""
+        chats = rows.texts.get(MESSAGES, ())
+        self.learns_chats |= bool(chats)
+        documents = self.texts(rows.texts.get(TEXT, ()))
+        documents += [self.chat(c, f"{where}, chat {n}") for n, c in enumerate(chats, start=1)]
+        samples = pack(pieces_of(documents, max_length, split=not chats), max_length)
+        if not samples:
+            raise DataError(f"{where}: nothing to guess; are its texts empty or its prompts long?")
+        return samples
+
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Begin token (where there is one), text, end token: all to be guessed."""
         found = [[*self._first, *ids, self.token_ids.eos] for ids in self._encode(texts)]
@@ -113,12 +177,13 @@ class CausalTokenizer:
             done = answered
         if not pieces:
             raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
-        document = Document([], [])
         encoded = self._encode([text for text, _ in pieces])
-        for ids, (_, learned) in zip(encoded, pieces, strict=True):
-            document.ids.extend(ids)
-            document.learned.extend([learned] * len(ids))
-        return document
+        tokens = [
+            (token, learned)
+            for ids, (_, learned) in zip(encoded, pieces, strict=True)
+            for token in ids
+        ]
+        return Document([token for token, _ in tokens], [learned for _, learned in tokens])
 
     def prompt(self, text: str) -> list[int]:
         """What a model is given to go on from: a chat with one question if it has learned chats,
@@ -129,8 +194,7 @@ class CausalTokenizer:
         return self._encode([asked])[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._pretrained.decode(list(ids), skip_special_tokens=True)
-        return text
+        return str(self._pretrained.decode(list(ids), skip_special_tokens=True))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         backend = self._pretrained.backend_tokenizer
@@ -142,13 +206,12 @@ class CausalTokenizer:
                 f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
                 "tokenizer of a model made for chats"
             )
+        plain = [dict(message) for message in messages]
+        how = {"tokenize": False, "add_generation_prompt": ask}
         try:
-            text: str = self._pretrained.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=ask
-            )
+            return str(self._pretrained.apply_chat_template(plain, **how))
         except Exception as error:  # whatever the template raises
             raise DataError(f"{where}: the chat template refuses it: {error}") from error
-        return text
 
 
 @settings("task", kw_only=True)
@@ -176,33 +239,17 @@ class LanguageModelling(TextTask):
         rows = read(table, {TEXT: self.column}, "task.column")
         return rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
 
-    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
-        """The column text or messages, for any field. Raises DataError."""
-        tables = self.find(self.form)
+    def read(self, fields: frozenset[str]) -> Corpus:
+        """The column text or messages, for any field."""
+        tables = self.find()
         self.check_tables(tables)
         return self.arrange(tables, self.rows_of)
 
     def saved_text(self, folder: Path) -> CausalTokenizer:
         return CausalTokenizer.load(folder / FOLDER_NAME)
 
-    def load(self, fields: frozenset[str], seed: int) -> LanguageData:
-        """`seed` is ignored: all seeds train and are scored on the same rows."""
-        return LanguageData(self, self.read_for(fields), fields)
-
-    def samples(
-        self, rows: Rows, split: Split, tokenizer: CausalTokenizer
-    ) -> list[list[Document]]:
-        """Documents packed. Raises DataError if none is to be guessed."""
-        where = f"{self.describe()}, {split}"
-        documents = tokenizer.texts(rows.texts.get(TEXT, ()))
-        chats = rows.texts.get(MESSAGES, ())
-        tokenizer.learns_chats |= bool(chats)
-        for number, chat in enumerate(chats, start=1):
-            documents.append(tokenizer.chat(chat, f"{where}, chat {number}"))
-        samples = pack(pieces_of(documents, self.max_length, split=not chats), self.max_length)
-        if not samples:
-            raise DataError(f"{where}: nothing to guess; are its texts empty or its prompts long?")
-        return samples
+    def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
+        return LanguageData(self, corpus, fields)
 
 
 class LanguageData(View[LanguageModelling]):
@@ -210,27 +257,24 @@ class LanguageData(View[LanguageModelling]):
 
     def __init__(self, task: LanguageModelling, corpus: Corpus, fields: frozenset[str]) -> None:
         self._tokenizer: CausalTokenizer | None = None
-        samples: dict[Split, list[list[Document]]] = {}
+        self._documents: dict[Split, list[list[int]]] = {}  # their numbers, by sample
+        columns: dict[str, dict[Split, TokenTable]] = {name: {} for name in task.fields}
         if corpus.splits["train"].texts:
-            self._tokenizer = made = CausalTokenizer.of(task.tokenizer, task.cache_dir)
-            samples = {s: task.samples(corpus.splits[s], s, made) for s in SPLITS}
-        tables = {split: columns_of(packed) for split, packed in samples.items()}
-        self._num_tokens = sum(of["text"].num_tokens for of in tables.values())
-        columns = {name: {s: of[name] for s, of in tables.items()} for name in sorted(fields)}
-        sizes = {split: len(packed) for split, packed in samples.items()}
-        task.check_rows(sizes or corpus.counts)
-        tokenizers = {"text": self._tokenizer} if "text" in fields else {}
-        super().__init__(task, corpus, fields, tokenizers, columns, sizes)
-        self._documents = {
-            split: [[document.number for document in sample] for sample in packed]
-            for split, packed in samples.items()
-        }
+            self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
+            for split, rows in corpus.splits.items():
+                samples = self._tokenizer.samples(
+                    rows, task.max_length, f"{task.describe()}, {split}"
+                )
+                self._documents[split] = [[document.number for document in of] for of in samples]
+                for name, table in columns_of(samples).items():
+                    columns[name][split] = table
+        self._num_tokens = sum(table.num_tokens for table in columns["text"].values())
+        sizes = {split: len(samples) for split, samples in self._documents.items()}
+        super().__init__(task, corpus, fields, {"text": self._tokenizer}, columns, sizes)
 
     def describe(self) -> str:
-        if not self._num_tokens:
-            return super().describe()
-        tokens = f"{self._num_tokens:,} tokens in samples of {self._task.max_length}"
-        return f"{super().describe()}, {tokens}"
+        tokens = f", {self._num_tokens:,} tokens in samples of {self._task.max_length}"
+        return super().describe() + (tokens if self._num_tokens else "")
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The tokens of each training sample, special ones among them."""
@@ -266,17 +310,14 @@ class LanguageData(View[LanguageModelling]):
         )
 
     def signature(self) -> dict[str, str]:
-        guessed = "guessed tokens of the tokenizer, end tokens among them"
-        return {
-            "perplexity": f"exp of the mean loss over all {guessed}",
-            "loss": f"nats, mean over all {guessed}",
-        }
+        over = "over all guessed tokens of the tokenizer, end tokens among them"
+        return {"perplexity": f"exp of the mean loss {over}", "loss": f"nats, mean {over}"}
 
     def shown(self, split: Split, ident: int) -> Mapping[str, str]:
         """The whole text where it may be seen, else the answers."""
+        assert self._tokenizer is not None
         name = "text" if "text" in self._fields else "label"
         row = self._columns[name][split][ident]
-        assert self._tokenizer is not None
         return {name: self._tokenizer.decode(token for token in row if token != NO_LABEL)}
 
     def save_tokenizers(self, folder: Path) -> None:
@@ -309,8 +350,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         file = cast(TextFile, table)
         column = _column(file)
         if file.kind == "text":
-            cells = self._documents(file)
-            return Rows(len(cells), {TEXT: cells})
+            return Rows(len(cells := self._documents(file)), {TEXT: cells})
         cells = [cell for (cell,) in file.rows((column,), f"the key {column!r} in every line")]
         for number, cell in enumerate(cells, start=1):
             if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
@@ -343,3 +383,17 @@ def _is_chat(messages: Any) -> bool:
         return False
     cells = [one.get(key) for one in messages for key in ("role", "content")]
     return bool(cells) and all(isinstance(cell, str) for cell in cells)
+
+
+@settings("task", kw_only=True)
+class DemoLanguageModelling(DemoSized, LanguageModelling):
+    """Embedded English paragraphs of four events."""
+
+    title = "demo stories"
+    order = ("dev", "test", "train")
+    num_train: Size = 3_000
+    num_dev: Size = 200
+    num_test: Size = 400
+
+    def find(self) -> SplitTables:
+        return self.tables((TEXT,), [(one.text,) for one in stories(self.total, self.corpus_seed)])

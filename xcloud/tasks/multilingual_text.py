@@ -1,5 +1,5 @@
 """Multilingual text as token ids for pre-training: which texts are read, how they are mixed, and
-the command that trains a shared tokenizer. Sources are in corpus/; masking is in
+the command that trains a shared tokenizer. Sources are in text_sources.py; masking is in
 models/pretraining.py.
 
 Shapes: B samples of a batch, R tokens of a batch, L parts (languages and language pairs),
@@ -26,8 +26,8 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, check, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import key_of, make_once
-from xcloud.tasks.corpus.multilingual import FolderText, TextSource, languages_of
-from xcloud.tasks.tables import TokenTable, write_table
+from xcloud.tasks.text_sources import FolderText, TextSource, languages_of
+from xcloud.tasks.text_task import TokenTable, write_table
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
 FORMAT = "xcloud tokens 1"

@@ -14,6 +14,7 @@ Shapes: B samples (windows), S positions, N windows of a split.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +30,18 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import Head
 from xcloud.contracts.task import SPLITS, Answers, Scores, Split
-from xcloud.tasks.corpus.folder import Folder
-from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table
+from xcloud.demo_corpus import STORY_QUESTIONS, stories
+from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
-from xcloud.tasks.tables import PairTable, TokenTable, num_special
-from xcloud.tasks.text_task import TextTask, View, counted, public_tokenizer
+from xcloud.tasks.sources import Folder, Hub
+from xcloud.tasks.text_task import (
+    PairTable,
+    TextTask,
+    View,
+    counted,
+    num_special,
+    public_tokenizer,
+)
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 KEYS = "task.path: a data set in the format of SQuAD"
@@ -206,16 +213,18 @@ class QuestionAnswering(TextTask):
                 f"it to at least {least}, or lower task.max_question"
             )
 
-    def read(self, fields: frozenset[str] = frozenset(TextTask.fields)) -> Corpus:
-        """The columns of `rows_of`, all for any field. Raises DataError."""
-        return self.arrange(self.find(self.form), rows_of, dev_as_test=True)
+    def read(self, fields: frozenset[str]) -> Corpus:
+        """The columns of `rows_of`, all for any field."""
+        return self.arrange(self.find(), rows_of, dev_as_test=True)
 
     def agreed_settings(self) -> dict[str, object]:
         lengths = {"max_question": self.max_question, "stride": self.stride}
         return {**super().agreed_settings(), **lengths}
 
-    def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
-        """`seed` is ignored: all seeds train and are scored on the same rows."""
+    def view(self, corpus: Corpus, fields: frozenset[str]) -> QuestionAnsweringData:
+        return QuestionAnsweringData(self, corpus, fields)
+
+    def read_for(self, fields: frozenset[str]) -> Corpus:
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
                 f"{self.name}: a rank of this layout reads labels but not text, and an answer "
@@ -223,7 +232,7 @@ class QuestionAnswering(TextTask):
                 "the last stage to one owner, as in cluster.clouds={owner: {stages: [0, 2]}, "
                 "other: {stages: [1]}}"
             )
-        return QuestionAnsweringData(self, self.read_for(fields), fields)
+        return super().read_for(fields)
 
 
 class QuestionAnsweringData(View[QuestionAnswering]):
@@ -233,22 +242,17 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         windows: dict[Split, Windows] = {}
         tokenizers = {}
         if corpus.splits["train"].texts:
-            tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
-            tokenizers = {"text": tokenizer} if "text" in fields else {}
+            tokenizers["text"] = tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
             lengths = (task.max_length, task.max_question, task.stride)
             windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
         sizes = {split: len(made.starts) for split, made in windows.items()}
-        task.check_rows(sizes or corpus.counts)
+        columns: dict[str, dict[Split, Any]] = {name: {} for name in task.fields}
+        for split, made in windows.items():
+            labels = [made.label(i) for i in range(sizes[split])]
+            found = (made.table.tokens, made.table.types(), torch.tensor(labels))
+            for column, cells in zip(columns.values(), found, strict=True):
+                column[split] = cells
         self._windows = windows if fields else {}
-        columns: dict[str, dict[Split, TokenTable | torch.Tensor]] = {
-            "text": {split: made.table.tokens for split, made in windows.items()},
-            "types": {split: made.table.types() for split, made in windows.items()},
-            "label": {
-                split: torch.tensor([made.label(i) for i in range(sizes[split])])
-                for split, made in windows.items()
-            },
-        }
-        columns = {name: column for name, column in columns.items() if name in fields}
         self.head = Head("span", 2) if "label" in fields else None
         super().__init__(task, corpus, fields, tokenizers, columns, sizes)
 
@@ -315,3 +319,31 @@ class FolderQuestionAnswering(Folder, QuestionAnswering):
 @settings("task", kw_only=True)
 class HubQuestionAnswering(Hub, QuestionAnswering):
     """A hub data set in the format of SQuAD 1.1, one question per row."""
+
+
+@settings("task", kw_only=True)
+class DemoQuestionAnswering(DemoSized, QuestionAnswering):
+    """Short generated stories with three questions each; the sizes count questions, rounded up."""
+
+    title = "demo stories"
+    num_train: Size = 3_000
+    num_dev: Size = 300
+    num_test: Size = 900
+
+    @property
+    def counts(self) -> dict[Split, int]:
+        return {s: math.ceil(n / STORY_QUESTIONS) for s, n in super().counts.items()}
+
+    def find(self) -> SplitTables:
+        told = stories(self.total, self.corpus_seed)
+        asked = [
+            [
+                {"question": q, "answers": [{"text": a, "start": start}]}
+                for q, a, start in one.questions
+            ]
+            for one in told
+        ]
+        ends = [sum(list(self.counts.values())[:n]) for n in range(len(SPLITS) + 1)]
+        by_split = {s: told[ends[n] : ends[n + 1]] for n, s in enumerate(SPLITS)}
+        rows = zip((one.text for one in told), asked, strict=True)
+        return self.generated(("context", "qas"), rows, by_split)

@@ -1,31 +1,37 @@
-"""What tasks share: settings, checks, a rank's view; and text that every cloud has, for what all
-must compute identically without seeing private text (a pretrained start, the basis of a cut).
+"""What tasks share: settings, checks, a rank's view, token ids of many samples in flat tensors.
 
 A rank that sees no field opens no file: if task.sizes are not set, rank 0 tells them
 (xcloud/rank/task_data.py). In a single process they are counted.
+
+    TokenTable   rows of any lengths
+    PairTable    single texts or pairs, joined as a checkpoint expects:
+        bos a eos            types 0 0 0
+        bos a eos b eos      types 0 0 0 1 1      (num_separators eos between a and b)
+
+Shapes: B samples, S positions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.contracts.task import SPLITS, Scores, Split
 from xcloud.demo_corpus import public_sentences
-from xcloud.tasks.corpus.folder import read_lines
-from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables, Text
-from xcloud.tasks.tables import TokenTable
+from xcloud.tasks.rows import Corpus, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
@@ -47,29 +53,37 @@ class SourceTask(Source):
     def name(self) -> str:
         raise NotImplementedError
 
-    @property
-    def form(self) -> Form:
-        """The files that the task reads."""
+    def read(self, fields: frozenset[str]) -> Corpus:
+        """All splits, as far as these fields need them. Raises DataError."""
         raise NotImplementedError
+
+    def view(self, corpus: Corpus, fields: frozenset[str]) -> View[Any]:
+        """Of a rank that sees these fields."""
+        raise NotImplementedError
+
+    def read_for(self, fields: frozenset[str]) -> Corpus:
+        """Only the row counts, if a rank sees no field and they are set."""
+        return self.read(fields)
+
+    def load(self, fields: frozenset[str], seed: int) -> View[Any]:
+        """`seed` is ignored: all seeds train and are scored on the same rows."""
+        if unknown := fields - {*self.fields}:
+            raise ConfigError(
+                f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
+                f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
+            )
+        return self.view(self.read_for(fields), fields)
 
     def describe(self) -> str:
         return f"{self.name} ({self.source_name()})"
 
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        if (tables := self.check_source(self.form)) is not None:
+        if (tables := self.check_source()) is not None:
             self.check_tables(tables)
 
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if they cannot be used. Reads no text."""
-
-    def check_fields(self, fields: frozenset[str]) -> None:
-        """Raise ConfigError if a model reads fields that the task lacks."""
-        if unknown := fields - {*self.fields}:
-            raise ConfigError(
-                f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
-                f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
-            )
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
         """Raise DataError if a split is empty."""
@@ -107,14 +121,7 @@ class TextTask(SourceTask):
         super().check()
         self.tokenizer.check()
 
-    def read(self, fields: frozenset[str] = frozenset(fields)) -> Corpus:
-        """All splits, as far as these fields need them. Raises DataError."""
-        raise NotImplementedError
-
     def read_for(self, fields: frozenset[str]) -> Corpus:
-        """Only the row counts, if a rank sees no field and they are set. Raises ConfigError if a
-        model reads fields that the task lacks."""
-        self.check_fields(fields)
         return self.read(fields) if fields or self.sizes is None else Corpus.unseen(self.sizes)
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
@@ -162,8 +169,8 @@ class Tokenized:
 class View(Tokenized, Generic[T]):
     """One rank's view of a task: what all of them share (TaskData).
 
-    tokenizers: of the visible text fields. columns: of each visible field, what a batch is made
-    of. sizes: samples by split, where they are no rows.
+    tokenizers: of text fields. columns: of each field, what a batch is made of. What is not
+    visible is not kept. sizes: samples by split, where they are no rows.
     """
 
     head: Head | None = None
@@ -177,8 +184,10 @@ class View(Tokenized, Generic[T]):
         columns: Mapping[str, Mapping[Split, TokenTable | Tensor]],
         sizes: Mapping[Split, int] | None = None,
     ) -> None:
-        self._task, self._fields, self._tokenizers = task, fields, tokenizers
-        self._columns, self._rows = columns, dict(sizes or corpus.counts)
+        self._task, self._fields, self._rows = task, fields, dict(sizes or corpus.counts)
+        self._columns = {name: column for name, column in columns.items() if name in fields}
+        self._tokenizers = {name: made for name, made in tokenizers.items() if name in fields}
+        task.check_rows(self._rows)
         self._remarks, self._agreed = corpus.remarks, corpus.agreed
 
     def describe(self) -> str:
@@ -254,42 +263,132 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     return choice.prepare(texts, in_project(cache_dir))
 
 
-@settings("public_text")
-class PublicText:
-    """Sentences of the demo grammar, or the lines of a file that every cloud has.
+def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:
+    """Stream a table to two files: int32 tokens, int64 offsets."""
+    ends = array("q", [0])
+    with tokens.open("wb") as file:
+        for row in rows:
+            array("i", row).tofile(file)
+            ends.append(ends[-1] + len(row))
+    with offsets.open("wb") as file:
+        ends.tofile(file)
 
-    tokenizer: same as the task's and the encoder's. path: one text per line, UTF-8, may be .gz;
-    null: the demo grammar. seed: selects the sentences or lines.
+
+class TokenTable:
+    """Rows of tokens; `pad` fills up the shorter ones of a batch. 4 bytes per token, 8 per row.
+    num_cut: texts that were longer than a row may be."""
+
+    num_cut = 0
+
+    def __init__(self, rows: Iterable[Sequence[int]], pad: int = 0) -> None:
+        flat, ends = array("i"), [0]
+        for row in rows:
+            flat.extend(row)
+            ends.append(len(flat))
+        self._flat = torch.from_numpy(np.asarray(flat))
+        self._offsets = torch.tensor(ends)
+        self._pad = pad
+
+    @classmethod
+    def mapped(cls, tokens: Path, offsets: Path) -> TokenTable:
+        """Memory-map files written by `write_table`; they must stay in place."""
+        table = cls(())
+        num_rows, num_tokens = offsets.stat().st_size // 8, tokens.stat().st_size // 4
+        table._offsets = torch.from_file(str(offsets), size=num_rows, dtype=torch.int64)
+        table._flat = torch.from_file(str(tokens), size=num_tokens, dtype=torch.int32)
+        return table
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._flat)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        start, end = self._offsets[range(len(self))[index] :][:2].tolist()
+        return self._flat[start:end].tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        flat = self._flat.tolist()
+        return (flat[start:end] for start, end in pairwise(self._offsets.tolist()))
+
+    def lengths(self, ids: Tensor) -> Tensor:
+        """int64 [B]."""
+        return self._offsets[ids + 1] - self._offsets[ids]
+
+    def padded(self, ids: Tensor) -> Tensor:
+        """int64 [B, S], S being the longest of these rows."""
+        lengths_B1 = self.lengths(ids)[:, None]
+        position_S = torch.arange(int(lengths_B1.max()) if len(ids) else 2)
+        inside_BS = position_S < lengths_B1
+        tokens_BS = torch.full(inside_BS.shape, self._pad)
+        places_BS = self._offsets[ids][:, None] + position_S
+        tokens_BS[inside_BS] = self._flat[places_BS[inside_BS]].long()
+        return tokens_BS
+
+
+class PairTable:
+    """Single texts, or pairs where second ones are given, with their special ids.
+
+    A sample that exceeds max_length (special ids included) is truncated; a pair at the end of its
+    longer text, until both are equally long. second_at: position of each sample's first token of
+    the second text; the length of the row in single texts.
     """
 
-    tokenizer: TokenizerChoice
-    path: Text | None = None
-    seed: NotNegative = 0
+    def __init__(
+        self,
+        firsts: Sequence[Sequence[int]],
+        seconds: Sequence[Sequence[int]] | None,
+        max_length: int,
+        special: TokenIds,
+        num_separators: int = 1,
+    ) -> None:
+        self._num_separators = 1 if seconds is None else num_separators
+        room = max(0, max_length - num_special(seconds is not None, num_separators))
+        pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
+        self.second_at: list[int] = []
 
-    def describe(self) -> str:
-        return "public sentences of the demo grammar" if self.path is None else self.path
+        def rows() -> Iterator[list[int]]:
+            for pair in pairs:
+                first, second = cut_pair(*pair, room)
+                row = [special.bos, *first, *[special.eos] * self._num_separators]
+                self.second_at.append(len(row))
+                yield row if seconds is None else [*row, *second, special.eos]
 
-    def token_ids(self, cache_dir: Path) -> TokenIds:
-        return public_tokenizer(self.tokenizer, str(cache_dir)).token_ids
+        self.tokens = TokenTable(rows(), special.pad)
+        self.tokens.num_cut = sum(len(first) + len(second) > room for first, second in pairs)
 
-    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
-        return public_tokenizer(self.tokenizer, str(cache_dir)).encode(self._texts(num))
+    @staticmethod
+    def encoded(tokenizer: Tokenizer, sides: Sequence[Sequence[str]], most: int) -> PairTable:
+        """Of one or two columns of texts. Repeated ones, such as premises, are tokenised once."""
+        distinct = list(dict.fromkeys(text for side in sides for text in side))
+        ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
+        firsts, *seconds = [[ids[text] for text in side] for side in sides]
+        of = (tokenizer.token_ids, tokenizer.num_separators)
+        return PairTable(firsts, seconds[0] if seconds else None, most, *of)
 
-    def _texts(self, num: int) -> list[str]:
-        if self.path is None:
-            return public_sentences(num, self.seed)
-        try:
-            texts = [line.strip() for line in read_lines(Path(self.path).expanduser())]
-        except DataError as error:
-            raise DataError(
-                f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
-                "every cloud, or null for the demo grammar"
-            ) from error
-        lines = [line for line in texts if line]
-        if len(lines) < num:
-            raise DataError(
-                f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
-                "lower model.split.calibration_texts (twice as many lines are read with "
-                "calibration_pairs) or the backbone's num_texts, or use a longer file"
-            )
-        return random.Random(self.seed).sample(lines, num)
+    def types(self) -> TokenTable:
+        """For each token the text that it belongs to, 0 or 1."""
+        lengths = self.tokens.lengths(torch.arange(len(self.tokens))).tolist()
+        starts = zip(self.second_at, lengths, strict=True)
+        return TokenTable([0] * start + [1] * (length - start) for start, length in starts)
+
+    def texts(self, index: int) -> list[list[int]]:
+        """The sample's one or two texts, truncated, without special ids."""
+        row, start = self.tokens[index], self.second_at[index]
+        first = row[1 : start - self._num_separators]
+        return [first] if start == len(row) else [first, row[start:-1]]
+
+
+def cut_pair(
+    first: Sequence[int], second: Sequence[int], room: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The shorter text may use half the room plus whatever the longer one leaves."""
+    kept = min(len(first), max(room - len(second), room - room // 2))
+    return first[:kept], second[: room - kept]
+
+
+def num_special(paired: bool, num_separators: int) -> int:
+    """Special ids per sample: bos, eos and, in a pair, the separators."""
+    return 2 + (num_separators if paired else 0)

@@ -1,13 +1,13 @@
 """Translation between two languages: data, tokenisation and scoring.
 
-Files, grammars and archives are read by corpus/; no networks here.
+Folders and data sets are read by sources.py; no networks here.
 Shapes: B samples, S source positions, T target positions, bos and eos included.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,28 +20,27 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
-from xcloud.base.settings import settings
+from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.task import SPLITS, Scores, Split
-from xcloud.tasks.corpus.folder import Folder, InFolder, TextFile, read_lines
-from xcloud.tasks.corpus.hub import Hub
-from xcloud.tasks.corpus.rows import Corpus, Form, SplitTables, Text, check_columns, read
+from xcloud.demo_corpus import MAX_PAIRS, pairs
+from xcloud.tasks.rows import (
+    Corpus,
+    Demo,
+    Form,
+    SplitTables,
+    Text,
+    check_columns,
+    read,
+)
 from xcloud.tasks.scores import Vector, bootstrap_error
-from xcloud.tasks.tables import PairTable, TokenTable
-from xcloud.tasks.text_task import SourceTask, Tokenized, View, counted
+from xcloud.tasks.sources import Folder, Hub, read_lines
+from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View, counted
 from xcloud.tasks.tokenizer import (
-    PretrainedTokenizer,
     Tokenizer,
     TokenizerChoice,
     TrainedTokenizer,
 )
 
-# Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
-TAGGED = re.compile(
-    r"\s*</?(url|keywords|speaker|talkid|title|description|reviewer|translator|doc|transcript)\b",
-    re.IGNORECASE,
-)
-SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
-ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"}
 KEYS = "task.source, task.target, task.source_column or task.target_column"
 FIELDS = ("source", "target")
 SPECIAL_PER_SAMPLE = 2  # bos and eos
@@ -115,9 +114,8 @@ class Translation(SourceTask):
         }
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        """The columns source and target, those of `fields`. Raises DataError."""
         wanted = {key: column for key, column in self._columns.items() if key in fields}
-        tables = self.find(self.form)
+        tables = self.find()
         corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS))
         further, remarks = {}, []
         for key in sorted(wanted):
@@ -146,18 +144,14 @@ class Translation(SourceTask):
     def saved_text(self, folder: Path) -> TranslationText:
         return TranslationText.load(folder, self.max_length)
 
-    def load(self, fields: frozenset[str], seed: int) -> TranslationData:
-        """`seed` is ignored: all seeds train and are scored on the same rows."""
-        self.check_fields(fields)
-        corpus = self.read(fields)
-        self.check_rows(corpus.counts)
+    def view(self, corpus: Corpus, fields: frozenset[str]) -> TranslationData:
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
-        tokenizers = {
-            key: choices[key].prepare(learnable(corpus, key), in_project(self.cache_dir))
-            for key in FIELDS
-            if key in fields
-        }
-        return TranslationData(self, corpus, tokenizers)
+        cache_dir = in_project(self.cache_dir)
+        self.check_rows(corpus.counts)
+        return TranslationData(self, corpus, {
+            key: choices[key].prepare(learnable(corpus, key), cache_dir)
+            for key in FIELDS if key in fields
+        })  # fmt: skip
 
 
 def learnable(corpus: Corpus, key: str) -> list[str]:
@@ -255,11 +249,9 @@ class TranslationData(View[Translation], TranslationText):
         return {name: str(metric.get_signature()) for name, metric in metrics.items()}
 
     def shown(self, split: Split, ident: int) -> Mapping[str, str]:
-        return {
-            key: self.tokenizer(key).decode(self._tables[key][split][ident])
-            for key in ("source",)
-            if key in self._tables
-        }
+        if "source" not in self._tables:
+            return {}
+        return {"source": self.tokenizer("source").decode(self._tables["source"][split][ident])}
 
 
 def _score(
@@ -308,83 +300,57 @@ class HubTranslation(Hub, Translation):
 
 
 @settings("task", kw_only=True)
-class Wit3Translation(InFolder, Translation):
-    """IWSLT'14 TED talks from the original, unpacked WIT3 archive; `path` is the folder of the
-    language pair, or the one above it. A folder such as es-en/ of the release "2014-01" holds
-        train.tags.es-en.es, train.tags.es-en.en       text lines mixed with tagged ones (<url>)
-        IWSLT14.TED.dev2010.es-en.es.xml, …tst2010…  <seg id="1"> text </seg>, bare & allowed
-    Later releases (IWSLT15.TED.…, TEDX) have the same format.
+class DemoTranslation(Demo, Translation):
+    """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together.
 
-    dev, test: sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or test is
-    held out of train. fairseq's preparation takes every 23rd training row as dev and dev2010 +
-    tst2010..2012 as test, so its BLEU is not comparable. Tokenizers: of the recipe's pretrained
-    models.
+    No sentence occurs twice in either language, so the splits are disjoint.
+
+    num_monolingual: further sentences in each language that have no translation in the other and
+    occur in no pair: texts for tokenizers and for backbones to be pretrained on.
     """
 
-    source_tokenizer: TokenizerChoice = PretrainedTokenizer("FacebookAI/xlm-roberta-base")
-    target_tokenizer: TokenizerChoice = PretrainedTokenizer("google-bert/bert-base-cased")
-    dev: Sequence[str] = ("dev2010",)
-    test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
+    title = "demo grammar"
+    num_pairs: Positive = 24_000
+    num_dev: Positive = 1_000
+    num_test: Positive = 1_000
+    num_monolingual: NotNegative = 0
+    corpus_seed: NotNegative = 7
 
-    def source_name(self) -> str:
-        return "IWSLT (WIT3)"
-
-    def find(self, form: Form) -> SplitTables:
-        top, (a, b) = Path(self.where), form.languages
-        pairs = (f"{a}-{b}", f"{b}-{a}")
-        for folder, pair in [(place, name) for name in pairs for place in (top, top / name)]:
-            sides = {side: folder / f"train.tags.{pair}.{side}" for side in (a, b)}
-            if train := {side: path for side, path in sides.items() if path.exists()}:
-                break
-        else:
-            raise DataError(
-                f"{top}: no train.tags.{pairs[0]}.{a} (nor .{pairs[1]}.) here. Get the texts "
-                f'{pairs[0]} of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), unpack '
-                "them, and set task.path to the folder with train.tags.*; nothing is downloaded"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least, most = self.num_dev + self.num_test + 1, MAX_PAIRS - 2 * self.num_monolingual
+        if not least <= self.num_pairs <= most:
+            raise ConfigError(
+                f"task.num_pairs must be {least}..{most}: at least one more than task.num_dev and "
+                "task.num_test together, and at most what twice task.num_monolingual leaves of "
+                f"{MAX_PAIRS}; got {self.num_pairs}"
             )
-        tables: dict[Split, Mapping[str, Sequence[TextFile]]] = {
-            "train": {"": [TextFile(f"train.tags.{pair}", "lines", train, _untagged)]}
+
+    @property
+    def num_train(self) -> int:
+        return self.num_pairs - self.num_dev - self.num_test
+
+    def check_source(self) -> None:
+        if {self.source, self.target} != {"es", "en"}:
+            raise ConfigError(
+                f"the demo grammar has es and en only, got source={self.source!r}, "
+                f"target={self.target!r}; for other languages set profile=files and task.path"
+            )
+
+    def find(self) -> SplitTables:
+        self.check_source()
+        num, extra, seed = self.num_pairs, self.num_monolingual, self.corpus_seed
+        every = pairs(num + 2 * extra, seed)
+        digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in every).encode())
+        # Of the other pairs one half lends its Spanish, the other half its English.
+        further = {
+            "es": [es for es, _ in every[num : num + extra]],
+            "en": [en for _, en in every[num + extra :]],
         }
-        chosen: dict[Split, Sequence[str]] = {"dev": self.dev, "test": self.test}
-        for split, names in chosen.items():
-            if names:
-                tables[split] = {"": [_set(folder, name, pair) for name in names]}
-        return SplitTables(tables, {"dev": list(self.dev), "test": list(self.test)})
-
-
-def _set(folder: Path, name: str, pair: str) -> TextFile:
-    """Of the sides that are there."""
-    paths: dict[str, Path] = {}
-    for side in pair.split("-"):
-        files = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))
-        if len(files) > 1:
-            raise DataError(
-                f"{folder}: several files for the set {name}: "
-                f"{', '.join(path.name for path in files)}; choose one, as in TED.{name}"
-            )
-        if files:
-            paths[side] = files[0]
-    if not paths:
-        raise DataError(
-            f"{folder / f'IWSLT14.TED.{name}.{pair}'}.*.xml is missing; it is part of the WIT3 "
-            "archive (release 2014-01). To omit a dev or test set remove it from task.dev or "
-            "task.test"
+        return replace(
+            self.tables(("es", "en"), every[:num]),
+            facts={"demo_grammar": digest.hexdigest(), "seed": seed},
+            remarks=[f"{extra:,} further sentences in each language"] * bool(extra)
+            + [f"seed {seed}"],
+            further=further,
         )
-    return TextFile(f"{name}.{pair}", "lines", paths, _segments)
-
-
-def _untagged(path: Path) -> Iterator[str]:
-    return (_clean(line) for line in read_lines(path) if not TAGGED.match(line))
-
-
-def _segments(path: Path) -> list[str]:
-    texts = [_clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
-    if not texts:
-        raise DataError(f"{path}: no <seg id=…> text </seg> in it")
-    return texts
-
-
-def _clean(text: str) -> str:
-    for entity, character in ENTITIES.items():
-        text = text.replace(entity, character)
-    return " ".join(text.split())

@@ -182,18 +182,16 @@ class Trainer(StatefulParts):
             }
         if squares:
             with clock.during("wait"):
-                reply = self.sums.sum_over_stages(step, squares, parts)
-        reply = self._within_stages(reply)
-        parts.follow(step, reply.choice)
-        return reply
+                reply = self.sums.sum_over_stages(step, squares, parts.signal)
+        return self._within_stages(reply)
 
     def _within_stages(self, reply: Reply) -> Reply:
         """From each stage's leader to its other ranks."""
         with self.pipeline.clock.during("average"):
             for stage in self.stages.values():
                 sent = torch.tensor(reply, dtype=torch.float64)
-                total, signal, choice = stage.group.from_leader(sent).tolist()
-                reply = Reply(total, Signal(int(signal)), int(choice))
+                total, signal = stage.group.from_leader(sent).tolist()
+                reply = Reply(total, Signal(int(signal)))
         return reply
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:

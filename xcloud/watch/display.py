@@ -29,11 +29,10 @@ from typing import Any, TextIO
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.job.job import Job
-from xcloud.plan.recorded import PLAN_FILE, PREDICTED_FILE, predicted_of, read_predicted
+from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
-from xcloud.record.timeline import timeline_of, write_trace
 from xcloud.record.tracking import Recording
 from xcloud.report.run_table import print_report
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
@@ -199,7 +198,7 @@ def write_record(
     if labels.strategy:
         summary["strategy"] = labels.strategy
     summary |= {"link": job.cluster.describe(), "defences": labels.defences}
-    summary |= predicted_of(run_dir)
+    summary |= timelines.predicted_of(run_dir)
     summary["lost_event_lines"] = facts["lost_event_lines"]
     if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
         with _may_lack(run_dir, AUDIT_FILE):
@@ -211,7 +210,7 @@ def write_record(
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
-    files = (SUMMARY_FILE, SCORES_FILE, SAMPLES_FILE, AUDIT_FILE, PLAN_FILE, PREDICTED_FILE)
+    files = (SUMMARY_FILE, SCORES_FILE, SAMPLES_FILE, AUDIT_FILE, *timelines.PLANNED_FILES)
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
@@ -240,15 +239,15 @@ def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> 
 def _draw(job: Job, run_dir: Path, run: RunStatistics) -> list[Path]:
     facts, written = facts_of(job), list[Path]()
     with _may_lack(run_dir, "pictures", run.lost_files):
-        timeline = timeline_of(run.events("timeline"))
+        timeline = timelines.timeline_of(run.events("timeline"))
         if timeline is not None:
-            write_trace(run_dir / TRACE_FILE, timeline, facts)
+            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts)
             written.append(run_dir / TRACE_FILE)
         from xcloud.report.pictures import write_pictures  # matplotlib takes half a second
 
         title = f"{job.name} seed {job.seed}, {facts['schedule']}, "
         title += f"link: {facts['link']}, compression: {facts['compression']}"
-        predicted = read_predicted(run_dir)
+        predicted = timelines.read_predicted(run_dir)
         written += write_pictures(run_dir, run, timeline, title, predicted)
     return written
 

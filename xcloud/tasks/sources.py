@@ -1,9 +1,12 @@
-"""Folders as sources: which files are train, dev and test, and their formats. No filtering.
+"""Folders and data sets of the hub as sources: which files or splits are train, dev and test, and
+their formats. No filtering.
 
-The format follows from the file name (any may end in .gz):
+In a folder the format follows from the file name (any may end in .gz):
     train.tsv              tab-separated, no quoting; the header names the columns: es, en
     train.jsonl, .json     one object per line: {"es": …, "en": …} or {"translation": {"es": …}}
     train.es, train.en     one sentence per line, aligned by row; also train.es-en.es
+Rows of `datasets` (which no longer runs scripts), from a hub id or a local folder of parquet or
+jsonl, are columns or {"translation": {"es": …, "en": …}}.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from pydantic import Field
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import Split
-from xcloud.tasks.corpus.rows import (
+from xcloud.hub import go_offline_if_unreachable
+from xcloud.tasks.rows import (
     DEV_NAMES,
     FileKind,
     Form,
@@ -35,6 +39,7 @@ from xcloud.tasks.corpus.rows import (
 
 Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 Languages = Annotated[Sequence[Language], Field(min_length=1)]
+BATCH_ROWS = 1000
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -169,9 +174,6 @@ class InFolder(Source):
     def source_name(self) -> str:
         return f"files in {Path(self.where).resolve().name}"
 
-    def check_source(self, form: Form) -> SplitTables:
-        return self.find(form)
-
 
 @settings("task", kw_only=True)
 class Folder(InFolder):
@@ -187,9 +189,9 @@ class Folder(InFolder):
     test_file: Names = None
     language: Text = "en"
 
-    def find(self, form: Form) -> SplitTables:
-        files = list_files(Path(self.where), form)
-        tables = self.choose(files, "task.{}_file", form.expected)
+    def find(self) -> SplitTables:
+        files = list_files(Path(self.where), self.form)
+        tables = self.choose(files, "task.{}_file", self.form.expected)
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.test_file"
         return SplitTables(tables, {"files": names}, test_key=key)
@@ -227,3 +229,137 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
                 raise DataError(f"{folder}: {both} are both that side; remove one")
             pairs[name][ending] = path
     return tables + [TextFile(name, "lines", paths) for name, paths in pairs.items()]
+
+
+@dataclass(frozen=True)
+class HubTable:
+    """A Table: one split of a data set, map-style or streaming."""
+
+    dataset: Any
+    where: str
+    names: Sequence[str] = ()
+
+    @property
+    def _names(self) -> list[str]:
+        return list(self.dataset.column_names or next(iter(self.dataset), {}))
+
+    def columns(self) -> list[str]:
+        if "translation" not in self._names:
+            return self._names
+        return list(next(iter(self.dataset), {"translation": {}})["translation"])
+
+    def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
+        """See Table. Loads only these columns; a rank that sees none counts the rows of any."""
+        check_columns(self, columns, keys)
+        nested = "translation" in self._names
+        kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
+        for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
+            found = batch[kept[0]]
+            cells = {c: [row.get(c) for row in found] for c in columns} if nested else batch
+            rows = zip(*(cells[c] for c in columns), strict=True)
+            yield from rows if columns else [()] * len(found)
+
+
+@settings("task", kw_only=True)
+class OnHub(Source):
+    """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest.
+
+    Only the visible columns of a local folder are kept. A hub data set is public: `datasets`
+    caches all columns on disk, and a rank loads the visible ones.
+    """
+
+    path: Text
+    revision: str | None = None
+
+    @property
+    def where(self) -> str:
+        return self.path
+
+    def source_name(self) -> str:
+        return self.where
+
+    @property
+    def data_set(self) -> str | None:
+        """The data set's config to check for."""
+        raise NotImplementedError
+
+    def check_source(self) -> None:
+        """Raise DataError if the hub is out of reach and the data set is not cached."""
+        if not is_local(self.where) and not go_offline_if_unreachable():
+            load_hub(self.where, self.data_set, self.revision)
+
+
+@settings("task", kw_only=True)
+class Hub(OnHub):
+    """A Hugging Face data set, or a local folder in the same format.
+
+    config: such as "en-es".
+    train, dev, test: split names; null: train, validation (valid, dev) and test, if present.
+    """
+
+    config: str | None = None
+    train: str | None = None
+    dev: str | None = None
+    test: str | None = None
+
+    @property
+    def hides_test(self) -> bool:
+        """Whether the data set's test labels are not public."""
+        return False
+
+    def is_usual(self, name: str, split: Split) -> bool:
+        return not (split == "test" and self.hides_test) and super().is_usual(name, split)
+
+    @property
+    def data_set(self) -> str | None:
+        return self.config
+
+    def source_name(self) -> str:
+        name = Path(self.where).name if is_local(self.where) else self.where
+        return f"{name} {self.data_set}" if self.data_set else name
+
+    def find(self) -> SplitTables:
+        loaded: Mapping[str, Any] = load_hub(self.where, self.data_set, self.revision)
+        there = [
+            HubTable(data, f"{self.where}, split {name}", [name]) for name, data in loaded.items()
+        ]
+        facts = {"config": self.data_set, "revision": self.revision}
+        key = None if self.test is None else "task.test"
+        return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
+
+
+def is_local(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def load_hub(
+    name: str,
+    config: str | None,
+    revision: str | None,
+    split: str | None = None,
+    streaming: bool | None = None,
+) -> Any:
+    """Split name -> data set, or only `split`. Raises DataError: what is missing and why."""
+    local = is_local(name)
+    # Never ask the network about a local folder.
+    reached = local or go_offline_if_unreachable()
+    import datasets
+
+    path = str(Path(name).expanduser()) if local else name
+    # Streaming reads local files in place: no invisible columns are copied to a cache.
+    streaming = local if streaming is None else streaming
+    try:
+        return datasets.load_dataset(
+            path, config, split=split, revision=revision, streaming=streaming
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise not_loaded(name, reached, error) from error
+
+
+def not_loaded(name: str, reached: bool, error: Exception) -> DataError:
+    if reached:
+        return DataError(f"{name}: {' '.join(str(error).split())[:300]}")
+    return DataError(
+        f"{name}: the hub cannot be reached and no copy is in the cache; load it "
+        "once with network access, or give a folder of parquet or jsonl files"
+    )

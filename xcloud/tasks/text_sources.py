@@ -1,5 +1,6 @@
-"""Monolingual and parallel text for pre-training: the demo grammar, a folder, or the hub.
-Read as a stream; no tokenisation, no filtering.
+"""Monolingual and parallel text for pre-training: the demo grammar, a folder, or the hub, as a
+stream without filtering; and text that every cloud has, for what all must compute identically
+without seeing private text (a pretrained start, the basis of a cut).
 
 A *part* of a source is a language ("es") or a language pair ("es-en", parallel text).
 """
@@ -7,6 +8,7 @@ A *part* of a source is a language ("es") or a language pair ("es-en", parallel 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,11 +18,13 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, settings
-from xcloud.demo_corpus import MAX_PAIRS
+from xcloud.contracts.model import TokenIds
+from xcloud.demo_corpus import MAX_PAIRS, public_sentences
 from xcloud.demo_corpus import pairs as demo_pairs
-from xcloud.tasks.corpus.folder import TextFile, list_files
-from xcloud.tasks.corpus.hub import HubTable, load_hub, not_loaded
-from xcloud.tasks.corpus.rows import DEV_NAMES, FileKind, Form, Text, name_of
+from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
+from xcloud.tasks.sources import HubTable, TextFile, list_files, load_hub, not_loaded, read_lines
+from xcloud.tasks.text_task import public_tokenizer
+from xcloud.tasks.tokenizer import TokenizerChoice
 
 HELD_OUT = (*DEV_NAMES, "test")
 _cached_pairs = cache(demo_pairs)
@@ -231,3 +235,44 @@ def _local(name: str) -> Path | None:
     """The folder of this name; None for a hub name."""
     folder = Path(name).expanduser()
     return folder if name and folder.exists() else None
+
+
+@settings("public_text")
+class PublicText:
+    """Sentences of the demo grammar, or the lines of a file that every cloud has.
+
+    tokenizer: same as the task's and the encoder's. path: one text per line, UTF-8, may be .gz;
+    null: the demo grammar. seed: selects the sentences or lines.
+    """
+
+    tokenizer: TokenizerChoice
+    path: Text | None = None
+    seed: NotNegative = 0
+
+    def describe(self) -> str:
+        return "public sentences of the demo grammar" if self.path is None else self.path
+
+    def token_ids(self, cache_dir: Path) -> TokenIds:
+        return public_tokenizer(self.tokenizer, str(cache_dir)).token_ids
+
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        return public_tokenizer(self.tokenizer, str(cache_dir)).encode(self._texts(num))
+
+    def _texts(self, num: int) -> list[str]:
+        if self.path is None:
+            return public_sentences(num, self.seed)
+        try:
+            texts = [line.strip() for line in read_lines(Path(self.path).expanduser())]
+        except DataError as error:
+            raise DataError(
+                f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
+                "every cloud, or null for the demo grammar"
+            ) from error
+        lines = [line for line in texts if line]
+        if len(lines) < num:
+            raise DataError(
+                f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
+                "lower model.split.calibration_texts (twice as many lines are read with "
+                "calibration_pairs) or the backbone's num_texts, or use a longer file"
+            )
+        return random.Random(self.seed).sample(lines, num)

@@ -6,11 +6,12 @@ Row numbers mean the same sample in every cloud, so no rule here may depend on a
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -21,6 +22,8 @@ from xcloud.contracts.task import SPLITS, Split
 DEV_NAMES = ("dev", "val", "valid", "validation")
 Text = Annotated[str, Field(min_length=1)]
 Names = Text | Sequence[Text] | None
+Share = Positive | Annotated[float, Field(gt=0, le=0.5)]
+Size = Annotated[int, Field(ge=1, le=100_000)]
 FileKind = Literal["table", "json", "squad", "lines", "text"]
 OwnNames = Mapping[Split, Mapping[str, str]]
 """Split -> set name -> part name ("" for none)."""
@@ -37,12 +40,6 @@ class Rows:
         texts = {name: [column[i] for i in numbers] for name, column in self.texts.items()}
         return Rows(len(numbers), texts)
 
-    def limited(self, most: int | None, seed: int) -> Rows:
-        """A seeded sample of at most so many rows, in file order."""
-        if most is None or self.num_rows <= most:
-            return self
-        return self.take(chosen_rows(self.num_rows, most, seed))
-
     @staticmethod
     def joined(parts: Iterable[Rows]) -> Rows:
         parts = list(parts)
@@ -51,18 +48,11 @@ class Rows:
         return Rows(sum(part.num_rows for part in parts), texts)
 
 
-Sets = Mapping[str, Rows]
-"""The sets of a split by part name; a single set named "" is the whole split."""
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """A task's rows as one rank sees them.
-
-    remarks: how the splits were made, for the user.
+    """A task's rows as one rank sees them. remarks: how the splits were made, for the user.
     agreed: what must be equal in all clouds besides row counts; contains no private text.
-    further: texts that belong to no row, by column.
-    """
+    further: texts that belong to no row, by column."""
 
     splits: Mapping[Split, Rows]
     remarks: Sequence[str] = ()
@@ -86,21 +76,19 @@ class Table(Protocol):
     def where(self) -> str:
         """Location, for messages."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The set's own, and those of its files; a table in memory has none."""
+
     def columns(self) -> list[str]:
         """Column names. May read a file's first line."""
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterable[tuple[Any, ...]]:
-        """The cells of these columns, mostly texts; others are dropped row by row. With no
-        columns, an empty tuple for each row. keys: settings that choose columns, for messages."""
+        """The cells of these columns, mostly texts; with no columns, an empty tuple for each row.
+        keys: settings that choose columns, for messages."""
 
 
-class NamedTable(Table, Protocol):
-    @property
-    def names(self) -> Sequence[str]:
-        """The set's own, and those of its files."""
-
-
-def name_of(table: NamedTable) -> str:
+def name_of(table: Table) -> str:
     """For messages."""
     return " + ".join(table.names[1:] or table.names)
 
@@ -130,8 +118,8 @@ def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
 
 @dataclass(frozen=True)
 class Form:
-    """Which files make up a corpus in a folder. endings: format by file ending.
-    languages: of line pairs (train.es, train.en), if any."""
+    """Which files make up a corpus in a folder. endings: format by file ending. languages: of line
+    pairs (train.es, train.en), if any."""
 
     expected: str
     endings: Mapping[str, FileKind] = field(
@@ -140,15 +128,17 @@ class Form:
     languages: Sequence[str] = ()
 
 
+Tables = dict[Split, Mapping[str, Sequence[Table]]]
+"""Split -> part -> tables; the part "" is the whole split."""
+
+
 @dataclass(frozen=True)
 class SplitTables:
-    """The tables of each split: split -> part -> tables; the part "" is the whole split.
-
-    test_key: the setting that chose the test set; None if it was chosen by name.
+    """test_key: the setting that chose the test set; None if it was chosen by name.
     facts, remarks, further: as in Corpus.
     """
 
-    tables: Mapping[Split, Mapping[str, Sequence[Table]]]
+    tables: Tables
     facts: Mapping[str, object]
     remarks: Sequence[str] = ()
     test_key: str | None = None
@@ -168,11 +158,12 @@ class Source:
         same rows, and every cloud draws the same.
     """
 
-    dev_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
-    test_share: Positive | Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    dev_share: Share = 0.02
+    test_share: Share = 0.02
     max_train_samples: Positive | None = None
     max_eval_samples: Positive | None = None
     split_seed: NotNegative = 0
+    names_columns: ClassVar[bool] = True  # whether somebody chose their names
 
     def __post_init__(self) -> None:
         """Check what relates several settings; each base calls the next."""
@@ -186,13 +177,18 @@ class Source:
         """A short name, without reading anything."""
         raise NotImplementedError
 
-    def check_source(self, form: Form) -> SplitTables | None:
-        """Quick check: raise DataError if data is missing. The tables where that is local."""
+    @property
+    def form(self) -> Form:
+        """The files that the task reads."""
         raise NotImplementedError
 
-    def find(self, form: Form) -> SplitTables:
+    def find(self) -> SplitTables:
         """Reads no text. Raises DataError if a set is missing or ambiguous."""
         raise NotImplementedError
+
+    def check_source(self) -> SplitTables | None:
+        """Quick check: raise DataError if data is missing. The tables where that is local."""
+        return self.find()
 
     @property
     def own_names(self) -> OwnNames:
@@ -203,38 +199,32 @@ class Source:
         """Whether a set of this name usually is the split."""
         return name in (DEV_NAMES if split == "dev" else (split,))
 
-    def choose(
-        self, there: Sequence[NamedTable], key: str, expected: str
-    ) -> dict[Split, Mapping[str, Sequence[NamedTable]]]:
+    def choose(self, there: Sequence[Table], key: str, expected: str) -> Tables:
         """The sets of each split: those that the settings `key` request, all of the corpus's own
-        names, or the one with a usual name. dev and test may have none. Raises DataError if a
-        choice is missing or ambiguous."""
+        names, or the one with a usual name. dev and test may have none."""
         listed = ", ".join(map(name_of, there)) or "none"
-        chosen: dict[Split, list[NamedTable]] = {}
+        chosen: dict[Split, list[Table]] = {}
         for split in SPLITS:
-            asked: Names = getattr(self, key.format(split).removeprefix("task."))
-            own = list(self.own_names.get(split, ()))
+            setting, own = key.format(split), self.own_names.get(split, {})
+            asked: Names = getattr(self, setting.removeprefix("task."))
             if asked is None:
-                asked = own if set(own) <= {one.names[0] for one in there} else ()
+                asked = list(own) if own.keys() <= {one.names[0] for one in there} else ()
             for pattern in [asked] if isinstance(asked, str) else asked:
                 matching = [one for one in there if any(fnmatch(n, pattern) for n in one.names)]
                 if not matching:
-                    raise DataError(
-                        f"{self.where}: nothing for {key.format(split)}={pattern}; found: {listed}"
-                    )
+                    said = f"nothing for {setting}={pattern}; found: {listed}"
+                    raise DataError(f"{self.where}: {said}")
                 held = chosen.setdefault(split, [])
                 held += [one for one in matching if one not in held]
         taken = [one for sets in chosen.values() for one in sets]
         if twice := [name_of(one) for one in taken if taken.count(one) > 1]:
-            name = key.format("*")
-            raise DataError(f"{self.where}: {twice[0]} is used for two splits; check {name}")
+            said = f"{twice[0]} is used for two splits; check {key.format('*')}"
+            raise DataError(f"{self.where}: {said}")
         for split in (split for split in SPLITS if split not in chosen):
             usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split)]
             if len(usual) > 1:
-                raise DataError(
-                    f"{self.where}: several for {split}: {', '.join(map(name_of, usual))}; choose "
-                    f"with {key.format(split)}=NAME"
-                )
+                found = f"several for {split}: {', '.join(map(name_of, usual))}"
+                raise DataError(f"{self.where}: {found}; choose with {key.format(split)}=NAME")
             if usual:
                 chosen[split] = usual
         if "train" not in chosen:
@@ -242,32 +232,26 @@ class Source:
                 f"{self.where}: no training set; expected {expected}; found: {listed}. Choose "
                 f"with {key.format('train')}=NAME (missing dev or test is held out of it)"
             )
-        tables: dict[Split, Mapping[str, Sequence[NamedTable]]] = {}
+        tables: Tables = {}
         for split, sets in chosen.items():
-            parts: dict[str, list[NamedTable]] = {}
+            parts: dict[str, list[Table]] = {}
             for one in sets:
                 part = self.own_names.get(split, {}).get(one.names[0], "")
                 parts.setdefault(part, []).append(one)
             tables[split] = {"": sets} if "" in parts else parts  # only if every set has a part
         return tables
 
-    def facts(self, **more: object) -> Mapping[str, object]:
-        """How the rows were chosen, to be agreed."""
-        chosen = {one.name: getattr(self, one.name) for one in fields(Source)}
-        is_usual = all(chosen[one.name] == one.default for one in fields(Source))
-        return more if is_usual else {**more, "sampling": chosen}
-
     def arrange(
         self, tables: SplitTables, rows_of: Callable[[Table], Rows], dev_as_test: bool = False
     ) -> Corpus:
-        """Read all three splits, with a remark for each one held out of train or sampled.
+        """Read all three splits, with a remark for each one held out of train or sampled. Parts
+        are sampled equally and interleaved, so that a prefix of a split covers all of them.
 
-        Parts are sampled equally and interleaved, so that a prefix of a split covers all of them.
         dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
         train, so that nothing is tuned on the reported scores. Rows with the same cell in a column
         "group" are held out together.
         """
-        splits: dict[Split, Sets] = {
+        splits: dict[Split, Mapping[str, Rows]] = {
             split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
             for split, parts in tables.tables.items()
         }
@@ -281,21 +265,25 @@ class Source:
             splits[split] = {"": train.take(numbers)}
             if split != "train":
                 remarks.append(f"{split} held out of train, seed {self.split_seed}")
-        result: dict[Split, Rows] = {}
+        result = dict[Split, Rows]()
         for split in SPLITS:
             most = self.max_train_samples if split == "train" else self.max_eval_samples
-            parts = {
-                part: rows.limited(most, self.split_seed) for part, rows in splits[split].items()
-            }
-            before = sum(rows.num_rows for rows in splits[split].values())
-            if sum(rows.num_rows for rows in parts.values()) < before:
-                remarks.append(f"{split}: a sample of its {before:,} rows, seed {self.split_seed}")
+            parts, seed = splits[split], self.split_seed
+            if most is not None and any(rows.num_rows > most for rows in parts.values()):
+                before = sum(rows.num_rows for rows in parts.values())
+                remarks.append(f"{split}: a sample of its {before:,} rows, seed {seed}")
+                parts = {
+                    part: rows.take(chosen_rows(rows.num_rows, most, seed))
+                    for part, rows in parts.items()
+                }
             result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
-        return Corpus(result, remarks, {**tables.facts, **self.facts()}, tables.further)
+        agreed, drawn = dict(tables.facts), {f.name: getattr(self, f.name) for f in fields(Source)}
+        if any(drawn[one.name] != one.default for one in fields(Source)):
+            agreed["sampling"] = drawn
+        return Corpus(result, remarks, agreed, tables.further)
 
     def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
-        """Row numbers of train for each missing split and, last, for the remaining train; empty if
-        none is missing. Raises DataError if train has too few rows."""
+        """Row numbers of train for each missing split and, last, for the remaining train."""
         groups = train.texts.get("group", range(train.num_rows))
         left = list(dict.fromkeys(groups))
         shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
@@ -322,20 +310,89 @@ class Source:
 
 
 def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
-    """A seeded sample of `wanted` row numbers below num_rows, ascending."""
+    """A seeded sample of at most `wanted` row numbers below num_rows, ascending."""
     draw = random.Random(seed).random  # random() alone: the same on every Python version
     keys = [draw() for _ in range(num_rows)]
     return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
 
 
-def interleaved(sets: Sets) -> Rows:
+def interleaved(sets: Mapping[str, Rows]) -> Rows:
     """Interleave the sets row by row; adds the column "part" with the set name."""
-    order = sorted(
-        (row, number) for number, rows in enumerate(sets.values()) for row in range(rows.num_rows)
-    )
-    parts = list(sets.items())
-    texts: dict[str, Sequence[Any]] = {
-        name: [parts[number][1].texts[name][row] for row, number in order]
-        for name in parts[0][1].texts
-    }
-    return Rows(len(order), {**texts, "part": [parts[number][0] for _, number in order]})
+    most = max(rows.num_rows for rows in sets.values())
+    order = [(p, row) for row in range(most) for p, rows in sets.items() if row < rows.num_rows]
+    names = next(iter(sets.values())).texts
+    texts = {name: [sets[part].texts[name][row] for part, row in order] for name in names}
+    return Rows(len(order), {**texts, "part": [part for part, _ in order]})
+
+
+@dataclass(frozen=True)
+class Given:
+    """A Table in memory."""
+
+    where: str
+    cells: Mapping[str, Sequence[Any]]
+    names: Sequence[str] = ()
+
+    def columns(self) -> list[str]:
+        return list(self.cells)
+
+    def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
+        """See Table."""
+        check_columns(self, columns, keys)
+        if not columns:
+            return [()] * len(next(iter(self.cells.values())))
+        return list(zip(*(self.cells[name] for name in columns), strict=True))
+
+
+class Demo(Source):
+    """A generated corpus of public text (xcloud/demo_corpus): the same for the same corpus_seed. A
+    digest shows that all clouds run the same grammar. Labels are drawn independently for each
+    sample: a fixed order would reveal them to a cloud that sees only sample numbers."""
+
+    where = "demo"
+    names_columns = False
+    title: ClassVar[str]
+    order: ClassVar[Sequence[Split]] = SPLITS  # in which splits take their rows
+
+    def source_name(self) -> str:
+        return self.title
+
+    def check_source(self) -> None:
+        """Nothing to check."""
+
+    @property
+    def counts(self) -> dict[Split, int]:
+        """Rows of each split."""
+        return {split: getattr(self, f"num_{split}") for split in SPLITS}
+
+    def tables(self, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> SplitTables:
+        """Rows of cells, cut into consecutive splits."""
+        columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        result, start = Tables(), 0
+        for split in self.order:
+            part = slice(start, start + self.counts[split])
+            cells = {name: column[part] for name, column in columns.items()}
+            result[split] = {"": [Given(f"demo, {split}", cells)]}
+            start = part.stop
+        return SplitTables(result, {})
+
+
+@settings("task", kw_only=True)
+class DemoSized(Demo):
+    """num_train, num_dev, num_test: rows of each split."""
+
+    num_train: Size = 8_000
+    num_dev: Size = 500
+    num_test: Size = 1_000
+    corpus_seed: NotNegative = 7
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def generated(
+        self, names: Sequence[str], rows: Iterable[Sequence[Any]], samples: object, **facts: object
+    ) -> SplitTables:
+        """samples: the texts to agree on, beside `facts`."""
+        facts["demo"] = hashlib.sha256(repr(samples).encode()).hexdigest()
+        return replace(self.tables(names, rows), facts=facts, remarks=[f"seed {self.corpus_seed}"])

@@ -1,1 +1,0 @@
-"""Readers of text corpora. Each reads only the visible columns."""

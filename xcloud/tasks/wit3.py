@@ -1,0 +1,106 @@
+"""IWSLT'14 TED talks from the original WIT3 archive."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from xcloud.base.errors import DataError
+from xcloud.base.settings import settings
+from xcloud.contracts.task import Split
+from xcloud.tasks.rows import SplitTables, Tables
+from xcloud.tasks.sources import InFolder, TextFile, read_lines
+from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
+from xcloud.tasks.translation import Translation
+
+# Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
+TAGGED = re.compile(
+    r"\s*</?(url|keywords|speaker|talkid|title|description|reviewer|translator|doc|transcript)\b",
+    re.IGNORECASE,
+)
+SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
+ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"}
+
+
+@settings("task", kw_only=True)
+class Wit3Translation(InFolder, Translation):
+    """IWSLT'14 TED talks from the original, unpacked WIT3 archive; `path` is the folder of the
+    language pair, or the one above it. A folder such as es-en/ of the release "2014-01" holds
+        train.tags.es-en.es, train.tags.es-en.en       text lines mixed with tagged ones (<url>)
+        IWSLT14.TED.dev2010.es-en.es.xml, …tst2010…  <seg id="1"> text </seg>, bare & allowed
+    Later releases (IWSLT15.TED.…, TEDX) have the same format.
+
+    dev, test: sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or test is
+    held out of train. fairseq's preparation takes every 23rd training row as dev and dev2010 +
+    tst2010..2012 as test, so its BLEU is not comparable. Tokenizers: of the recipe's pretrained
+    models.
+    """
+
+    source_tokenizer: TokenizerChoice = PretrainedTokenizer("FacebookAI/xlm-roberta-base")
+    target_tokenizer: TokenizerChoice = PretrainedTokenizer("google-bert/bert-base-cased")
+    dev: Sequence[str] = ("dev2010",)
+    test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
+
+    def source_name(self) -> str:
+        return "IWSLT (WIT3)"
+
+    def find(self) -> SplitTables:
+        top, (a, b) = Path(self.where), self.form.languages
+        names = (f"{a}-{b}", f"{b}-{a}")
+        for folder, pair in [(place, name) for name in names for place in (top, top / name)]:
+            sides = {side: folder / f"train.tags.{pair}.{side}" for side in (a, b)}
+            if train := {side: path for side, path in sides.items() if path.exists()}:
+                break
+        else:
+            raise DataError(
+                f"{top}: no train.tags.{names[0]}.{a} (nor .{names[1]}.) here. Get the texts "
+                f'{names[0]} of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), unpack '
+                "them, and set task.path to the folder with train.tags.*; nothing is downloaded"
+            )
+        tables: Tables = {
+            "train": {"": [TextFile(f"train.tags.{pair}", "lines", train, _untagged)]}
+        }
+        chosen: dict[Split, Sequence[str]] = {"dev": self.dev, "test": self.test}
+        for split, sets in chosen.items():
+            if sets:
+                tables[split] = {"": [_set(folder, name, pair) for name in sets]}
+        return SplitTables(tables, {"dev": list(self.dev), "test": list(self.test)})
+
+
+def _set(folder: Path, name: str, pair: str) -> TextFile:
+    """Of the sides that are there."""
+    paths: dict[str, Path] = {}
+    for side in pair.split("-"):
+        files = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))
+        if len(files) > 1:
+            raise DataError(
+                f"{folder}: several files for the set {name}: "
+                f"{', '.join(path.name for path in files)}; choose one, as in TED.{name}"
+            )
+        if files:
+            paths[side] = files[0]
+    if not paths:
+        raise DataError(
+            f"{folder / f'IWSLT14.TED.{name}.{pair}'}.*.xml is missing; it is part of the WIT3 "
+            "archive (release 2014-01). To omit a dev or test set remove it from task.dev or "
+            "task.test"
+        )
+    return TextFile(f"{name}.{pair}", "lines", paths, _segments)
+
+
+def _untagged(path: Path) -> Iterator[str]:
+    return (_clean(line) for line in read_lines(path) if not TAGGED.match(line))
+
+
+def _segments(path: Path) -> list[str]:
+    texts = [_clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
+    if not texts:
+        raise DataError(f"{path}: no <seg id=…> text </seg> in it")
+    return texts
+
+
+def _clean(text: str) -> str:
+    for entity, character in ENTITIES.items():
+        text = text.replace(entity, character)
+    return " ".join(text.split())
