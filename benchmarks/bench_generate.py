@@ -17,7 +17,7 @@ import torch
 from benchmarks.machine import say_where
 from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
 from xcloud.models.causal_stage import CausalStage
-from xcloud.use import Choice, Writer
+from xcloud.use import Choice, following
 
 PROMPT = list(range(16))
 
@@ -47,10 +47,10 @@ def main() -> None:
 
     found, rates = [], []
     for cached in (True, False):
-        following = Writer(stages, lambda stage, message: message, cached).tokens(PROMPT, Choice())
-        next(following)  # the prompt
+        tokens = following(stages, lambda stage, message: message, PROMPT, Choice(), cached)
+        next(tokens)  # the prompt
         started_at_s = time.perf_counter()
-        found.append(list(islice(following, given.tokens)))
+        found.append(list(islice(tokens, given.tokens)))
         rates.append(given.tokens / (time.perf_counter() - started_at_s))
         print(f"{'kept' if cached else 'anew'}: {rates[-1]:8.1f} tokens/s", flush=True)
     assert found[0] == found[1], "both ways write the same"

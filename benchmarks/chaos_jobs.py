@@ -142,7 +142,7 @@ def config_of(
     config["training"]["max_steps"] = steps
     if mlflow is not None:
         config["tracker"] = {
-            "_target_": "xcloud.record.mlflow_tracker.MlflowTracker",
+            "_target_": "xcloud.record.tracking.MlflowTracker",
             "root": str(mlflow), "experiment": "chaos", "uri": None, "flush_s": 0.2,
             "finish_timeout_s": 10.0,
         }  # fmt: skip

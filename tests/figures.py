@@ -18,7 +18,7 @@ from rich.console import Console
 
 from xcloud.base.units import human_bytes, human_seconds
 from xcloud.record.events import StepTotals
-from xcloud.record.tracking import final_metrics, step_metrics
+from xcloud.record.mlflow_store import final_metrics, step_metrics
 from xcloud.report.run_table import print_report
 
 Figures = dict[str, Any]

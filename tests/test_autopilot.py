@@ -4,6 +4,7 @@ every boundary switch at the same step. Ranks are threads, their links are in me
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,12 +70,11 @@ def piloted(
 ) -> list[Rank]:
     settings = Autopilot({"int4": INT4}, every=1, confirm=2, dwell=3)
     made = ranks(layout, TRAINING, compression, schedules[0], **more)
+    job: Any = SimpleNamespace(
+        autopilot=settings, compression=compression, schedules=schedules, cluster=layout
+    )
     for rank in made:
-        pilot = kind(
-            settings, layout, None, rank.reporter, compression, schedules, rank.wiring,
-            rank.trainer,
-        )  # fmt: skip
-        rank.parts.append(pilot)
+        rank.parts.append(kind(job, rank.wiring, rank.trainer, rank.reporter, None))
     return made
 
 

@@ -16,7 +16,7 @@ from tests.runs import losses, weights
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.launch.local import run
-from xcloud.use import Generator
+from xcloud.use import Choice, Generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
@@ -190,7 +190,7 @@ def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
     assert all(t.any() for n, t in adapters.items() if "lora_B" in n), "none is left at its start"
     generator = Generator(two_clouds, compressed=False)
     expected = written_on(model, folder)
-    assert ["".join(generator.pieces(prompt, 12)) for prompt in PROMPTS] == expected
+    assert ["".join(generator.pieces(prompt, 12, Choice())) for prompt in PROMPTS] == expected
     assert all(expected)
 
 
@@ -199,7 +199,7 @@ def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    use.join(all_weights, tmp_path)
+    Generator(all_weights).join(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = written_on(model, tmp_path)
     use.generate([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
@@ -214,7 +214,7 @@ def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_pa
     shutil.copytree(two_clouds, tmp_path / "half")
     (tmp_path / "half" / "model" / "stage1.safetensors").unlink()
     with pytest.raises(DataError, match=r"there is no .*stage1\.safetensors.*several machines"):
-        use.join(tmp_path / "half", tmp_path / "out")
+        Generator(tmp_path / "half").join(tmp_path / "out")
     other = composed("+exp=abnet_iwslt")
     (tmp_path / "experiment.yaml").write_text(OmegaConf.to_yaml(other, resolve=True))
     with pytest.raises(ConfigError, match="no run of a causal language model"):

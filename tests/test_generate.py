@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from xcloud.comm.boundary import Message
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage
-from xcloud.use import Choice, Writer
+from xcloud.use import Choice, following
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,8 +34,8 @@ def test_kept_keys_and_values_give_the_same_tokens_with_one_row_for_each(
 
     found = []
     for cached in (True, False):
-        following = Writer(stages, carry, cached).tokens(words(6, 1), Choice(1.0))
-        found.append(list(islice(following, 10)))
+        tokens = following(stages, carry, words(6, 1), Choice(1.0), cached)
+        found.append(list(islice(tokens, 10)))
     assert found[0] == found[1] and len(set(found[0])) > 1
     whole = [n for length in range(6, 16) for n in (length, length)]
     assert rows == [6, 6] + [1, 1] * 9 + whole
@@ -68,17 +69,16 @@ class _Letters:
         return bytes(ids).decode(errors="replace")
 
 
-def test_text_comes_in_whole_characters_and_ends_with_the_end_token() -> None:
-    writer = use.Generator.__new__(use.Generator)
-    writer._tokenizer, writer._longest = _Letters(), 99
+def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = use.Generator.__new__(use.Generator)
+    last = SimpleNamespace(architecture={"config": {"max_position_embeddings": 99}})
+    generator.text, generator.stages = _Letters(), [last]
+    monkeypatch.setattr(use, "following", lambda *given: iter("dé!".encode() + b"\0rest"))
 
-    class Fixed:
-        def tokens(self, ids: list[int], choice: Choice) -> object:
-            return iter("dé!".encode() + b"\0rest")
-
-    writer._writer = Fixed()
-    assert list(writer.pieces("a", 50)) == ["d", "é", "!", ""]
-    assert list(writer.pieces("a", 2)) == ["d", "\ufffd"], "cut by the limit"
+    assert list(generator.pieces("a", 50, Choice())) == ["d", "é", "!", ""]
+    assert list(generator.pieces("a", 2, Choice())) == ["d", "\ufffd"], "cut by the limit"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ HYDRA = {
     *("job/config.py", "job/overrides.py", "launch/local.py"),
     "planner/trial.py",
 }
-MLFLOW = {"record/mlflow_tracker.py", "record/mlflow_store.py"}
+MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}
 
 
 def level(room: str) -> int:

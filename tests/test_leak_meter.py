@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.toy_text import text_config
 from xcloud.base.errors import DataError
 from xcloud.launch.local import run
-from xcloud.record.tracking import final_metrics
+from xcloud.record.mlflow_store import final_metrics
 from xcloud.security.leak_meter import main, measure
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer, Stream
 

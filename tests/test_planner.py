@@ -25,7 +25,6 @@ from xcloud.plan.costs import (
     read_profile,
     write_profile,
 )
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import (
     Space,
@@ -35,7 +34,7 @@ from xcloud.plan.search import (
     splits_of,
     step_at,
 )
-from xcloud.plan.settings import DIMENSIONS, Planning
+from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, Planning
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 PIPELINE = Strategy()
@@ -275,7 +274,7 @@ def test_a_profile_survives_its_file_and_a_wrong_one_is_named(tmp_path: Path) ->
         ({"version": 1}, "profile.version must be 2, got 1"),
         ({"lines": {"*": {"latency": 1}}}, r"profile.lines.\*"),
         ({"fetch_s": "fast"}, "profile.fetch_s must be"),
-        ({"speed": 1}, "no key 'speed'"),
+        ({"speed": 1}, "unknown setting 'profile.speed'"),
         ({"fetch_s": [[2, 1], [1, 1]]}, "more and more samples"),
     ):
         with pytest.raises(ConfigError, match=said):

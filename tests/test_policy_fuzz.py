@@ -41,7 +41,7 @@ training:
   max_steps: 8
   batch_size: 8
   optimizer: {_target_: xcloud.training.settings.Optimizer, learning_rate: 1.0e-3}
-tracker: {_target_: xcloud.record.mlflow_tracker.MlflowTracker, root: mlruns, uri: null}
+tracker: {_target_: xcloud.record.tracking.MlflowTracker, root: mlruns, uri: null}
 cache_dir: .cache
 """
 WORDS = [

@@ -18,14 +18,12 @@ from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
 from xcloud.record import mlflow_store as ui
 from xcloud.record.mlflow_store import COSTS, VIEW_TAG, Store, show_first
-from xcloud.record.mlflow_tracker import MlflowTracker
-from xcloud.record.tracking import NullTracker
+from xcloud.record.tracking import MlflowTracker, NullTracker
 from xcloud.report.figures import canvas
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
-from xcloud.sweep.report import columns_of, prepare
-from xcloud.sweep.results import Result, Results, from_folder, open_sweep
-from xcloud.sweep.table import print_sweep, spread_text, write_csv
+from xcloud.sweep.report import columns_of, page_in_mlflow, print_sweep, write_csv
+from xcloud.sweep.results import Result, Results, from_folder, open_sweep, spread_text
 
 RUNS = [  # overrides, BLEU, step time, ratio
     ("compression=none seed=1", 40.0, 1.0, 0.99),
@@ -306,7 +304,7 @@ def test_the_page_shows_what_differs_and_the_figures_best_first(tmp_path: Path) 
 
     client, experiment_id = blank_store(tmp_path).open()
     for score, ascends in {"bleu": False, "perplexity": True}.items():
-        show_first(client, experiment_id, "sweep-s", (score, *COSTS), columns_of(points), "s")
+        show_first(client, experiment_id, (score, *COSTS), columns_of(points), "s")
         tags = client.get_experiment(experiment_id).tags
         view = json.loads(tags[f"{VIEW_TAG}sweep-s"])
         assert view["searchFilter"] == "tags.sweep = 's'"
@@ -323,7 +321,7 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     root = tmp_path / "mlruns"
     store = blank_store(root)
     config = from_folder(sweep)[0].settings
-    lines = prepare("s", MlflowTracker(root=str(root)), [config])()
+    lines = page_in_mlflow("s", MlflowTracker(root=str(root)), [config])
     assert [link for line in lines for link in re.findall(r"http\S+sweep-s", line)]
     assert f"python -m xcloud ui --root {root} --sweep s" in lines[-1]
     client, experiment_id = store.open()
@@ -333,10 +331,10 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
             store.keep(client, run.info.run_id, path)
     client.create_run(experiment_id, tags={"sweep": "another"})
 
-    of_sweep = list(ui.links(client, 5000, "s"))
+    of_sweep = list(ui.links(store, "s"))
     assert "viewStateShareKey=sweep-s" in of_sweep[1] and "compareRunsMode=CHART" in of_sweep[2]
-    assert list(ui.links(client, 5000, "unknown")) == []
-    assert of_sweep == list(ui.links(client, 5000))[4:7], "the latest last"
+    assert list(ui.links(store, "unknown")) == []
+    assert of_sweep == list(ui.links(store))[4:7], "the latest last"
     monkeypatch.chdir(tmp_path / "mlruns")
     _, results = open_sweep("s", store)
     assert len(results) == 6, "a point that ran twice counts once"
@@ -353,7 +351,7 @@ def test_tables_and_pictures_are_kept_in_one_run_beside_the_sweeps_own(
     table = tmp_path / "table.csv"
     for text in ("old", "new"):
         table.write_text(text)
-        lines = prepare("s", tracker, settings, "bleu", [table])()
+        lines = page_in_mlflow("s", tracker, settings, "bleu", [table])
 
     client, experiment_id = store.open()
     (run,) = client.search_runs([experiment_id])
@@ -371,7 +369,8 @@ def test_mlflow_that_refuses_is_one_line(
         raise RuntimeError("no\nentry")
 
     monkeypatch.setattr(Store, "open", refuse)
-    lines = prepare("s", MlflowTracker(root=str(tmp_path)), [from_folder(sweep)[0].settings])()
+    settings = [from_folder(sweep)[0].settings]
+    lines = page_in_mlflow("s", MlflowTracker(root=str(tmp_path)), settings)
 
     assert len(lines) == 1 and "could be prepared" in lines[0] and "\n" not in lines[0]
-    assert prepare("s", NullTracker(), [])() == []
+    assert page_in_mlflow("s", NullTracker(), []) == []

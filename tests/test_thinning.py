@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from xcloud.record.tracking import Point, Thinner
+from xcloud.record.mlflow_store import Point, Thinner, points_of
 
 
 def thinned(curve: dict[int, float], points: int, num_steps: int) -> list[Point]:
     thinner, found = Thinner(points, num_steps), []
     for step, value in curve.items():
-        found += thinner.feed(step, {"loss": value}, 0.0)
+        found += thinner.feed(points_of({"loss": value}, 0.0, step))
     return found + thinner.close()
 
 

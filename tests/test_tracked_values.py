@@ -1,7 +1,7 @@
 """What a tracker is told: legal names, flat parameters, curves apart from final values."""
 
 from xcloud.record.events import StepTotals
-from xcloud.record.tracking import (
+from xcloud.record.mlflow_store import (
     final_metrics,
     legal_name,
     quality_metrics,

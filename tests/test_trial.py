@@ -26,8 +26,7 @@ from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import read_profile
 from xcloud.plan.measured import measured_costs
-from xcloud.plan.plans import NO_COMPRESSION
-from xcloud.plan.settings import Tour
+from xcloud.plan.settings import NO_COMPRESSION, Tour
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import TrialRun
@@ -261,7 +260,7 @@ def test_a_trial_that_fails_leaves_its_logs_and_one_that_is_stopped_nothing(
 def test_a_profile_of_another_release_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     file.write_text(json.dumps(asdict(EIGHT) | {"work_factor": 1.2}))
-    with pytest.raises(ConfigError, match=r"old.json: profile has no key 'work_factor'"):
+    with pytest.raises(ConfigError, match=r"old.json: unknown setting 'profile.work_factor'"):
         read_profile(file)
 
 

@@ -24,6 +24,14 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server((ui.UI_HOST, port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_says_so_when_nothing_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"No runs are recorded yet: {tmp_path / 'mlflow.db'}"):
         ui.main(["--root", str(tmp_path)])
@@ -65,7 +73,7 @@ def test_serves_the_store_and_ends_cleanly(tmp_path: Path, port: int) -> None:
         process.send_signal(signal.SIGTERM)  # SIGINT: test_sweep_ui.py
         assert process.wait(60) == 0
         until_s = time.monotonic() + 60
-        while not ui._is_free(port):
+        while not _is_free(port):
             assert time.monotonic() < until_s, "the server outlived the command"
             time.sleep(0.1)
     finally:

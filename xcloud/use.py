@@ -10,10 +10,11 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors import safe_open
@@ -24,7 +25,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Message
-from xcloud.contracts.model import BuildContext, Stage
+from xcloud.contracts.model import BuildContext
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal import CausalLM
@@ -33,29 +34,25 @@ from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
 from xcloud.record.files import check_is_run
-from xcloud.tasks.language_modelling import CausalTokenizer
-from xcloud.tasks.translation import TranslationText
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
 
-@dataclass(frozen=True)
 class TrainedRun:
-    """text: what the run's task left for use without its corpus."""
+    """A finished run of a task that is used as `used_as`. compressed: False leaves out the
+    compressors. text: what the task left for use without its corpus. Raises ConfigError or
+    DataError if the folder holds no such run."""
 
-    folder: Path
-    experiment: Experiment
-    text: TranslationText | CausalTokenizer
+    used_as: ClassVar[str]
 
-    @staticmethod
-    def open(folder: Path, used_as: str) -> TrainedRun:
-        """Raises ConfigError or DataError if the folder holds no finished run of that kind."""
+    def __init__(self, folder: Path, compressed: bool = True) -> None:
         check_is_run(folder, EXPERIMENT_FILE)
         job = read_job(folder / EXPERIMENT_FILE)
         task: Any = getattr(job, "task", None)  # a one-way job has none
-        if getattr(task, "used_as", None) != used_as:
-            raise ConfigError(f"{folder} is no run of a {used_as}: {job.headline}")
-        return TrainedRun(folder, cast(Experiment, job), task.saved_text(folder / MODEL_DIR))
+        if getattr(task, "used_as", None) != self.used_as:
+            raise ConfigError(f"{folder} is no run of a {self.used_as}: {job.headline}")
+        self.experiment, self.folder = cast(Experiment, job), folder / MODEL_DIR
+        self.text, self._compressed = task.saved_text(self.folder), compressed
 
     def context(self) -> BuildContext:
         return BuildContext(
@@ -68,40 +65,40 @@ class TrainedRun:
             report=lambda line: print(line, file=sys.stderr),
         )
 
-    def parts(self) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    def parts(self) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
         """Architecture and tensors of each stage."""
-        parts = []
         for stage in range(self.experiment.cluster.num_stages):
-            path = self.folder / MODEL_DIR / f"stage{stage}.safetensors"
+            path = self.folder / f"stage{stage}.safetensors"
             if not path.is_file():
                 raise DataError(
                     f"there is no {path}: did that run finish? If on several machines, copy every "
                     f"cloud's {MODEL_DIR} files into one folder"
                 )
             with safe_open(path, "pt") as file:
-                parts.append((json.loads(file.metadata()["architecture"]), load_file(path)))
-        return parts
+                yield json.loads(file.metadata()["architecture"]), load_file(path)
 
-    def stages(self) -> list[Stage]:
-        stages, parts = [], self.parts()
+    @cached_property
+    def stages(self) -> list[Any]:
+        stages, parts = [], list(self.parts())
         for number, (architecture, tensors) in enumerate(parts):
             context = replace(self.context(), architecture=architecture)
             stage = self.experiment.model.build_stage(number, len(parts), context)
             try:
                 stage.load_exported(tensors)
             except RuntimeError as error:
-                where = f"{self.folder / MODEL_DIR}, stage {number}"
-                raise DataError(f"{where} does not fit this experiment: {error}") from error
+                raise DataError(
+                    f"{self.folder}, stage {number} does not fit this experiment: {error}"
+                ) from error
             stages.append(stage.eval())
         return stages
 
-    def carry(self, stage: int, message: Message, compressed: bool = True) -> Message:
-        """What arrives of what `stage` sends. compressed: False leaves the compressors out."""
+    def carry(self, stage: int, message: Message) -> Message:
+        """What arrives of what `stage` sends."""
         layout = self.experiment.cluster
         crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
         compression = self.experiment.compression.at_boundary(stage)
         compressor = compression.at(self.experiment.training.max_steps).forward
-        if compressor is None or not (crosses and compressed):
+        if compressor is None or not (crosses and self._compressed):
             return message
 
         def arrived(tensor: Tensor) -> Tensor:
@@ -112,19 +109,15 @@ class TrainedRun:
         return {n: arrived(t) if n in floating else t for n, t in message.items()}
 
 
-class Translator:
-    def __init__(self, run_dir: Path, compressed: bool = True) -> None:
-        self.run = TrainedRun.open(run_dir, "translation task")
-        self.text = cast(TranslationText, self.run.text)
-        self.stages, self.compressed = self.run.stages(), compressed
+class Translator(TrainedRun):
+    used_as = "translation task"
 
     @torch.no_grad()
     def translate(self, lines: Sequence[str]) -> list[str]:
         batch = {"ids": torch.arange(len(lines)), "source": self.text.source_batch(lines)}
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
-            sent = cast(Message, stage(message, batch).send)
-            message = self.run.carry(number, sent, self.compressed)
+            message = self.carry(number, stage(message, batch).send)
         return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
 
 
@@ -139,65 +132,54 @@ class Choice:
     def of(self, logits_V: Tensor) -> int:
         if not self._temperature:
             return int(logits_V.argmax())
-        shares_V, words_V = (
-            (logits_V.double() / self._temperature).softmax(0).sort(descending=True)
-        )
+        scaled_V = logits_V.double() / self._temperature
+        shares_V, words_V = scaled_V.softmax(0).sort(descending=True)
         kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self._top_p)
         return int(words_V[torch.multinomial(kept_V, 1, generator=self._draw)])
 
 
-@dataclass(frozen=True)
-class Writer:
-    """carry(stage, message): what arrives of what a stage sends. cached: each token goes through
-    the stages once; else with all before it, each time."""
-
-    stages: Sequence[CausalStage]
-    carry: Callable[[int, Message], Message]
-    cached: bool = True
-
-    def tokens(self, ids: Sequence[int], choice: Choice) -> Iterator[int]:
-        """What follows, without end."""
-        text, new = list(ids), list(ids)
-        pasts = [Past() if self.cached else None for _ in self.stages]
-        while True:
-            given = torch.tensor([new if self.cached else text])
-            batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
-            message: Message | None = None
-            with torch.no_grad():
-                for number, stage in enumerate(self.stages[:-1]):
-                    message = self.carry(number, stage(message, batch, pasts[number]).send)
-                logits_BV = self.stages[-1].next_words(message, batch, pasts[-1])
-            new = [choice.of(logits_BV[0])]
-            text += new
-            yield new[0]
+@torch.no_grad()
+def following(
+    stages: Sequence[CausalStage],
+    carry: Callable[[int, Message], Message],
+    ids: Sequence[int],
+    choice: Choice,
+    cached: bool = True,
+) -> Iterator[int]:
+    """The tokens after these, without end. carry(stage, message): what arrives of what a stage
+    sends. cached: each token goes through the stages once; else with all before it, each time."""
+    text, new = list(ids), list(ids)
+    pasts = [Past() if cached else None for _ in stages]
+    while True:
+        given = torch.tensor([new if cached else text])
+        batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
+        message: Message | None = None
+        for number, stage in enumerate(stages[:-1]):
+            message = carry(number, stage(message, batch, pasts[number]).send)
+        new = [choice.of(stages[-1].next_words(message, batch, pasts[-1])[0])]
+        text += new
+        yield new[0]
 
 
-class Generator:
-    """A trained run that writes on."""
+class Generator(TrainedRun):
+    """A trained causal language model, which writes on."""
 
-    def __init__(self, run_dir: Path, compressed: bool = True, cached: bool = True) -> None:
-        run = TrainedRun.open(run_dir, "causal language model")
-        self._tokenizer = cast(CausalTokenizer, run.text)
-        self.between = "\n" if self._tokenizer.learns_chats else ""  # question and answer
-        stages = cast(list[CausalStage], run.stages())
-        self._writer = Writer(stages, partial(run.carry, compressed=compressed), cached)
-        config = stages[-1].architecture["config"]
-        self._longest = int(config["max_position_embeddings"])
+    used_as = "causal language model"
 
     def pieces(
-        self, prompt: str, max_new_tokens: int, choice: Choice | None = None
+        self, prompt: str, max_new_tokens: int, choice: Choice, cached: bool = True
     ) -> Iterator[str]:
         """What follows the prompt, up to the end token, as it comes."""
-        tokenizer = self._tokenizer
+        tokenizer = self.text
+        longest = self.stages[-1].architecture["config"]["max_position_embeddings"]
         given = tokenizer.prompt(prompt)
         ids, written = list(given), tokenizer.decode(given)
-        if len(given) >= self._longest:
+        if len(given) >= longest:
             raise DataError(
-                f"the prompt has {len(given)} tokens; the model has {self._longest} positions"
+                f"the prompt has {len(given)} tokens; the model has {longest} positions"
             )
-        following = self._writer.tokens(given, choice or Choice())
-        for _ in range(min(max_new_tokens, self._longest - len(given))):
-            token = next(following)
+        tokens = following(self.stages, self.carry, given, choice, cached)
+        for token in islice(tokens, min(max_new_tokens, longest - len(given))):
             if token == tokenizer.token_ids.eos:
                 break
             ids.append(token)
@@ -208,15 +190,14 @@ class Generator:
                 written = text
         yield tokenizer.decode(ids)[len(written) :]
 
-
-def join(run_dir: Path, out: Path) -> None:
-    run = TrainedRun.open(run_dir, "causal language model")
-    parts = run.parts()
-    tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
-    model = cast(CausalLM, run.experiment.model)
-    with exporting(out):
-        for folder in model.join(tensors, parts[-1][0], run.context(), out):
-            cast(CausalTokenizer, run.text).save(folder)
+    def join(self, out: Path) -> None:
+        """Write all stages' parts as one folder for peft or transformers."""
+        parts = list(self.parts())
+        tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
+        model = cast(CausalLM, self.experiment.model)
+        with exporting(out):
+            for folder in model.join(tensors, parts[-1][0], self.context(), out):
+                self.text.save(folder)
 
 
 def parser_of(command: Callable[..., None]) -> argparse.ArgumentParser:
@@ -241,11 +222,8 @@ def translate(words: Sequence[str]) -> None:
     parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
     arguments = parser.parse_args(words)
     translator = Translator(arguments.run, not arguments.uncompressed)
-    if arguments.text:
-        print("\n".join(translator.translate(arguments.text)))
-        return
-    for line in sys.stdin:
-        print(translator.translate([line.strip()])[0], flush=True)
+    for lines in [arguments.text] if arguments.text else ([line.strip()] for line in sys.stdin):
+        print("\n".join(translator.translate(lines)), flush=True)
 
 
 def export(words: Sequence[str]) -> None:
@@ -260,7 +238,7 @@ def export(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="where to write (default: RUN/joined)")
     arguments = parser.parse_args(words)
     out: Path = arguments.out or arguments.run / "joined"
-    join(arguments.run, out)
+    Generator(arguments.run).join(out)
     print(out)
 
 
@@ -291,10 +269,12 @@ def generate(words: Sequence[str]) -> None:
         parser.error(f"--temperature must be 0 or more, got {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
-    generator = Generator(arguments.run, not arguments.uncompressed, not arguments.no_cache)
+    generator = Generator(arguments.run, not arguments.uncompressed)
+    between = "\n" if generator.text.learns_chats else ""  # question and answer
     for text in arguments.text:
         choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
-        print(text, end=generator.between, flush=True)
-        for piece in generator.pieces(text, arguments.max_new_tokens, choice):
+        print(text, end=between, flush=True)
+        cached = not arguments.no_cache
+        for piece in generator.pieces(text, arguments.max_new_tokens, choice, cached):
             print(piece, end="", flush=True)
         print(flush=True)

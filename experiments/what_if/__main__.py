@@ -24,7 +24,6 @@ a million tokens or by the bytes of them that leave clouds (--by).
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 import time
@@ -40,6 +39,7 @@ from experiments.what_if.planning import plan_what_if
 from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.wording import meant
 from xcloud.job.config import read_plain
 from xcloud.plan.costs import Profile, read_profile
 
@@ -89,8 +89,7 @@ def compressions(names: Sequence[str], conf_dir: Path) -> dict[str, Any]:
     there = {path.stem: path for path in sorted((conf_dir / "compression").glob("*.yaml"))}
     for name in names:
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = meant(name, [*there])
             raise ConfigError(
                 f"there is no compression {name!r}{hint} There are {', '.join(there)}"
             )

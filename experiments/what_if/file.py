@@ -17,6 +17,7 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegativeFloat, Positive, settings
+from xcloud.base.wording import unknown_key
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.boundary import Boundary, BoundaryField
@@ -31,7 +32,6 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
     from_table,
-    unknown_key,
 )
 
 MANY = 64  # samples at which a message is counted beside that of one; between them a straight line

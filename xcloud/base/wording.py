@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import types
 from collections.abc import Mapping, Sequence
@@ -108,3 +109,21 @@ def _number(above: float | None, least: float | None, most: float | None) -> str
         return "a number"
     low = f"({above:g}" if above is not None else f"[{least:g}" if least is not None else "(-inf"
     return f"a number in {low}, {f'{most:g}]' if most is not None else 'inf)'}"
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def unknown_key(
+    path: str, name: str, known: Sequence[str], optional: Sequence[str] = (), elsewhere: str = ""
+) -> str:
+    """The line that names the nearest of those that are known, and all of them. elsewhere: a
+    setting of another part that may be meant if none of these is."""
+    where = f"{path}.{name}" if path else name
+    there = ", ".join([*known, *(f"+{one}" for one in optional)])
+    said = meant(name, [*known, *optional])
+    if elsewhere and said == ".":
+        said = f"; did you mean {elsewhere!r}?"
+    return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")

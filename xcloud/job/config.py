@@ -5,7 +5,6 @@ Hydra and OmegaConf end here: workers, tests and notebooks see only the job.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import io
 import os
@@ -21,6 +20,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
+from xcloud.base.wording import unknown_key
 from xcloud.job.job import Job
 from xcloud.security.policy import POLICY_FILE, Policy
 
@@ -109,24 +109,6 @@ def check_keys(node: Any, path: str) -> None:
                 raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
     for key, entry in node.items():
         check_keys(entry, f"{path}.{key}" if path else str(key))
-
-
-def meant(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else "."
-
-
-def unknown_key(
-    path: str, name: str, known: Sequence[str], optional: Sequence[str] = (), elsewhere: str = ""
-) -> str:
-    """The line that names the nearest of those that are known, and all of them. elsewhere: a
-    setting of another part that may be meant if none of these is."""
-    where = f"{path}.{name}" if path else name
-    allowed = ", ".join([*known, *(f"+{one}" for one in optional)])
-    said = meant(name, [*known, *optional])
-    if elsewhere and said == ".":
-        said = f"; did you mean {elsewhere!r}?"
-    return f"unknown setting {where!r}{said} Allowed here: {allowed}"
 
 
 def read_plain(path: Path) -> Any:

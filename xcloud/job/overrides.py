@@ -23,16 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.wording import meant, unknown_key
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     dotted,
     job_from_config,
-    meant,
     plain_settings,
     read_checked,
     read_job,
     this_clouds_policy,
-    unknown_key,
 )
 from xcloud.job.job import PipelineJob
 from xcloud.job.one_way import OneWayExperiment

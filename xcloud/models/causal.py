@@ -127,8 +127,14 @@ class CausalLM(TextModel):
         config = self._config(max_length)
         part = self._part(config, stage, num_stages)
         whole = int(config.hidden_size)
-        trains = self._trains_up_to(config, part.blocks.stop, stage)
-        draws = not self._freezes(stage) and any(getattr(config, name, 0) for name in DROPOUTS)
+        if self._freezes(stage):
+            trains = draws = False
+        else:
+            draws = any(getattr(config, name, 0) for name in DROPOUTS)
+            below = range(part.blocks.stop)
+            trains = self.embeddings != "freeze" or len(below) > 0
+            if self.lora is not None:  # beside which a narrow cut trains its projections
+                trains = self.split.rank is not None or self.lora.adapts(config, below)
         return rows_boundary(
             self.split.width(whole) if stage == 0 else whole,
             max_length,
@@ -181,7 +187,7 @@ class CausalLM(TextModel):
         """Write all stages' exported tensors into `out`: adapters as peft loads them, with our own
         base in out/base; or all weights as transformers does. Returns the folders that want the
         tokenizer, too. architecture: of any stage."""
-        if self.split.is_low_rank:
+        if self.split.rank is not None:
             raise ConfigError(
                 "transformers and peft do not know the projections of model.split; try the model "
                 "with python -m xcloud generate"
@@ -227,7 +233,7 @@ class CausalLM(TextModel):
             if part.is_first and part.is_last:
                 head.weight = nn.Parameter(head.weight.detach().clone())
         if self.lora is not None:
-            self.lora.add_to(network)
+            self.lora.add_to(network, part)
         elif self.embeddings == "freeze":
             kind = KINDS[config.model_type]
             for name in (kind.embeddings, *kind.first):
@@ -305,14 +311,4 @@ class CausalLM(TextModel):
 
     def _freezes(self, stage: int) -> bool:
         """Whether the stage is the bottom of a cut, and frozen: without dropout too."""
-        return stage == 0 and self.split.freezes_bottom
-
-    def _trains_up_to(self, config: Any, end: int, stage: int) -> bool:
-        """Whether anything in front of block `end`, where this stage ends, is trained."""
-        if self._freezes(stage):
-            return False
-        if self.split.layer is not None and self.split.is_low_rank:  # the projections are
-            return True
-        if self.lora is not None:
-            return any(layer < end for layer in self.lora.layers_in(config))
-        return self.embeddings != "freeze" or end > 0
+        return stage == 0 and self.split.freeze_bottom

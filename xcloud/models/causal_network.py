@@ -11,7 +11,7 @@ Shapes: B samples, S positions, H features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -223,39 +223,34 @@ def load_weights(
     tensor that is missing or of another shape. end_block: called with each full block's name and
     the block."""
     files = WeightFiles(name_or_path)
-    kind, prefix = KINDS[network.config.model_type], f"{network.base_model_prefix}."
-    is_tied = read_config(name_or_path).tie_word_embeddings
+    kind, base = KINDS[network.config.model_type], f"{network.base_model_prefix}."
+    is_tied, filled = read_config(name_or_path).tie_word_embeddings, set[str]()
 
     def place_of(name: str) -> str:
         # The second is of a file of the headless model.
-        names = [name, name.removeprefix(prefix), name.replace(HEAD, kind.old_head)]
+        names = [name, name.removeprefix(base), name.replace(HEAD, kind.old_head)]
         if name == f"{HEAD}.weight" and is_tied:
-            names += [f"{prefix}{kind.embeddings}.weight", f"{kind.embeddings}.weight"]
+            names += [f"{base}{kind.embeddings}.weight", f"{kind.embeddings}.weight"]
         return files.first_of(*names)
 
-    def fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in parameters:
-            if ".lora_" in name:
-                continue
-            place = place_of(name.replace(".base_layer.", "."))
-            tensor = files.tensor(place)
-            if tensor.shape != parameter.shape:
-                raise DataError(
-                    f"checkpoint {name_or_path!r}: {place} is {list(tensor.shape)}, its "
-                    f"config.json says {list(parameter.shape)}"
-                )
-            parameter.copy_(tensor)
-
     with torch.no_grad():
-        for name, block in blocks_of(network):
-            give_memory(network, block)
-            fill(block.named_parameters(name))
-            if end_block is not None and not isinstance(block, Elsewhere):
-                end_block(name, block)
-        give_memory(network, network)
-        tie(network)
-        blocks = tuple(f"{name}." for name, _ in blocks_of(network))
-        fill((n, p) for n, p in network.named_parameters() if not n.startswith(blocks))
+        for prefix, module in (*blocks_of(network), ("", network)):
+            give_memory(network, module)
+            tie(network)
+            for name, parameter in module.named_parameters(prefix):
+                if name in filled or ".lora_" in name:
+                    continue
+                filled.add(name)
+                place = place_of(name.replace(".base_layer.", "."))
+                tensor = files.tensor(place)
+                if tensor.shape != parameter.shape:
+                    raise DataError(
+                        f"checkpoint {name_or_path!r}: {place} is {list(tensor.shape)}, its "
+                        f"config.json says {list(parameter.shape)}"
+                    )
+                parameter.copy_(tensor)
+            if end_block is not None and prefix and not isinstance(module, Elsewhere):
+                end_block(prefix, module)
 
 
 def write_checkpoint(network: Any, folder: Path) -> None:
@@ -306,25 +301,19 @@ class Lora:
 
         return list(self.targets or sorted(usual[config.model_type]))
 
-    def layers_in(self, config: Any) -> frozenset[int]:
-        return frozenset(range(config.num_hidden_layers) if self.layers is None else self.layers)
+    def adapts(self, config: Any, blocks: range) -> bool:
+        """Whether any of the blocks gets adapters."""
+        layers = range(config.num_hidden_layers) if self.layers is None else self.layers
+        return not set(blocks).isdisjoint(layers)
 
-    def add_to(self, network: Any) -> None:
+    def add_to(self, network: Any, part: Part) -> None:
         """Freeze the network and put adapters beside its targets, which `draw` starts."""
         from peft import inject_adapter_in_model
 
-        layers, targets = self.layers_in(network.config), self.targets_in(network.config)
-        names = [
-            name
-            for number, (prefix, block) in enumerate(blocks_of(network))
-            if number in layers
-            for name, _ in block.named_modules(prefix=prefix)
-            if name.rsplit(".", 1)[-1] in targets
-        ]
         network.requires_grad_(False)
-        if names:  # else a stage without adapted blocks
+        if self.adapts(network.config, part.blocks):
             with seeded(0, "replaced by draw"):
-                inject_adapter_in_model(self._settings(network.config, names), network, ADAPTER)
+                inject_adapter_in_model(self.adapter_config(network.config), network, ADAPTER)
 
     def draw(self, prefix: str, block: nn.Module, seed: int) -> None:
         """Start the adapters of a block called `prefix`, from the seed and their names alone."""
@@ -335,27 +324,20 @@ class Lora:
                 with seeded(seed, "lora", name):
                     module.reset_lora_parameters(ADAPTER, True)  # type: ignore[no-untyped-call]
 
-    def adapter_config(self, config: Any, base: str) -> Any:
-        """What peft writes beside the adapter's tensors. base: folder or hub id of the model."""
-        about = self._settings(config, self.targets_in(config))
-        if self.layers is not None:
-            about.layers_to_transform = sorted(self.layers)
-            about.layers_pattern = KINDS[config.model_type].blocks
-        about.base_model_name_or_path, about.inference_mode = base, True
-        return about
-
-    def _settings(self, config: Any, targets: Sequence[str]) -> Any:
+    def adapter_config(self, config: Any, base: str | None = None) -> Any:
+        """peft's own. base: folder or hub id of the model; of adapters that are written."""
         from peft import LoraConfig
 
+        layers = None if self.layers is None else sorted(self.layers)
         return LoraConfig(
-            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout,
-            target_modules=list(targets), task_type="CAUSAL_LM",
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.targets_in(config),
+            layers_to_transform=layers,
+            layers_pattern=None if layers is None else KINDS[config.model_type].blocks,
+            task_type="CAUSAL_LM",
             fan_in_fan_out=config.model_type == "gpt2",  # its matrices are stored transposed
-        )  # fmt: skip
-
-
-def adapter_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that peft gives them in a file."""
-    for name, tensor in network.state_dict().items():
-        if ".lora_" in name:
-            yield PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."), tensor
+            base_model_name_or_path=base,
+            inference_mode=base is not None,
+        )

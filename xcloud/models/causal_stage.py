@@ -36,10 +36,11 @@ from xcloud.contracts.model import (
 )
 from xcloud.hub import bytes_of, key_of, made_once
 from xcloud.models.causal_network import (
+    ADAPTER,
     HEAD,
+    PEFT_PREFIX,
     Part,
     Past,
-    adapter_tensors,
     config_of,
     draw_weights,
     network_of,
@@ -100,9 +101,10 @@ class CausalStage(Stage):
     def exported(self) -> dict[str, Tensor]:
         """What training changes, under the names of peft or transformers: adapters, or all."""
         cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
-        if self.architecture["lora"]:
-            return dict(adapter_tensors(self.network)) | cut
         state: dict[str, Tensor] = self.network.state_dict()
+        if self.architecture["lora"]:
+            names = {n: n.replace(f".{ADAPTER}.", ".") for n in state if ".lora_" in n}
+            return {PEFT_PREFIX + theirs: state[n] for n, theirs in names.items()} | cut
         is_whole, config = self._part.is_first and self._part.is_last, self.network.config
         if is_whole and config.tie_word_embeddings:
             del state[f"{HEAD}.weight"]  # it is that of the embeddings
@@ -291,16 +293,14 @@ class NextTokenPretraining(Descent):
                 f"the public texts have {len(flat)} tokens, fewer than a window of {self.length}: "
                 "raise OwnCausal.num_texts"
             )
-        device = next(stage.parameters()).device
+        device, mean = next(stage.parameters()).device, math.nan
         draw = torch.Generator().manual_seed(seed_of(self.seed, "windows"))
-        mean = math.nan
 
         def windows() -> Iterator[dict[str, Tensor]]:
+            num, places_S = len(flat) - self.length, torch.arange(self.length)
             while True:
-                starts_B = torch.randint(
-                    len(flat) - self.length, (self.batch_size,), generator=draw
-                )
-                places_BS = starts_B[:, None] + torch.arange(self.length)
+                starts_B = torch.randint(num, (self.batch_size,), generator=draw)
+                places_BS = starts_B[:, None] + places_S
                 text_BS, label_BS = flat[places_BS].to(device), flat[places_BS + 1].to(device)
                 yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
 
@@ -312,8 +312,7 @@ class NextTokenPretraining(Descent):
             stage, windows(), loss_of, report, lambda: f"loss {mean:.3f}", unfinished
         )
         for _, loss in steps:
-            now = float(loss)
-            mean = now if math.isnan(mean) else 0.95 * mean + 0.05 * now
+            mean = float(loss) if math.isnan(mean) else 0.95 * mean + 0.05 * float(loss)
         return mean
 
 
@@ -375,17 +374,16 @@ class OwnCausal:
         texts = self.text.sentences(self.num_texts, context.cache_dir)
 
         def build(folder: Path, unfinished: Path) -> None:
-            def report(line: str) -> None:
-                what = f"{self.describe()}: pretraining on {len(texts):,} public texts"
-                context.report(f"{what}, {line}")
-
+            whose = f"{self.describe()}: pretraining on {len(texts):,} public texts, "
             shorter = "model.own.pretraining.steps=N makes it shorter"
-            report(f"{self.pretraining.steps} steps; {shorter}")
+            context.report(f"{whose}{self.pretraining.steps} steps; {shorter}")
             part = Part(range(self.num_layers), True, True)
             network = network_of(config, part)
             draw_weights(network, self.pretraining.seed)
             stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
-            loss = self.pretraining.train(stage, texts, ids, report, unfinished)
+            loss = self.pretraining.train(
+                stage, texts, ids, lambda line: context.report(whose + line), unfinished
+            )
             write_checkpoint(network, folder)
             if self.pretraining.steps:
                 context.report(f"{self.describe()}: loss {loss:.3f} at the end")

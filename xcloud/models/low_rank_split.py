@@ -98,11 +98,11 @@ class LowRankSplit(TextModel):
                 split.width(whole),
                 max_length,
                 whole=whole,
-                gradient_returns=not split.freezes_bottom,
+                gradient_returns=not split.freeze_bottom,
                 start=split.start_specs(whole, max_length),
-                is_constant=split.freezes_bottom,
+                is_constant=split.freeze_bottom,
             )
-        width = split.kept_head_rank or whole
+        width = split.head_rank or whole
         if self.output == "sample":
             return Boundary((BoundaryField("pooled", (width,), torch.float32, replaces=whole),), 1)
         return rows_boundary(width, max_length, whole=whole)
@@ -117,7 +117,7 @@ class LowRankSplit(TextModel):
         if stage == 2:  # a separate head needs only the encoder's width
             hidden = self.backbone.width() if given is None else int(given["hidden"])
             split.check(None, hidden)
-            way = way_to_head(hidden, split.kept_head_rank, context.seed)[1]
+            way = way_to_head(hidden, split.head_rank, context.seed)[1]
             return UpperStage(
                 about | {"hidden": hidden}, {}, None, way, self._answer(hidden, context)
             )
@@ -138,10 +138,10 @@ class LowRankSplit(TextModel):
             layers |= {} if cut is None else {"cut": cut}
             # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
             has_types, pad = weights.config.type_vocab_size > 1, context.vocabularies[TEXT].pad
-            words, frozen = encoder.embeddings, split.freezes_bottom
+            words, frozen = encoder.embeddings, split.freeze_bottom
             return RowsStage(about, words, layers, TEXT, pad, has_types, handed, frozen)
         layers = layers if cut is None else {"cut": cut, **layers}
-        way, widen = way_to_head(hidden, split.kept_head_rank, context.seed)
+        way, widen = way_to_head(hidden, split.head_rank, context.seed)
         answer = None
         if num_stages == 2:
             way, answer = nn.Sequential(way, widen), self._answer(hidden, context)
@@ -156,7 +156,7 @@ class LowRankSplit(TextModel):
         return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
 
     def _part(self, weights: Weights, blocks: range, *, embeddings: bool) -> Encoder:
-        dropout = 0.0 if embeddings and self.split.freezes_bottom else self.dropout
+        dropout = 0.0 if embeddings and self.split.freeze_bottom else self.dropout
         attention_dropout = self.attention_dropout if dropout else 0.0
         config = replace(weights.config, dropout=dropout, attention_dropout=attention_dropout)
         with seeded(0, "replaced by the backbone's weights"):

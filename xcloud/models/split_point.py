@@ -34,6 +34,7 @@ BATCH_TEXTS = 32
 RARE_ROWS = 10.0  # shrinkage: a position seen this often weighs its own mean by one half
 
 Anchor = Literal["none", "mean", "position"]
+USUAL_ANCHOR = {"pca": "mean", "orthogonal": "position"}
 PROJECTIONS = ("identity", "pca", "orthogonal")
 OF_METHODS: dict[str, tuple[str, ...]] = {
     "linear": ("svd",),
@@ -87,48 +88,36 @@ class Split:
                     f"split.{name} applies only to split.method={', '.join(methods)} with a rank: "
                     "remove it"
                 )
-
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether fewer features cross than there are."""
-        return self.layer is not None and self.rank is not None
+        known: dict[str, object] = {"anchor": "none"}
+        if self.layer is None:
+            known |= {"rank": None, "head_rank": None, "freeze_bottom": False}
+        elif self.rank is not None:
+            known["anchor"] = self.anchor or USUAL_ANCHOR.get(self.method, "none")
+        for name, value in known.items():  # what is left out or ignored, as if it had been given
+            object.__setattr__(self, name, value)
 
     @property
     def is_inside(self) -> bool:
         """Whether the cut is inside of its block, not after it."""
-        return self.is_low_rank and self.method == "svd"
+        return self.rank is not None and self.method == "svd"
 
     @property
     def block(self) -> int:
         """The block that is cut, or after which rows cross."""
         return self.layer or 0
 
-    @property
-    def anchor_kind(self) -> Anchor:
-        usual: dict[str, Anchor] = {"pca": "mean", "orthogonal": "position"}
-        return self.anchor or usual.get(self.method, "none")
-
     def num_places(self, max_length: int) -> int:
         """Anchors: none, one, or one for each position."""
-        return {"none": 0, "mean": 1, "position": max_length}[self.anchor_kind]
+        return {"mean": 1, "position": max_length}.get(str(self.anchor), 0)
 
     @property
     def is_measured(self) -> bool:
         """Whether a basis or an anchor is estimated before training."""
-        is_given = self.method in ("svd", "identity") and self.anchor_kind == "none"
-        return self.is_low_rank and not is_given
+        return self.rank is not None and (self.method in USUAL_ANCHOR or self.anchor != "none")
 
     @property
     def needs_public_text(self) -> bool:
         return self.is_measured and self.calibration == "public"
-
-    @property
-    def freezes_bottom(self) -> bool:
-        return self.layer is not None and self.freeze_bottom
-
-    @property
-    def kept_head_rank(self) -> int | None:
-        return self.head_rank if self.layer is not None else None
 
     def describe(self) -> str:
         if self.layer is None:
@@ -139,12 +128,12 @@ class Split:
 
     def width(self, hidden: int) -> int:
         """Features that cross."""
-        return self.rank if self.layer is not None and self.rank is not None else hidden
+        return hidden if self.rank is None else self.rank
 
     def start_specs(self, hidden: int, max_length: int) -> tuple[TensorSpec, ...]:
         """What an owner who estimates the basis sends before the first step: D [H, K] and the
         anchor [P, H]."""
-        if not self.is_measured or self.calibration != "own":
+        if not self.is_measured or self.needs_public_text:
             return ()
         shapes = ((hidden, self.width(hidden)), (self.num_places(max_length), hidden))
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
@@ -155,8 +144,7 @@ class Split:
             raise ConfigError(
                 f"model.split.layer must be 0..{num_blocks - 1} or null, got {self.layer}"
             )
-        crossing = {"rank": self.rank if self.is_low_rank else None}
-        for name, rank in (crossing | {"head_rank": self.kept_head_rank}).items():
+        for name, rank in {"rank": self.rank, "head_rank": self.head_rank}.items():
             if rank is not None and rank > hidden:
                 raise ConfigError(
                     f"split.{name} is {rank}, but the model has {hidden} features; give at most "
@@ -241,15 +229,14 @@ def projection_at(
     sizes: the network's words and features. lower, public: see measured_basis.
     Raises ConfigError or DataError if the text does not fit the network.
     """
-    if stage > 1 or not split.is_low_rank or split.is_inside:
+    if stage > 1 or split.rank is None or split.is_inside:
         return None, ()
     hidden, max_length = sizes[1], context.max_length
     cut = Projection(split, bool(stage), hidden, max_length)
     specs = split.start_specs(hidden, max_length)
-    if context.architecture is not None:
-        return cut, ()
     if stage and specs:
         cut.start(*(torch.zeros(spec.shape) for spec in specs))
+    if context.architecture is not None or (stage and specs):
         return cut, ()
     if split.is_measured:
         text = public if split.needs_public_text else None
@@ -286,7 +273,7 @@ def measured_basis(
     else:
         whose, batch = "the owner's", dict(context.samples(split.calibration_texts))
         batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
-    measured = replace(split, freeze_bottom=False, head_rank=None, anchor=split.anchor_kind)
+    measured = replace(split, freeze_bottom=False, head_rank=None)
     described = {
         "code": CODE_VERSION,
         "settings": asdict(measured),
@@ -359,10 +346,11 @@ class _Moments:
         self.count_P = torch.zeros(context.max_length, dtype=torch.float64)
         self.sum_PH = torch.zeros(context.max_length, hidden, dtype=torch.float64)
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
-        for first in range(0, len(batch[TEXT]), BATCH_TEXTS):
-            some = slice(first, first + BATCH_TEXTS)
-            texts = {name: batch[name][some].to(context.device) for name in (TEXT, TYPES)}
-            sent = lower(None, texts).send
+        several = (torch.split(batch[name], BATCH_TEXTS) for name in (TEXT, TYPES))
+        for text, types in zip(*several, strict=True):
+            sent = lower(
+                None, {TEXT: text.to(context.device), TYPES: types.to(context.device)}
+            ).send
             rows = sent["hidden"].double().cpu()
             places = sent["places"] if "places" in sent else Packing(sent["counts"]).positions
             places = places.long().cpu()
@@ -384,8 +372,7 @@ class _Moments:
         if len(anchor):
             around = anchor.double().expand(len(self.count_P), -1)
             mixed = self.sum_PH.T @ around
-            squares = around.T @ (self.count_P[:, None] * around)
-            product = product - mixed - mixed.T + squares
+            product = product - mixed - mixed.T + around.T @ (self.count_P[:, None] * around)
         covariance = product / self.count_P.sum()
         values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
         kept = values.flip(0)[:rank].clamp_min(0)

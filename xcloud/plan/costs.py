@@ -7,7 +7,6 @@ of the second.
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from xcloud.base.settings import (
     Seconds,
     settings,
 )
+from xcloud.base.wording import unknown_key
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.parallel.schedule import Action
@@ -347,23 +347,16 @@ def from_table(name: str, kind: type[T], table: object) -> T:
         return TypeAdapter(kind).validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "points"]
-    key = ".".join(filter(None, [name, *where]))
+    *inside, last = [str(part) for part in first["loc"] if part != "points"] or [""]
+    path = ".".join(filter(None, [name, *inside]))
+    key = ".".join(filter(None, [path, last]))
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, ConfigError):  # of __post_init__
         raise raised
     if "missing" in first["type"]:
         raise ConfigError(f"{key} is missing")
     if first["type"] == "unexpected_keyword_argument":
-        *inside, last = filter(None, [name, *where])
-        allowed = [entry.name for entry in fields(kind)] if len(where) == 1 else []  # type: ignore[arg-type]
-        raise ConfigError(unknown_key(".".join(inside) or "the file", last, allowed))
+        known = [] if inside else [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+        raise ConfigError(unknown_key(path, last, known))
     what = first["msg"].removeprefix("Input should be ").replace("valid array", "list")
     raise ConfigError(f"{key} must be {what}, got {first['input']!r}")
-
-
-def unknown_key(where: str, key: str, allowed: list[str]) -> str:
-    near = difflib.get_close_matches(key, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    some = ", ".join([*allowed[:9], *(["…"] if len(allowed) > 9 else [])])
-    return f"{where} has no key {key!r}{hint}" + (f"; allowed are {some}" if some else "")

@@ -147,8 +147,7 @@ class StageFacts(NamedTuple):
     blocks: int = 0
 
 
-_Points = dict[float, float]  # by samples of a micro-batch
-_Quantities = dict[str, _Points]  # by the fields of a Piece
+_Quantities = dict[str, dict[float, float]]  # by the fields of a Piece and samples
 
 
 class _Part(NamedTuple):
@@ -187,10 +186,17 @@ class Trial:
             for _, costs in self._legs(self.own, splits=False)
         )
         per_byte_s = update_s / max(1, sum(s.trained_bytes for s in self.stages))
-        pieces = [
-            _piece(i, of, boundary, per_byte_s, bool(self.parts))
-            for i, (of, boundary) in enumerate(zip(found, [*boundary_after, None], strict=True))
-        ]
+        pieces = []
+        for i, (of, boundary) in enumerate(zip(found, [*boundary_after, None], strict=True)):
+            size, trained = (of.pop(name)[1.0] for name in ("parameter_bytes", "trained_bytes"))
+            curves = {name: Curve(sorted(points.items())) for name, points in of.items()}
+            pieces.append(
+                Piece(
+                    f"{'block' if self.parts else 'stage'} {i}", boundary=boundary,
+                    parameter_bytes=round(size), trained_bytes=round(trained),
+                    optimizer_s=per_byte_s * trained, blocks=int(bool(self.parts)), **curves,
+                )
+            )  # fmt: skip
         return pieces, calls[0], calls[1]
 
     def directions(self, compression: str, boundary: int) -> BoundaryCodec:
@@ -207,13 +213,11 @@ class Trial:
 
     def fetch_s(self) -> Curve:
         """Of a micro-batch, by a rank."""
-
-        def of_rank(updates: Sequence[Update]) -> float:
-            return _mean(n * sum(updates[s].fetch_s for s in held) for held, n in self.ranks)
-
-        own = self._legs(self.own, splits=False)
-        share = 1 / self.pass_samples
-        return Curve([(b, of_rank(costs.updates) * b * share) for b, costs in own])
+        share, points = 1 / self.pass_samples, []
+        for b, costs in self._legs(self.own, splits=False):
+            each = (n * sum(costs.updates[s].fetch_s for s in held) for held, n in self.ranks)
+            points.append((b, _mean(each) * b * share))
+        return Curve(points)
 
     @property
     def control_bytes(self) -> int:
@@ -229,13 +233,11 @@ class Trial:
 
     def _of_stage(self, stage: int) -> _Quantities:
         whole, split = (self._legs(self.own, splits) for splits in (False, True))
-        forward = {b: costs.forward_s[stage] for b, costs in whole}
-        backward = {b: costs.backward_s[stage] for b, costs in whole}
-        both = Curve(sorted((b, forward[b] + backward[b]) for b in forward))
+        both = Curve([(b, c.forward_s[stage] + c.backward_s[stage]) for b, c in whole])
         facts = self.stages[stage]._asdict()
         return {
-            "forward_s": forward,
-            "backward_s": backward,
+            "forward_s": {b: costs.forward_s[stage] for b, costs in whole},
+            "backward_s": {b: costs.backward_s[stage] for b, costs in whole},
             "weights_s": {b: costs.weights_s[stage] for b, costs in split},
             "splitting_s": {
                 b: costs.forward_s[stage] + costs.backward_s[stage] - both.at(b)
@@ -247,18 +249,15 @@ class Trial:
     def _parts(self) -> Iterator[_Part]:
         first = 0
         for number in self.parts:
-            stages = range(first, first + number)
-            first += number
+            stages = range(first, first := first + number)
             num_blocks = sum(self.stages[stage].blocks for stage in stages)
             holds = [number, 0 in stages, first == len(self.stages), num_blocks]
-            of = [self._of_stage(stage) for stage in stages]
-            yield _Part(
-                holds,
-                {
-                    name: {b: sum(each[name][b] for each in of) for b in points}
-                    for name, points in of[0].items()
-                },
-            )
+            each = [self._of_stage(stage) for stage in stages]
+            of = {
+                name: {b: sum(one[name][b] for one in each) for b in points}
+                for name, points in each[0].items()
+            }
+            yield _Part(holds, of)
 
 
 def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities], list[Curve]]:
@@ -279,7 +278,7 @@ def _by_block(parts: Sequence[_Part], num_blocks: int) -> tuple[list[_Quantities
             rows = np.array([part.holds for part in seen], float).reshape(-1, 4) * is_known
             shares[b] = _solved(rows, [p.of[name][b] for p in seen], name == "splitting_s")
         if is_known[0]:
-            calls.append(Curve(sorted((b, call) for b, (call, *_) in shares.items())))
+            calls.append(Curve([(b, call) for b, (call, *_) in shares.items()]))
         for i, block in enumerate(found):
             ends = np.array([0, i == 0, i == num_blocks - 1, 1])
             block[name] = {b: float(ends @ share) for b, share in shares.items()}
@@ -292,19 +291,3 @@ def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
     little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
     rows, values = np.vstack([rows, little]), [*values, *[0.0] * 4]
     return np.linalg.lstsq(rows, values, rcond=None)[0] if may_save else nnls(rows, values)[0]
-
-
-def _piece(
-    number: int, of: _Quantities, boundary: int | None, per_byte_s: float, is_block: bool
-) -> Piece:
-    def curve(name: str) -> Curve:
-        return Curve(sorted(of[name].items()))
-
-    trained = of["trained_bytes"][1.0]
-    names = ("activation_bytes", "weights_s", "put_off_bytes", "splitting_s")
-    return Piece(
-        f"{'block' if is_block else 'stage'} {number}", curve("forward_s"), curve("backward_s"),
-        boundary, round(of["parameter_bytes"][1.0]), round(trained),
-        optimizer_s=per_byte_s * trained, blocks=int(is_block),
-        **{name: curve(name) for name in names},
-    )  # fmt: skip

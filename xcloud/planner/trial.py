@@ -53,7 +53,7 @@ from xcloud.plan.costs import (
     write_profile,
 )
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
-from xcloud.plan.plans import FreelyCut, with_micro_batches
+from xcloud.plan.settings import FreelyCut, with_micro_batches
 from xcloud.rank.autopilot import FACTS_FILE
 from xcloud.record.timeline import Timeline, timeline_of
 
@@ -277,15 +277,11 @@ class TrialRun:
 
     def trial(self, ranks: Sequence[Mapping[str, Any]]) -> Trial:
         """ranks: what each has written."""
-        layout, stages = self.layout, _stages(ranks)
-        costs: list[list[Costs]] = [[] for _ in self.legs]
+        layout, costs = self.layout, [list[Costs]() for _ in self.legs]
         for leg, timeline in self.timelines(ranks):
             costs[leg].append(measured_costs(timeline))
-        names = set(StageFacts._fields) - {"blocks"}
-        facts = [
-            StageFacts(**{name: stages[n][name] for name in names}, blocks=num_blocks)
-            for n, num_blocks in enumerate(self.blocks or [0] * layout.num_stages)
-        ]
+        stages = {int(number): facts for rank in ranks for number, facts in rank["stages"].items()}
+        blocks = self.blocks or [0] * layout.num_stages
         held = [layout.placement(rank).stages for rank in range(layout.num_ranks)]
         return Trial(
             [
@@ -293,7 +289,7 @@ class TrialRun:
                 for (s, name), steps in zip(self.legs, costs, strict=True)
             ],
             next(iter(self.candidates)),
-            facts,
+            [StageFacts(**stages[number], blocks=count) for number, count in enumerate(blocks)],
             [(own, len(layout.ranks_of(own[0]))) for own in held],
             self._pass_samples,
             list(map(len, self.parts)),
@@ -302,11 +298,8 @@ class TrialRun:
     def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
         """The steps that all have recorded; the number of the leg before each."""
         steps: dict[int, list[dict[str, Any]]] = {}
-        for rank, found in enumerate(ranks):
-            about = {"event": "timeline", "rank": rank}
-            about["cloud"] = self.layout.placement(rank).cloud
-            for parts in found["steps"]:
-                steps.setdefault(parts[0]["step"], []).extend(about | part for part in parts)
+        for event in (event for rank in ranks for event in rank["events"]):
+            steps.setdefault(event["step"], []).append(event)
         for step, events in sorted(steps.items()):
             timeline = timeline_of(events)
             assert timeline is not None
@@ -314,20 +307,19 @@ class TrialRun:
 
     def read(self, ranks: Sequence[Mapping[str, Any]], others: Sequence[Trial]) -> Profile:
         """The profile, from what the ranks have written and from runs with other cuts."""
-        trial = self.trial(ranks)
-        kinds, places = self._boundaries()
+        trial, crossed = self.trial(ranks), self._crossed()
         trained = {
-            f"{n}.{name}": nn.Parameter(torch.zeros(shape))
-            for n, table in _stages(ranks).items()
-            for name, shape in table["trained"].items()
+            name: nn.Parameter(torch.zeros(shape))
+            for rank in ranks
+            for name, shape in rank["trained"].items()
         }
         gradients_s, changes_s = time_around_averaging(trained)
         compressors = {}
         for name, found in self.candidates.items():
-            boundaries = [_codec(trial, name, *kind) for kind in kinds]
+            boundaries = [_codec(trial, name, *kind) for kind in crossed]
             averaging = time_averaging(trained, found)
             compressors[name] = CompressorCosts(found.label, boundaries, averaging)
-        pieces, stage_forward_s, stage_backward_s = trial.pieces(places, *others)
+        pieces, stage_forward_s, stage_backward_s = trial.pieces(range(len(crossed)), *others)
         return Profile(
             pieces, compressors, self.of, time.time(), trial.fetch_s(),
             control_bytes=trial.control_bytes,
@@ -337,9 +329,9 @@ class TrialRun:
             stage_forward_s=stage_forward_s, stage_backward_s=stage_backward_s,
         )  # fmt: skip
 
-    def _boundaries(self) -> tuple[list[tuple[int | None, bool]], list[int]]:
-        """Kinds of boundaries: a stage after which one was crossed in the trial (None: there is
-        none), and whether gradients return; and the kind after each piece but the last."""
+    def _crossed(self) -> list[tuple[int | None, bool]]:
+        """Of the boundary after each piece but the last: a stage after which one like it was
+        crossed in the trial (None: there is none), and whether gradients return."""
         model, length, p = self.model, self.job.task.max_length, self.layout.num_stages
         own = [model.boundary(stage, p, length) for stage in range(p - 1)]
         crossed = {
@@ -351,11 +343,11 @@ class TrialRun:
             n = sum(self.blocks)
             cuts: list[Any] = [model.with_block_counts([k, n - k]) for k in range(1, n)]  # type: ignore[attr-defined]
             own = [cut.boundary(0, 2, length) for cut in cuts]
-        keys = [(boundary.fields, boundary.gradient_returns) for boundary in own]
-        kinds = list(dict.fromkeys(keys))
         nearest = next(iter(crossed.values()), None)
-        found = [(crossed.get(kind, nearest), kind[1]) for kind in kinds]
-        return found, [kinds.index(key) for key in keys]
+        return [
+            (crossed.get((each.fields, each.gradient_returns), nearest), each.gradient_returns)
+            for each in own
+        ]
 
 
 def written_cluster(config: Any) -> ClusterLayout:
@@ -370,10 +362,6 @@ def changed(config: Any, settings: Mapping[str, Any]) -> Any:
     for key, value in settings.items():
         OmegaConf.update(found, key, value, merge=False)
     return found
-
-
-def _stages(ranks: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    return {int(number): table for rank in ranks for number, table in rank["stages"].items()}
 
 
 def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:

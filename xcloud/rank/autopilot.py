@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import Parts
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.comm.boundary import Boundary
@@ -28,11 +28,10 @@ from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.one_forward_one_backward import can_wait
 from xcloud.parallel.part import Part, StepReport
-from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
 from xcloud.plan.costs import Direction
-from xcloud.plan.settings import Autopilot, Tour
+from xcloud.plan.settings import Tour
 from xcloud.rank.reports import SavedTensors, bytes_of, timeline_events
 from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
@@ -52,15 +51,13 @@ def pilot_of(
     context: RankContext[Experiment], trainer: Trainer, wiring: Wiring
 ) -> Switching | None:
     """What changes the rank's compression and schedule while it trains."""
-    job, settings = context.job, context.job.autopilot
-    if settings is None:
+    job, given = context.job, (context.job, wiring, trainer)
+    if job.autopilot is None:
         return None
-    assert isinstance(job.compression, Selectable)
-    given = job.compression, job.schedules, wiring, trainer
-    if isinstance(settings, Tour):
-        return TourPilot(settings, context.run_dir / FACTS_FILE.format(context.rank), *given)
+    if isinstance(job.autopilot, Tour):
+        return TourPilot(*given, context.run_dir / FACTS_FILE.format(context.rank))
     forecast = forecast_of(job, context.device) if context.rank == 0 else None
-    return RunPilot(settings, job.cluster, forecast, context.reporter, *given)
+    return RunPilot(*given, context.reporter, forecast)
 
 
 class _InForce(StatefulParts):
@@ -74,16 +71,10 @@ class Switching(Part):
 
     name = "autopilot"
 
-    def __init__(
-        self,
-        compression: Selectable,
-        schedules: Sequence[Schedule],
-        wiring: Wiring,
-        trainer: Trainer,
-    ) -> None:
-        """schedules: to choose from, the run's own first."""
-        self._compression, self._schedules = compression, schedules
-        self._wiring, self._trainer = wiring, trainer
+    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer) -> None:
+        assert isinstance(job.compression, Selectable)
+        self._compression, self._schedules = job.compression, job.schedules
+        self._layout, self._wiring, self._trainer = job.cluster, wiring, trainer
         self._in_force = _InForce()
 
     def switch(self, step: int, choice: int) -> None:
@@ -126,22 +117,23 @@ class RunPilot(Switching):
 
     def __init__(
         self,
-        settings: Autopilot,
-        layout: ClusterLayout,
-        forecast: Forecast | None,
+        job: Experiment,
+        wiring: Wiring,
+        trainer: Trainer,
         reporter: Reporter,
-        *given: Any,
+        forecast: Forecast | None,
     ) -> None:
-        """given: see Switching."""
-        super().__init__(*given)
-        self._settings, self._layout, self.forecast = settings, layout, forecast
-        self._reporter, self._sums = reporter, self._trainer.sums
-        self._boundaries = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
+        super().__init__(job, wiring, trainer)
+        assert job.autopilot is not None
+        self._settings, self._rule = job.autopilot, Rule(job.autopilot)
+        self._reporter, self.forecast, self._sums = reporter, forecast, trainer.sums
+        layout = job.cluster
+        crossed = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
+        self._rows = {way: row for row, way in enumerate(product(crossed, DIRECTIONS), 1)}
         self._spent_s = torch.zeros(2, dtype=torch.float64)  # in all updates before this one
         self._last: dict[int, Tensor] = {}
         self._last_step = 0
         self._next: int | None = None
-        self._rule = Rule(settings)
 
     def after_exchange(self, step: int) -> None:
         sums, key = self._sums, MessageKey(Kind.AGREEMENT, step)
@@ -180,18 +172,18 @@ class RunPilot(Switching):
                 channel.link.say_alive()  # a probe, see LineMeter
 
     def measured(self) -> Tensor:
-        found = torch.zeros(1 + len(self._boundaries) * len(DIRECTIONS), 4, dtype=torch.float64)
+        found = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
         found[0, :2] = self._spent_s + self._of_this_update()
         for channel in self._wiring.boundaries.wan_sends:
-            row = found[self._row(channel.identity.boundary, channel.identity.direction)]
+            row = found[self._rows[channel.identity.boundary, channel.identity.direction]]
             kind, sent = KINDS[channel.identity.direction], channel.link.record
-            row += torch.tensor(
-                [sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind], 0]
-            )
+            row[0] += sent.num_bytes[kind]
+            row[1] += sent.num_messages[kind]
+            row[2] += sent.line_s[kind]
             row[3] = sent.latency_s
         meters = self._wiring.boundaries.shared(LineMeters)
         for identity, line_s in meters.line_s.items():
-            row = found[self._row(identity.boundary, identity.direction)]
+            row = found[self._rows[identity.boundary, identity.direction]]
             row[2] += line_s
             row[3] = meters.by_sender[identity.sender].delay_s
         return found
@@ -223,29 +215,26 @@ class RunPilot(Switching):
         clock.settle()
         return torch.tensor([sum(clock.seconds.values()), clock.seconds["compute_s"]])
 
-    def _row(self, boundary: int, direction: str) -> int:
-        place = self._boundaries.index(boundary) * len(DIRECTIONS)
-        return 1 + place + DIRECTIONS.index(direction)
-
     def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
         layout, leaders = self._layout, self._layout.leader_of()
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
-        # Of each boundary there and back, which whoever is at neither end tells nothing of.
-        told = torch.stack([*grown.values()]).sum(0)[1:].view(-1, 2, 4)
-        delays_s = torch.stack([*self._last.values()]).sum(0)[1:, 3].view(-1, 2)
+        # Whoever is at neither end of a boundary tells nothing of it.
+        told = torch.stack([*grown.values()]).sum(0)
+        delays_s = torch.stack([*self._last.values()]).sum(0)[:, 3].tolist()
         sent: dict[tuple[int, str], float] = {}
         sums: dict[tuple[str, str], Any] = defaultdict(float)
         latency_s: dict[tuple[str, str], float] = {}
-        for boundary, of_ways, both_s in zip(self._boundaries, told, delays_s, strict=True):
+        for (boundary, direction), row in self._rows.items():
             here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
-            ways = (here, there), (there, here)
-            for direction, way, own in zip(DIRECTIONS, ways, of_ways, strict=True):
-                if own[1]:
-                    sent[boundary, direction] = float(own[0] / own[1])
-                    sums[way] += own[:3]
-            if (boundary, "backward") in sent:  # there and back clocks' difference drops out
-                latency_s |= dict.fromkeys(ways, max(0.0, float(both_s.sum()) / 2))
+            way = (here, there) if direction == "forward" else (there, here)
+            if not told[row, 1]:
+                continue
+            sent[boundary, direction] = float(told[row, 0] / told[row, 1])
+            sums[way] += told[row, :3]
+            if direction == "backward":  # there and back what clocks differ by drops out
+                both_s = max(0.0, delays_s[row - 1] + delays_s[row])
+                latency_s |= dict.fromkeys([way, way[::-1]], both_s / 2)
         lines = {
             way: LinkProfile(_bits_per_s(*own.tolist()), latency_s.get(way, 0.0))
             for way, own in sums.items()
@@ -322,39 +311,46 @@ class TourPilot(Switching):
     """Changes schedule and compression between updates as a Tour says, and measures nothing that a
     run does not."""
 
-    def __init__(self, tour: Tour, file: Path, *given: Any) -> None:
-        """given: see Switching."""
-        super().__init__(*given)
-        pipeline = self._trainer.pipeline
-        self._tour, self._file, self._clock = tour, file, pipeline.clock
-        self._stages = {n: StageMeter(stage) for n, stage in pipeline.stages.items()}
+    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer, file: Path) -> None:
+        super().__init__(job, wiring, trainer)
+        assert isinstance(job.autopilot, Tour)
+        self._tour, self._file, self._clock = job.autopilot, file, trainer.pipeline.clock
+        self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
         assert self._clock.messages is not None
         self._messages = self._clock.messages
-        self._messages.from_step = 1 + len(tour.legs)  # the first turn warms caches up
+        self._messages.from_step = 1 + len(self._tour.legs)  # the first turn warms caches up
 
     def after_update(self, step: int, report: StepReport) -> None:
         self.switch(step, self._tour.leg(step + 1))
 
     def finish(self) -> None:
-        feed = self._trainer.feed
+        feed, rank = self._trainer.feed, self._trainer.pipeline.rank
+        head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
         found = {
-            "steps": [[*timeline_events(s, self._messages)] for s in self._clock.recorded],
+            "events": [
+                head | part
+                for step in self._clock.recorded
+                for part in timeline_events(step, self._messages)
+            ],
             "stages": {number: meter.facts for number, meter in self._stages.items()},
+            "trained": {f"{n}.{name}": shape for n, meter in self._stages.items()
+                        for name, shape in meter.trained.items()},
             "num_samples": feed.plan.num_samples,
             "tokens_per_sample": feed.work.weight / feed.work.num_samples if feed.weigh else 0.0,
-        }
+        }  # fmt: skip
         self._file.write_text(json.dumps(found), encoding="utf-8")
 
 
 class StageMeter:
     """What is known of a stage beside its times, by its first forward: bytes of weights, and of
-    what a sample leaves in memory until its backward, or until its weights' gradients."""
+    what a sample leaves in memory until its backward, or until its weights' gradients.
+    trained: shapes, by name."""
 
     def __init__(self, stage: Stage) -> None:
         trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        self.facts: dict[str, Any] = {
+        self.trained = {name: list(p.shape) for name, p in trained.items()}
+        self.facts = {
             "parameter_bytes": bytes_of([*stage.parameters(), *stage.buffers()]),
-            "trained": {name: list(p.shape) for name, p in trained.items()},
             "trained_bytes": bytes_of(trained.values()),
             "activation_bytes": 0.0,
             "put_off_bytes": 0.0,

@@ -1,13 +1,12 @@
-"""The MLflow store: its location, environment and artifacts, links to its pages, and `python -m
-xcloud ui`, which shows them in the browser with MLflow's server. Does not log runs.
+"""What MLflow is given of a run, and where it lies: names of values, points of curves, the store
+with its artifacts and pages, and `python -m xcloud ui`, which shows them in the browser with
+MLflow's server. Does not log runs.
 
-`<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. MLflow's own defaults
-are not relied on: they depend on the working directory and on what older versions left there.
-Artifacts are addressed relative to the server that shows them (mlflow-artifacts:/), so a project
-can be moved; of a store on this machine they are put where `python -m xcloud ui` serves them.
+Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
+`step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
 
-Plain `mlflow ui` would open an empty mlflow.db in the working directory, look for artifacts
-there, start 14 processes, and show experiments on a page made for chat applications.
+A store is `<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. Artifacts are
+addressed relative to the server that shows them (mlflow-artifacts:/), so a project can be moved.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
+import posixpath
+import re
 import shutil
 import signal
 import socket
@@ -25,27 +27,135 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import project_root
 from xcloud.base.units import LESS_IS_BETTER
+from xcloud.record.events import MEMORY, TIMES, Event, StepTotals
 
-LOCK_TIMEOUT_S = 120.0
-REPORT_TAG = "report_of_sweep"
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
-SCORES = ("accuracy", "bleu", "f1", "perplexity")  # columns of the table of all runs
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
-ALL_RUNS = "xcloud"  # the view of all runs
-LATEST_SWEEPS = 5  # to print links of
-LATEST_RUNS = 1000  # to search for them
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
-STOP_TIMEOUT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 VIEW_TAG = "mlflow.sharedViewState."
+
+# Of summary.json, what has the same name in a table of runs.
+AS_THEY_ARE = (
+    "label_leak_auc", "label_leak_auc_gradient", "label_leak_auc_activation", "token_recovery",
+    "averaging_token_recovery", "token_recovery_baseline", "averaging_token_recovery_baseline",
+    "averaging_order_recovery", "predicted_step_time_s", "final_loss", "bubble_ratio",
+    "samples_per_s", "tokens_per_s", "num_steps",
+)  # fmt: skip
+
+
+def step_metrics(totals: StepTotals) -> dict[str, float]:
+    """The values of one step for the curves of training."""
+    metrics = {f"wan/bytes_{kind}": num or None for kind, num in totals.sums("sent").items()}
+    metrics |= {f"train/{name}": value for name, value in totals.values.items()}
+    for kind in ("compute_s", "codec_s", "waiting_s"):
+        metrics |= {f"train/{kind}_{cloud}": s for cloud, s in totals.mean_s(kind).items()}
+    # The time comes last, so once MLflow has it, MLflow has all of the step.
+    for name in ("loss", "learning_rate", "grad_norm", "step_s"):
+        metrics[f"train/{name}"] = getattr(totals, name)
+    return _legal(metrics)
+
+
+def quality_metrics(event: Event) -> dict[str, float]:
+    """The curve of a split's scores, from a "quality" event; its step is event["step"]."""
+    return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
+
+
+def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The values of summary.json that a table of runs compares, without nulls."""
+    step_time_s = summary.get("step_time_s", {})
+    ratio = summary.get("compression_ratio", {})
+    of_resumed = ("num_resumes", "num_steps_done_twice", "goodput")
+    names = AS_THEY_ARE + (of_resumed if summary.get("num_resumes") else ())
+    metrics = {
+        **summary.get("quality", {}),
+        **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
+        "step_time_s": step_time_s.get("median"),
+        "step_time_p90_s": step_time_s.get("p90"),
+        "wan_bytes_per_step": sum(n or 0 for n in summary.get("wan_bytes_per_step", {}).values()),
+        "compression_ratio": ratio.get("total"),
+        **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
+        **{name: summary.get(name) for name in names},
+        "epsilon": (summary.get("privacy") or {}).get("epsilon"),
+        "num_skipped_updates": summary.get("num_skipped_updates") or None,
+    }
+    for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
+        metrics |= {f"{name}_{part}": value for part, value in summary.get(name, {}).items()}
+    for rank in summary.get("memory", ()):
+        metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in MEMORY}
+    feed = summary.get("feed", {})
+    return _legal(metrics | {name: feed.get(name) for name in ("bytes_per_token", "num_skipped")})
+
+
+def legal_name(name: str) -> str:
+    """The closest name that MLflow accepts: letters, digits, `_ - . / space`, no path tricks."""
+    legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
+    return re.sub(r"^\.+", "_", legal)[:250].rstrip("/ ") or "_"  # ".." would be a folder
+
+
+def _legal(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {legal_name(name): float(x) for name, x in metrics.items() if x is not None}
+
+
+class Point(NamedTuple):
+    """One value of a curve, as in MLflow's Metric."""
+
+    key: str
+    value: float
+    at_ms: int
+    step: int
+
+
+def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
+    return [Point(key, value, int(1000 * at_s), step) for key, value in metrics.items()]
+
+
+@dataclass
+class Thinner:
+    """At most `points` points of a curve of num_steps: of so many steps the smallest, the largest
+    and the last value, each at its own step, for a store can only append. Where such a bucket ends
+    follows from the number of the step alone, so a run that resumes, or a store that comes back,
+    gets the same points again."""
+
+    points: int
+    num_steps: int
+    _bucket: int = -1
+    _curves: dict[str, list[Point]] = field(default_factory=dict)  # of that bucket
+
+    def feed(self, points: Sequence[Point]) -> list[Point]:
+        """Take the values of the next step; returns the points that are known by then."""
+        # Three points a bucket, and one bucket may be short.
+        is_long = self.num_steps > self.points
+        width = 3 * self.num_steps // (self.points - 3) + 1 if is_long else 1
+        bucket, after = (step // width for step in (points[0].step, points[0].step + 1))
+        known = [] if bucket == self._bucket else self.close()
+        self._bucket = bucket
+        for point in points:
+            self._curves.setdefault(point.key, []).append(point)
+        return known if bucket == after else known + self.close()
+
+    def close(self) -> list[Point]:
+        """The rest, by step; of the last step in the order in which the values were given."""
+        kept = dict.fromkeys(
+            point
+            for curve in self._curves.values()
+            for point in (min(curve, key=_height), max(curve, key=_height), curve[-1])
+        )
+        self._curves = {}
+        return sorted(kept, key=lambda point: point.step)
+
+
+def _height(point: Point) -> float:
+    """Not a number counts as the largest: it must be seen."""
+    return math.inf if math.isnan(point.value) else point.value
 
 
 def prepare_environment() -> None:
@@ -64,19 +174,17 @@ def prepare_environment() -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """An experiment in MLflow: in the folder `root`, or on the server at `uri`."""
+    """An experiment in MLflow: in the folder `root`, which `python -m xcloud ui` serves at `port`,
+    or on the server at `uri`."""
 
     root: Path
     experiment: str = "xcloud"
     uri: str | None = None
+    port: int = UI_PORT
 
     @property
     def database(self) -> Path:
         return self.root.absolute() / "mlflow.db"
-
-    @property
-    def artifacts(self) -> Path:
-        return self.root.absolute() / "artifacts"
 
     @property
     def tracking_uri(self) -> str:
@@ -93,67 +201,63 @@ class Store:
         """A client and the experiment's id; creates both if missing."""
         from filelock import FileLock
 
-        if self.uri is not None:
-            client = self.client()
-            return client, self._experiment_id(client)
-        self.artifacts.mkdir(parents=True, exist_ok=True)
+        if self.uri is not None:  # two runs may race; the loser's next attempt finds all there
+            return self._opened(None)
+        self.artifacts().mkdir(parents=True, exist_ok=True)
         # Without the lock, three of four runs that created the tables concurrently crashed.
-        with FileLock(self.root.absolute() / ".store.lock", timeout=LOCK_TIMEOUT_S):
-            if not self.database.exists():
-                # A run may end meanwhile, and MLflow refuses a store with half of its tables.
+        with FileLock(self.root.absolute() / ".store.lock", timeout=120.0):
+            if not self.database.exists():  # MLflow refuses a store with half of its tables
                 new = replace(self, root=self.root / ".new")
                 shutil.rmtree(new.root, ignore_errors=True)
                 new.root.mkdir()
                 new.client()
                 new.database.rename(self.database)
                 new.root.rmdir()
-            client = self.client()
-            return client, self._experiment_id(client)
+            return self._opened("mlflow-artifacts:/")
 
-    def _experiment_id(self, client: Any) -> str:
+    def _opened(self, place: str | None) -> tuple[Any, str]:
+        client = self.client()
         experiment = client.get_experiment_by_name(self.experiment)
         if experiment is None:
-            # On a server two runs may race here; the loser's next attempt finds it.
-            place = "mlflow-artifacts:/" if self.uri is None else None
-            client.create_experiment(self.experiment, place)
-            experiment = client.get_experiment_by_name(self.experiment)
-        if experiment.lifecycle_stage != "active":
-            raise RuntimeError(
-                f"experiment {self.experiment!r} was deleted in MLflow; restore it with "
-                f"MLFLOW_TRACKING_URI={self.tracking_uri} mlflow experiments restore "
-                f"--experiment-id {experiment.experiment_id}, or choose another tracker.experiment"
-            )
-        if VIEW_TAG + ALL_RUNS not in experiment.tags:
-            show_first(client, experiment.experiment_id, ALL_RUNS, (*SCORES, *COSTS))
-        return str(experiment.experiment_id)
+            made = client.create_experiment(self.experiment, place)
+            experiment = client.get_experiment(made)
+        if VIEW_TAG + view_of(None) not in experiment.tags:
+            columns = ("accuracy", "bleu", "f1", "perplexity", *COSTS)
+            show_first(client, experiment.experiment_id, columns)
+        return client, str(experiment.experiment_id)
+
+    def artifacts(self, run_id: str = "") -> Path:
+        """The folder of all runs, or of one, in a store on this machine."""
+        folder = self.root.absolute() / "artifacts"
+        return folder / run_id / "artifacts" if run_id else folder
 
     def keep(self, client: Any, run_id: str, path: Path) -> None:
-        """Log a file, or a folder under its own name. Raises OSError if it cannot be read."""
-        if self.uri is not None and path.is_dir():
-            client.log_artifacts(run_id, str(path), path.name)
-        elif self.uri is not None:
+        """Log a file. Raises OSError if it cannot be read."""
+        if self.uri is not None:
             client.log_artifact(run_id, str(path))
-        elif path.is_dir():
-            shutil.copytree(path, self._folder(run_id) / path.name, dirs_exist_ok=True)
         else:
-            self._folder(run_id).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, self._folder(run_id) / path.name)
+            self.artifacts(run_id).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, self.artifacts(run_id) / path.name)
 
-    def _folder(self, run_id: str) -> Path:
-        return self.artifacts / run_id / "artifacts"
-
-    def keep_report(self, sweep: str, paths: Sequence[Path]) -> str:
-        """Log a sweep's tables and pictures to a run of their own, reused every time; returns its
-        id. It has a different tag from the sweep's runs, so it is not listed among them."""
-        client, experiment_id = self.open()
-        runs = client.search_runs([experiment_id], f"tags.{REPORT_TAG} = '{sweep}'", max_results=1)
-        run = runs[0] if runs else client.create_run(
-            experiment_id, tags={REPORT_TAG: sweep}, run_name=f"report of sweep {sweep}"
-        )  # fmt: skip
-        for path in paths:
-            self.keep(client, run.info.run_id, path)
-        client.set_terminated(run.info.run_id)
-        return str(run.info.run_id)
+    def show_sweep(
+        self, sweep: str, metrics: Sequence[str], params: Sequence[str], files: Sequence[Path]
+    ) -> Iterator[str]:
+        """Prepare a sweep's page; yields lines with its links. files: its tables and pictures,
+        logged to a run of their own, reused every time, which is not listed among the sweep's."""
+        client, key = self.open()
+        show_first(client, key, metrics, params, sweep)
+        yield f"MLflow table   {self.runs(key, sweep)}"
+        yield f"MLflow charts  {self.charts(key, sweep)}"
+        if files:
+            mark, name = {"report_of_sweep": sweep}, f"report of sweep {sweep}"
+            runs = client.search_runs([key], f"tags.report_of_sweep = '{sweep}'", max_results=1)
+            run = runs[0] if runs else client.create_run(key, tags=mark, run_name=name)
+            for path in files:
+                self.keep(client, run.info.run_id, path)
+            client.set_terminated(run.info.run_id)
+            yield f"MLflow report  {self.page(key, f'runs/{run.info.run_id}/artifacts')}"
+        if self.uri is None:
+            yield f"served by      {ui_command(self.root)} --sweep {sweep}"
 
     def artifacts_of_sweep(self, sweep: str) -> list[Path]:
         """Artifact folders of the runs with this `sweep` tag, oldest first; downloaded copies if
@@ -162,64 +266,42 @@ class Store:
             return []
         client = self.client()
         experiment = client.get_experiment_by_name(self.experiment)
-        runs = client.search_runs(
+        keys, order = (
             [experiment.experiment_id] if experiment else [],
-            f"tags.sweep = '{sweep}'",
-            order_by=["attributes.start_time ASC"],
+            ["attributes.start_time ASC"],
         )
-        ids = [run.info.run_id for run in runs]
+        runs = client.search_runs(keys, f"tags.sweep = '{sweep}'", order_by=order)
         if self.uri is None:
-            return [self._folder(run_id) for run_id in ids]
-        from mlflow.artifacts import download_artifacts
+            return [self.artifacts(run.info.run_id) for run in runs]
+        return [Path(client.download_artifacts(run.info.run_id, "")) for run in runs]
 
-        return [Path(download_artifacts(run_id=one, tracking_uri=self.uri)) for one in ids]
+    def page(self, experiment_id: str, path: str) -> str:
+        """A link. Without workflowType MLflow opens its page for chat applications."""
+        server = (self.uri or f"http://{UI_HOST}:{self.port}").rstrip("/")
+        return f"{server}/#/experiments/{experiment_id}/{path}?workflowType=machine_learning"
 
-    def pages(self, experiment_id: str) -> Pages:
-        return Pages(self.uri or f"http://{UI_HOST}:{UI_PORT}", experiment_id)
+    def runs(self, experiment_id: str, sweep: str | None = None) -> str:
+        """A link to the table of all runs, or of a sweep's."""
+        return self.page(experiment_id, "runs") + f"&viewStateShareKey={view_of(sweep)}"
 
-
-@dataclass(frozen=True)
-class Pages:
-    """Links to what a server shows of an experiment. Without workflowType MLflow opens its page
-    for chat applications, with a pop-up."""
-
-    server: str
-    experiment_id: str
-
-    def _page(self, path: str) -> str:
-        server = self.server.rstrip("/")
-        return f"{server}/#/experiments/{self.experiment_id}/{path}?workflowType=machine_learning"
-
-    def runs(self, view: str = ALL_RUNS) -> str:
-        return self._page("runs") + f"&viewStateShareKey={view}"
-
-    def charts(self, view: str = ALL_RUNS) -> str:
-        return self.runs(view) + "&compareRunsMode=CHART"
-
-    @property
-    def models(self) -> str:
-        """Finished models, with scores, step time and bytes."""
-        return self._page("models")
-
-    def artifacts(self, run_id: str) -> str:
-        return self._page(f"runs/{run_id}/artifacts")
+    def charts(self, experiment_id: str, sweep: str | None = None) -> str:
+        return self.runs(experiment_id, sweep) + "&compareRunsMode=CHART"
 
 
-def view_of_sweep(sweep: str) -> str:
-    return f"sweep-{sweep}"
+def view_of(sweep: str | None) -> str:
+    return f"sweep-{sweep}" if sweep else "xcloud"
 
 
 def show_first(
     client: Any,
     experiment_id: str,
-    view: str,
     metrics: Sequence[str],
     params: Sequence[str] = (),
     sweep: str | None = None,
 ) -> None:
-    """Make Pages.runs(view) show these columns, best first by the first of them; of a sweep only
-    its runs. MLflow shows no figure in its table of runs until columns are selected by hand, and
-    has no call for that: this is the tag that its "share" button sets, with the least in it."""
+    """Make Store.runs show these columns, best first by the first of them; of a sweep only its
+    runs. MLflow shows no figure in its table of runs until columns are selected by hand, and has
+    no call for that: this is the tag that its "share" button sets, with the least in it."""
     state = {
         "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
         "orderByKey": f"metrics.`{metrics[0]}`" if sweep else "attributes.start_time",
@@ -227,7 +309,7 @@ def show_first(
         "selectedColumns": [f"params.`{name}`" for name in params]
         + [f"metrics.`{name}`" for name in metrics],
     }
-    client.set_experiment_tag(experiment_id, VIEW_TAG + view, json.dumps(state))
+    client.set_experiment_tag(experiment_id, VIEW_TAG + view_of(sweep), json.dumps(state))
 
 
 def ui_command(root: Path) -> str:
@@ -237,102 +319,81 @@ def ui_command(root: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m xcloud ui", description="Show the recorded runs in the browser (MLflow)."
-    )
+    about = "Show the recorded runs in the browser (MLflow)."
+    parser = argparse.ArgumentParser(prog="python -m xcloud ui", description=about)
     parser.add_argument("--port", type=int, default=UI_PORT)
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--sweep", help="print the links of this sweep only")
-    settings = parser.parse_args(arguments)
-
-    store, port = Store(project_root() / settings.root), settings.port
+    given = parser.parse_args(arguments)
+    store = Store(project_root() / given.root, port=given.port)
     if not store.database.exists():
-        raise ConfigError(
-            f"No runs are recorded yet: {store.database} does not exist. A run with "
-            "tracker=mlflow makes it; for another folder use --root."
-        )
-    if not _is_free(port):
-        raise ConfigError(f"Port {port} is in use; choose another: --port {port + 1}")
+        why = f"{store.database} does not exist; for another folder use --root."
+        raise ConfigError(f"No runs are recorded yet: {why}")
+    try:
+        socket.create_server((UI_HOST, store.port)).close()
+    except OSError:
+        other = f"choose another: --port {store.port + 1}"
+        raise ConfigError(f"Port {store.port} is in use; {other}") from None
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
-    return _serve(store, port, settings.sweep)
-
-
-def links(client: Any, port: int, sweep: str | None = None) -> Iterator[str]:
-    """For each experiment with a run: links to its table of runs, to charts and to its models;
-    then to table and charts of the latest sweeps. Or those of one sweep. client: an
-    MlflowClient."""
-    for experiment in client.search_experiments(order_by=["creation_time ASC"]):
-        key = experiment.experiment_id
-        pages = Pages(f"http://{UI_HOST}:{port}", key)
-        chosen = f"tags.sweep = '{sweep}'" if sweep else ""
-        runs = client.search_runs([key], chosen, max_results=LATEST_RUNS)  # the latest first
-        if runs and not sweep:
-            yield f"{experiment.name}:"
-            yield f"  runs     {pages.runs()}"
-            yield f"  charts   {pages.charts()}"
-            yield f"  models   {pages.models}"
-        sweeps = dict.fromkeys(run.data.tags["sweep"] for run in runs if "sweep" in run.data.tags)
-        for name in reversed(list(sweeps)[:LATEST_SWEEPS]):
-            yield f"sweep {name}:"
-            yield f"  table    {pages.runs(view_of_sweep(name))}"
-            yield f"  charts   {pages.charts(view_of_sweep(name))}"
-
-
-def _serve(store: Store, port: int, sweep: str | None) -> int:
     prepare_environment()
-    server_log = store.root / "ui.log"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", UI_HOST, "--port", str(port)]
-    command += ["--backend-store-uri", store.tracking_uri, "--workers", "1"]
-    command += ["--artifacts-destination", store.artifacts.as_uri()]
-    with server_log.open("w") as log:
+    command = [sys.executable, "-m", "mlflow", "server", "--host", UI_HOST, "--workers", "1"]
+    command += ["--port", str(store.port), "--backend-store-uri", store.tracking_uri]
+    command += ["--artifacts-destination", store.artifacts().as_uri()]
+    own = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    log_file = store.root / "ui.log"
+    with log_file.open("w") as log:
         # A session of its own: Ctrl+C reaches only us, and we end its whole process group.
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            cwd=store.root, env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            start_new_session=True,
+            cwd=store.root, env=own, start_new_session=True,
         )  # fmt: skip
     try:
         print("Starting MLflow's server ...", flush=True)
-        lines = list(links(store.client(), port, sweep))  # imports MLflow while the server does
+        lines = list(links(store, given.sweep))  # imports MLflow while the server does
         if not lines:
-            what = f"sweep {sweep!r}" if sweep else "run"
+            what = f"sweep {given.sweep!r}" if given.sweep else "run"
             raise ConfigError(f"No {what} is recorded in {store.database}.")
-        if not _answers(server, port):
-            end = "\n".join(server_log.read_text().splitlines()[-20:])
-            raise RunFailed(f"It did not start; the end of {server_log}:\n{end}")
+        if not _answers(server, store.port):
+            end = "\n".join(log_file.read_text().splitlines()[-20:])
+            raise RunFailed(f"It did not start; the end of {log_file}:\n{end}")
         print("\n".join([*lines, "Ctrl+C ends it."]), flush=True)
         return server.wait()
     except KeyboardInterrupt:
         print("\nStopping.", flush=True)
         return 0
     finally:
-        _end(server)
+        for number in STOP_SIGNALS:  # a second Ctrl+C must not leave the server running
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(server.pid, number)
+                server.wait(10.0)
+
+
+def links(store: Store, sweep: str | None = None) -> Iterator[str]:
+    """For each experiment with a run: links to its table of runs, to charts and to its models;
+    then to table and charts of its five latest sweeps. Or those of one sweep."""
+    client = store.client()
+    for experiment in client.search_experiments(order_by=["creation_time ASC"]):
+        key, chosen = experiment.experiment_id, f"tags.sweep = '{sweep}'" if sweep else ""
+        runs = client.search_runs([key], chosen, max_results=1000)  # the latest first
+        if runs and not sweep:
+            yield f"{experiment.name}:"
+            yield f"  runs     {store.runs(key)}"
+            yield f"  charts   {store.charts(key)}"
+            yield f"  models   {store.page(key, 'models')}"
+        sweeps = dict.fromkeys(run.data.tags["sweep"] for run in runs if "sweep" in run.data.tags)
+        for name in reversed(list(sweeps)[:5]):
+            yield f"sweep {name}:"
+            yield f"  table    {store.runs(key, name)}"
+            yield f"  charts   {store.charts(key, name)}"
 
 
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    until_s = time.monotonic() + START_TIMEOUT_S
+    page, until_s = f"http://{UI_HOST}:{port}/health", time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < until_s:
-        with contextlib.suppress(OSError):
-            with urllib.request.urlopen(f"http://{UI_HOST}:{port}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return True
+        with contextlib.suppress(OSError), urllib.request.urlopen(page, timeout=5):
+            return True
         time.sleep(0.2)
     return False
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    for number in STOP_SIGNALS:  # a second Ctrl+C must not leave the server running
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(server.pid, number)
-            server.wait(STOP_TIMEOUT_S)
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server((UI_HOST, port)).close()
-    except OSError:
-        return False
-    return True

@@ -44,7 +44,7 @@ parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
 parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
-plan.settings.Autopilot plan.settings.Planning record.mlflow_tracker.MlflowTracker
+plan.settings.Autopilot plan.settings.Planning record.tracking.MlflowTracker
 record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
 security.defences.MaxNorm security.leak_meter.LeakMeter security.policy.Visibility
 security.privacy.CloudPrivacy security.privacy.SamplePrivacy

@@ -34,8 +34,7 @@ from xcloud.report.figures import (
     stacked,
 )
 from xcloud.sweep.points import UNCOMPRESSED
-from xcloud.sweep.results import ONE_CLOUD, Result, Results, Swept, plus_minus
-from xcloud.sweep.table import spread_text
+from xcloud.sweep.results import ONE_CLOUD, Result, Results, Swept, plus_minus, spread_text
 
 STEP_TIME, LOSSES = "step_time.png", "losses.png"
 SWEPT_PICTURE = "quality_over_setting.png"

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
@@ -32,8 +32,8 @@ from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, read_config, write
+from xcloud.record.mlflow_store import final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.record.tracking import final_metrics
 from xcloud.sweep.points import (
     LOCK_FILE,
     Decision,
@@ -148,7 +148,7 @@ class Sweep:
             return refuse([str(error)])
 
     def _run(self, points: list[Point], state: SweepState) -> int:
-        from xcloud.sweep.report import close_sweep, prepare
+        from xcloud.sweep.report import close_sweep, page_in_mlflow
 
         earlier = [
             tuple(entry["overrides"])
@@ -162,7 +162,8 @@ class Sweep:
         self._todo = [decision for decision in decisions if decision.verdict != "skip"]
         self._announce(decisions, len(earlier))
         tracker = points[0].experiment.tracker
-        prepare(self.name, tracker, [point.settings for point in points])
+        page = self.name, tracker, [point.settings for point in points]
+        Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
         try:
             self._run_points(state)
         except (KeyboardInterrupt, SystemExit):
