@@ -140,11 +140,10 @@ class Rows:
             return
         shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
-        said = folder.with_name(f"{folder.name}.log")
+        said, root = folder.with_name(f"{folder.name}.log"), project_root()
         said.parent.mkdir(parents=True, exist_ok=True)
         with said.open("w") as file:
-            whole = {"stdout": file, "stderr": subprocess.STDOUT}
-            done = subprocess.run(command, cwd=project_root(), **whole)
+            done = subprocess.run(command, cwd=root, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
             end = said.read_text("utf-8", errors="replace").strip()[-MOST_SAID:]
             raise RunFailed(f"{' '.join(command)}\n{end}")
