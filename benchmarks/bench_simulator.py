@@ -43,10 +43,10 @@ from xcloud.plan.costs import (
     Profile,
 )
 from xcloud.plan.measured import measured_costs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction, Simulator
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import Space, search, splits_of
+from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import timeline_of
 

@@ -28,8 +28,8 @@ from benchmarks.machine import ran_on, say_where
 from benchmarks.predictions import BASE, BLOCKS, COMPRESSORS, SMALL, Bench
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import GPipe
-from xcloud.plan.plans import NO_COMPRESSION, Plan
 from xcloud.plan.search import crossings, step_at
+from xcloud.plan.settings import NO_COMPRESSION, Plan
 
 CODECS = [name for name in COMPRESSORS if name != NO_COMPRESSION]
 

@@ -55,8 +55,8 @@ from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Profile, from_table
-from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import Arranged, Plan, Priced
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE

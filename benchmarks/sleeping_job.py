@@ -26,8 +26,8 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
 )
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.planner.trial import table_of
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges

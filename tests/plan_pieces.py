@@ -22,10 +22,9 @@ from xcloud.plan.costs import (
     Piece,
     Profile,
 )
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import Space, splits_of
-from xcloud.plan.settings import DIMENSIONS
+from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan
 
 
 def piece(

@@ -20,9 +20,9 @@ from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import FREE, Costs, Curve, Direction, Profile, Update
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
 
 FULL = Costs(
     [0.010, 0.020],

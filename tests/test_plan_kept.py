@@ -12,12 +12,12 @@ from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import AveragingCodec, BoundaryCodec, CompressorCosts
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
 from xcloud.plan.search import Space, search
+from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.timeline import predicted_of
 from xcloud.report.plan_report import Report, print_plans, write_plan
-from xcloud.report.run_table import epochs_text
+from xcloud.report.tables import epochs_text
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 FROZEN = BoundaryCodec(codec(1e6).forward)

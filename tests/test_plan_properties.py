@@ -28,11 +28,10 @@ from xcloud.plan.costs import (
     lines_of,
 )
 from xcloud.plan.formulas import exchange_of
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, with_micro_batches
 from xcloud.plan.prediction import Simulator
 from xcloud.plan.pricing import Keeping, Pricer, alike, over_epochs
 from xcloud.plan.search import Space, fastest
-from xcloud.plan.settings import DIMENSIONS
+from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, with_micro_batches
 
 SEEDS = range(8)
 

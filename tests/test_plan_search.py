@@ -15,20 +15,20 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import AveragingCodec, CompressorCosts, Curve
-from xcloud.plan.plans import (
-    NO_COMPRESSION,
-    Arranged,
-    Plan,
-    share_of,
-    variants_of,
-    with_micro_batches,
-)
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import (
     Space,
     fastest,
     search,
     splits_of,
+)
+from xcloud.plan.settings import (
+    NO_COMPRESSION,
+    Arranged,
+    Plan,
+    share_of,
+    variants_of,
+    with_micro_batches,
 )
 from xcloud.record.timeline import PLAN_FILE, predicted_of
 from xcloud.report.plan_report import Report, write_plan, write_plan_picture

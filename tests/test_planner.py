@@ -25,7 +25,6 @@ from xcloud.plan.costs import (
     read_profile,
     write_profile,
 )
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import (
     Space,
@@ -35,7 +34,7 @@ from xcloud.plan.search import (
     splits_of,
     step_at,
 )
-from xcloud.plan.settings import DIMENSIONS, Planning
+from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, Planning
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 PIPELINE = Strategy()

@@ -23,8 +23,8 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, Zero
 from xcloud.parallel.schedule import Action, GPipe, Schedule
 from xcloud.plan import codec_timer
 from xcloud.plan.costs import Direction, Profile, read_profile, write_profile
-from xcloud.plan.plans import Plan
 from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import Plan
 from xcloud.planner import trial
 from xcloud.planner.planning import Planner, planned
 from xcloud.record.summary import read_summary

@@ -19,8 +19,8 @@ from tests.toy import toy_config
 from xcloud.record.summary import read_run
 from xcloud.sweep import report
 from xcloud.sweep.pictures import LOSSES, curves_of, write_losses
+from xcloud.sweep.report import print_sweep, write_csv
 from xcloud.sweep.results import Results, from_folder
-from xcloud.sweep.table import print_sweep, write_csv
 
 NUM_STEPS = 60
 

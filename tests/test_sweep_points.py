@@ -12,8 +12,6 @@ from xcloud.sweep.points import (
     differences,
     identity,
     name_points,
-    reference_key,
-    setting_key,
     with_also,
 )
 
@@ -38,9 +36,11 @@ def test_seeds_share_a_setting_and_compressions_share_a_reference() -> None:
     int8 = flatten(compose(["seed=1", "compression=int8"]))
     slow = flatten(compose(["seed=1", "cluster/wan=line_8m"]))
 
-    assert identity(one) != identity(two) and setting_key(one) == setting_key(two)
-    assert setting_key(one) != setting_key(int8) and reference_key(one) == reference_key(int8)
-    assert reference_key(one) != reference_key(slow)
+    assert identity(one) != identity(two) and identity(one, "seed") == identity(two, "seed")
+    assert identity(one, "seed") != identity(int8, "seed") and identity(
+        one, "seed", "compression"
+    ) == identity(int8, "seed", "compression")
+    assert identity(one, "seed", "compression") != identity(slow, "seed", "compression")
 
 
 def test_tab_completion_stays_fast() -> None:

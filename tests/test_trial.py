@@ -26,8 +26,7 @@ from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import read_profile
 from xcloud.plan.measured import measured_costs
-from xcloud.plan.plans import NO_COMPRESSION
-from xcloud.plan.settings import Tour
+from xcloud.plan.settings import NO_COMPRESSION, Tour
 from xcloud.planner import trial as trials
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import TrialRun

@@ -19,9 +19,9 @@ from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
 from xcloud.plan.costs import Profile
-from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import Space, fastest, splits_of
+from xcloud.plan.settings import Arranged, Plan, Priced
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
 MOST_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated

@@ -22,7 +22,7 @@ from xcloud.parallel.one_forward_one_backward import most_kept
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Averaging
 from xcloud.plan.costs import AveragingCodec, Profile
-from xcloud.plan.plans import Arranged, Plan
+from xcloud.plan.settings import Arranged, Plan
 
 
 def bubble_of_a_free_link(p: int, m: int) -> float:
@@ -118,7 +118,12 @@ def exchange_of(
             if not mergers or a in mergers or b in mergers
         }
         where = max(took, key=lambda pair: took[pair])
-        wire_s = max((_there_and_back_s(took, m) for m in mergers), default=took[where])
+        # The longest way to a merging cloud, and the longest from it.
+        round_trips = [
+            sum(max(s for pair, s in took.items() if pair[end] == merger) for end in (0, 1))
+            for merger in mergers
+        ]
+        wire_s = max(round_trips, default=took[where])
         # Each way once, and where all merge once more.
         for pair in took:
             num_bytes["-".join(pair)] += size * (2 if len(mergers) > 1 else 1)
@@ -127,12 +132,6 @@ def exchange_of(
                 codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, "-".join(where)
             )
     return replace(slowest, num_bytes=dict(num_bytes))
-
-
-def _there_and_back_s(took: Mapping[tuple[str, str], float], merger: str) -> float:
-    """The longest way to a merging cloud, and the longest from it."""
-    ends = [max(s for pair, s in took.items() if pair[end] == merger) for end in (0, 1)]
-    return sum(ends)
 
 
 def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], list[int]]:

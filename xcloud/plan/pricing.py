@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise, product
-from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
@@ -24,8 +23,8 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.costs import BoundaryCodec, Costs, Direction, Profile, Update, lines_of
 from xcloud.plan.formulas import Exchange, Work, exchange_of, memory_of, work_before
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction, Simulator, largest_first
+from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan, Priced
 
 
 @dataclass(eq=False)
@@ -86,12 +85,12 @@ class Pricer:
         """Everything about a plan; step_s is the same as that of `step_s`."""
         exchange, replicas = self._exchange(plan), self._replicas[plan.strategy]
         parts: list[tuple[Prediction, ClusterLayout]] = []
-        for numbers in self._alike[plan.strategy].values():
-            by_count: dict[int, Prediction] = {}
+        by_count: dict[tuple[int, int], Prediction] = {}
+        for first, numbers in self._alike[plan.strategy].items():
             for number in numbers:
-                count = self._num_own(plan, number)
-                by_count[count] = by_count.get(count) or self.predict(plan, number)
-                parts.append((by_count[count], replicas[number]))
+                key = first, self._num_own(plan, number)
+                by_count[key] = by_count.get(key) or self.predict(plan, number)
+                parts.append((by_count[key], replicas[number]))
         slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
         waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
@@ -108,15 +107,9 @@ class Pricer:
             named = dict(zip(part.step.layout.clouds, layout.clouds, strict=True))
             for line in part.links:
                 num_bytes[f"{named[line.here]}-{named[line.there]}"] += line.num_bytes
-        return Priced(
-            plan,
-            step_s,
-            idle_s / compute_s if compute_s else 0.0,
-            num_bytes,
-            self.memory(plan),
-            largest_first(spent),
-            compute_s,
-        )
+        bubble_ratio = idle_s / compute_s if compute_s else 0.0
+        memory, spent = self.memory(plan), largest_first(spent)
+        return Priced(plan, step_s, bubble_ratio, num_bytes, memory, spent, compute_s)
 
     def estimate_s(self, plan: Plan) -> float:
         """About what a step takes, whatever the schedule: the busiest stage or line works all the
@@ -127,19 +120,20 @@ class Pricer:
             m = self.passes * self._num_own(plan, first)
             through_s = busiest_s = 0.0
             out = back = Direction()
-            for (start, end), at in zip(plan.spans, stages, strict=True):
+            for (start, end), (slowdown, num_ranks, ways) in zip(plan.spans, stages, strict=True):
                 work = self._work(start, end, b)
-                own_s = at.slowdown * (work.forward_s + work.backward_s + call_s)
+                own_s = slowdown * (work.forward_s + work.backward_s + call_s)
                 own_s += out.decompress_s + back.compress_s
                 out = back = Direction()
-                if at.up is not None and at.down is not None:
+                if ways:
+                    up, down = ways
                     out, back = self.directions_at(plan.compression, end, b)
-                    busy = at.up.line_s(out.num_bytes), at.down.line_s(back.num_bytes)
-                    through_s += sum(busy) + at.up.latency_s + at.down.latency_s
+                    busy = up.line_s(out.num_bytes), down.line_s(back.num_bytes)
+                    through_s += sum(busy) + up.latency_s + down.latency_s
                     busiest_s = max(busiest_s, m * max(busy) - sum(busy))
                 own_s += out.compress_s + back.decompress_s
                 through_s += own_s
-                busiest_s = max(busiest_s, (math.ceil(m / at.num_ranks) - 1) * own_s)
+                busiest_s = max(busiest_s, (math.ceil(m / num_ranks) - 1) * own_s)
             longest_s = max(longest_s, through_s + busiest_s)
         return self._exchange(plan).step_s(longest_s)
 
@@ -167,8 +161,8 @@ class Pricer:
         return self._simulators[key].run(self._costs(plan, layout, schedule))
 
     def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
-        b, ways = self.samples(plan), self._boundaries(plan, layout)
-        calls_s, num_stages = self._calls_s(b), len(plan.ends)
+        b, num_stages = self.samples(plan), len(plan.ends)
+        calls_s, (forward, backward) = self._calls_s(b), self._boundaries(plan, layout)
         forward_s, backward_s, weights_s, updates = [], [], [], []
         for stage, span in enumerate(plan.spans):
             # A stage is called once for a micro-batch, whatever its pieces.
@@ -190,8 +184,8 @@ class Pricer:
             for rank in layout.ranks_in(name)
         }
         return Costs(
-            forward_s, backward_s, [out for out, _ in ways], [back for _, back in ways], updates,
-            slowdown, self._lines[plan.strategy], self.profile.control_bytes, weights_s,
+            forward_s, backward_s, forward, backward, updates, slowdown,
+            self._lines[plan.strategy], self.profile.control_bytes, weights_s,
         )  # fmt: skip
 
     def _calls_s(self, b: float) -> tuple[float, float]:
@@ -230,19 +224,23 @@ class Pricer:
 
     # What crosses.
 
-    def _boundaries(self, plan: Plan, layout: ClusterLayout) -> list[tuple[Direction, Direction]]:
-        b, found = self.samples(plan), []
+    def _boundaries(
+        self, plan: Plan, layout: ClusterLayout
+    ) -> tuple[list[Direction], list[Direction]]:
+        """Forward and backward."""
+        b, forward, backward = self.samples(plan), list[Direction](), list[Direction]()
         for stage, end in enumerate(plan.ends[:-1]):
             here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
+            out = back = Direction()
             if here != there:
                 out, back = self.directions_at(plan.compression, end, b)
-                found.append((out.times(self.crossing.get(stage, 1.0)), back))
+                out = out.times(self.crossing.get(stage, 1.0))
             elif f"{here}-{here}" in self.profile.lines:  # as it is, without a codec
                 ways = self.directions_at(NO_COMPRESSION, end, b)
-                found.append((Direction(ways[0].num_bytes), Direction(ways[1].num_bytes)))
-            else:
-                found.append((Direction(), Direction()))
-        return found
+                out, back = (Direction(way.num_bytes) for way in ways)
+            forward.append(out)
+            backward.append(back)
+        return forward, backward
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end)
@@ -269,23 +267,16 @@ def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
     return bool(put_off(schedule.actions(stage, num_stages)))
 
 
-class _Stage(NamedTuple):
-    """Of a replica. up, down: lines to the next stage and back; None inside a cloud."""
-
-    slowdown: float
-    num_ranks: int
-    up: LinkProfile | None
-    down: LinkProfile | None
-
-
-def _stages(layout: ClusterLayout, lines: Mapping[str, LinkProfile]) -> list[_Stage]:
+def _stages(
+    layout: ClusterLayout, lines: Mapping[str, LinkProfile]
+) -> list[tuple[float, int, list[LinkProfile]]]:
+    """Slowdown and ranks of each, and, between clouds, the lines to the next stage and back."""
     clouds = [layout.stage_cloud(stage) for stage in range(layout.num_stages)]
     return [
-        _Stage(
+        (
             layout.clouds[here].slowdown,
             len(layout.ranks_of(stage)),
-            lines[f"{here}-{there}"] if here != there else None,
-            lines[f"{there}-{here}"] if here != there else None,
+            [lines[f"{here}-{there}"], lines[f"{there}-{here}"]] if here != there else [],
         )
         for stage, (here, there) in enumerate(pairwise([*clouds, clouds[-1]]))
     ]
@@ -337,8 +328,8 @@ class OverEpochs:
         return first * self.first_epoch_s + (1 - first) * self.later_epochs_s
 
     def as_table(self) -> dict[str, float]:
-        names = ("first_epoch_s", "later_epochs_s", "mean_s", "kept_share", "first_epoch_share")
-        return {name: getattr(self, name) for name in names}
+        own = {name: value for name, value in vars(self).items() if name != "at_the_end"}
+        return {**own, "mean_s": self.mean_s}
 
 
 def over_epochs(pricer: Pricer, plan: Plan, keeping: Keeping) -> OverEpochs | None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan import formulas
 from xcloud.plan.costs import Piece
-from xcloud.plan.plans import (
+from xcloud.plan.pricing import Pricer
+from xcloud.plan.settings import (
     NO_COMPRESSION,
     Arranged,
     Plan,
@@ -23,7 +24,6 @@ from xcloud.plan.plans import (
     variants_of,
     with_micro_batches,
 )
-from xcloud.plan.pricing import Pricer
 
 MOST_SPLITS = 5000
 TRIES, REFINED = 24, 4  # of a search; see fastest

@@ -18,7 +18,9 @@ from xcloud.job.job import PipelineJob
 from xcloud.parallel.activation_cache import MEGABYTE
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Profile, lines_of, read_profile
-from xcloud.plan.plans import (
+from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
+from xcloud.plan.search import Space, search, splits_of
+from xcloud.plan.settings import (
     NO_COMPRESSION,
     Arranged,
     Plan,
@@ -26,8 +28,6 @@ from xcloud.plan.plans import (
     replicas_of,
     with_micro_batches,
 )
-from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
-from xcloud.plan.search import Space, search, splits_of
 from xcloud.planner.trial import TrialRun, changed, table_of, written_cluster
 from xcloud.record.timeline import write_predicted
 from xcloud.report.plan_report import Report, print_plans, write_plan, write_plan_picture

@@ -53,7 +53,7 @@ from xcloud.plan.costs import (
     write_profile,
 )
 from xcloud.plan.measured import Leg, StageFacts, Trial, measured_costs, typical
-from xcloud.plan.plans import FreelyCut, with_micro_batches
+from xcloud.plan.settings import FreelyCut, with_micro_batches
 from xcloud.rank.autopilot import FACTS_FILE
 from xcloud.record.timeline import Timeline, timeline_of
 

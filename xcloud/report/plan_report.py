@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
-from xcloud.plan.plans import NO_COMPRESSION, Plan, Priced
 from xcloud.plan.pricing import OverEpochs, Pricer
 from xcloud.plan.search import (
     AtCount,
@@ -27,10 +26,10 @@ from xcloud.plan.search import (
     over_micro_batches,
     step_at,
 )
+from xcloud.plan.settings import NO_COMPRESSION, Plan, Priced
 from xcloud.record.timeline import PLAN_FILE
 from xcloud.report.figures import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
-from xcloud.report.run_table import epochs_text
-from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table, say
+from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, epochs_text, print_table, say
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -83,26 +83,12 @@ class Point:
         )
 
 
-def identity(settings: Settings, without: Sequence[str] = ()) -> str:
-    """A short hash of the settings that decide the result, except `without` and keys below."""
+def identity(settings: Settings, *without: str) -> str:
+    """A short hash of the settings that decide the result, except `without` and keys below: equal
+    without "seed" for points that differ only in their seed."""
     kept = {key: value for key, value in deciding(settings).items() if not _below(key, without)}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def setting_key(settings: Settings) -> str:
-    """Equal for points that differ only in their seed."""
-    return identity(settings, without=["seed"])
-
-
-def reference_key(settings: Settings) -> str:
-    """Equal for points that differ only in seed and compression: comparable step times."""
-    return identity(settings, without=["seed", "compression"])
-
-
-def workload_key(settings: Settings) -> str:
-    """Equal for points that do the same work, on any cluster."""
-    return identity(settings, without=["seed", "compression", "cluster"])
 
 
 def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
@@ -156,7 +142,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     shorts = _short_names(keys)
     for point in points:
         point.label = _label(point, keys, shorts)
-    labels = [label for label, _ in {(p.label, setting_key(p.settings)) for p in points}]
+    labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
     for point in points:
         if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
             given = _by_key(point.overrides)

@@ -1,5 +1,9 @@
-"""The end of a sweep, and `python -m xcloud report SWEEP [OTHER ...]`: tables and pictures from
-run folders or from MLflow, pages of HTML and in MLflow, comparisons of sweeps. Runs nothing."""
+"""What is shown of a sweep, at its end and by `python -m xcloud report SWEEP [OTHER ...]`: tables
+on the screen and as CSV, pictures, pages of HTML and in MLflow, comparisons. Runs nothing.
+
+table.csv is by setting, points.csv by run, quality_over_setting.csv by the values of a number that
+varies by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,61 @@ import argparse
 import logging
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from xcloud.base.project import project_root
-from xcloud.base.units import score_text
+from xcloud.base.units import (
+    UNKNOWN,
+    human_percent,
+    human_seconds,
+    score_name,
+    score_text,
+    shown_scores,
+)
 from xcloud.record.mlflow_store import COSTS, Store, prepare_environment
 from xcloud.record.tracking import Tracker
-from xcloud.report.tables import Page, Picture, Table, write_site
-from xcloud.sweep import table
+from xcloud.report.tables import (
+    WIDTH_OF_A_FILE,
+    Column,
+    Page,
+    Picture,
+    Table,
+    console_of,
+    print_table,
+    write_site,
+)
 from xcloud.sweep.points import Settings, differences, is_number, read_points, varying
-from xcloud.sweep.results import Result, Results, from_folder, known_sweeps, open_sweep, swept_of
+from xcloud.sweep.results import (
+    RATES,
+    Result,
+    Results,
+    Swept,
+    from_folder,
+    known,
+    known_sweeps,
+    open_sweep,
+    plus_minus,
+    spread,
+    spread_text,
+    swept_of,
+)
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TABLE_FILE, POINTS_FILE, SWEPT_FILE = "table.csv", "points.csv", "quality_over_setting.csv"
+PAPER = "paper: "  # prefix of headings of published figures
+WIDTH_OF_A_SWEEP = 200  # in a file: a wrapped label cannot be searched for
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
+_NUM_RANKS = re.compile(r"cluster\.clouds\.[^.]+\.num_ranks")
+_BESIDE = ["settings", "published", "reference", "workload", "score", "cluster"]
+_PUBLISHED = ("quality", "share", "ratio", "of_one_cloud")
 _FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
 
 log = logging.getLogger(__name__)
@@ -36,20 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--uri", help="address of a tracking server (tracker.uri)")
     parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
-    settings = parser.parse_args(arguments)
-    if not settings.sweep:
+    given = parser.parse_args(arguments)
+    if not given.sweep:
         print("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
-    store = Store(project_root() / settings.root, settings.experiment, settings.uri)
-    opened = [open_sweep(name, store) for name in dict.fromkeys(settings.sweep)]
-    folders = [folder for folder, _ in opened]
-    target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
-    results = Results([run for _, runs in opened for run in runs])
-    title = " and ".join(folder.name for folder in folders)
-    written = report(results, target, title)
-    if settings.site:
-        pictures = [path for path in written if path.suffix == ".png"]
-        print(write_sweep_site(results, pictures, f"Sweep {title}", settings.site))
+    store = Store(project_root() / given.root, given.experiment, given.uri)
+    opened = dict(open_sweep(name, store) for name in dict.fromkeys(given.sweep))
+    names = [folder.name for folder in opened]
+    results, title = Results(list(chain(*opened.values()))), " and ".join(names)
+    written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title)
+    if given.site:
+        print(write_sweep_site(results, written, f"Sweep {title}", given.site))
     if len(opened) > 1:
         _compare(results)
     return 0
@@ -59,12 +99,12 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
     """Print the table; write CSV and pictures into `folder`. Returns the files."""
     from xcloud.sweep import pictures
 
-    table.print_sweep(results)
-    written = [*table.write_csv(folder, results)]
+    print_sweep(results)
+    written = write_csv(folder, results)
     written += pictures.write_pictures(folder, results, title)
     if swept := swept_of(results):
-        table.print_swept(swept)
-        written.append(table.write_swept(folder, swept))
+        print_swept(swept)
+        written.append(write_swept(folder, swept))
         written.append(pictures.write_swept_picture(folder, swept, title))
     reference, curves = pictures.curves_of(results)
     if curves:
@@ -76,46 +116,144 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
 def close_sweep(folder: Path, tracker: Tracker) -> None:
     """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
     results = Results(from_folder(folder))
-    if not results.runs:
-        return
-    written = report(results, folder, f"sweep {folder.name}")
-    score = next(iter(results.scores), "bleu")
-    all_settings = [run.settings for run in results.runs]
-    for line in page_in_mlflow(results.sweeps[0], tracker, all_settings, score, written):
-        print(line, flush=True)
+    if results.runs:
+        written = report(results, folder, f"sweep {folder.name}")
+        score, all_settings = [*results.scores, "bleu"][0], [run.settings for run in results.runs]
+        for line in page_in_mlflow(results.sweeps[0], tracker, all_settings, score, written):
+            print(line, flush=True)
 
 
-def write_sweep_site(results: Results, pictures: Sequence[Path], title: str, folder: Path) -> Path:
-    """The sweep as pages that need no server: a front page with pictures and the table, and a page
-    a setting with its runs and the command of each. Returns the index. pictures are copied."""
-    cells = table.cells_of(results)
-    links = [
-        f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
-        for number, setting in enumerate(cells.setting)
-    ]
-    settings = Table("Settings, best first", cells, [f"{link}.html" for link in links])
-    shown = [Picture(str(path), path.stem.replace("_", " ")) for path in pictures]
-    facts = [("Note", line) for line in table.remarks_of(results)]
-    pages = [
-        _setting_page(link, results, results.of_row[number])
-        for link, number in zip(links, results.rows.index, strict=True)
-    ]
-    return write_site(Page("index", title, facts, "", shown, [settings]), pages, folder)
+# Tables on the screen and as CSV.
 
 
-def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
-    settings, entry = runs[0].settings, read_points(runs[0].run_dir.parent)
-    differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
-    what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
-    points = results.points.loc[[results.runs.index(run) for run in runs]]
-    columns = [*_FIRST_OF_A_RUN, *points.columns.difference(_FIRST_OF_A_RUN, sort=False)]
-    left_out = {*differing, "sweep", "label", "identity"}
-    columns = [name for name in columns if name not in left_out and points[name].notna().any()]
-    made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
-    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
-    tables = [Table("What differs", what), Table("Runs", points[columns])]
-    tables = [one for one in tables if len(one.cells)]
-    return Page(name, runs[0].label, (), command, (), tables, up="All settings")
+def print_sweep(results: Results, console: Console | None = None) -> None:
+    console = console or console_of(WIDTH_OF_A_SWEEP)
+    cells = cells_of(results)
+    heads = [Column(h, i > 0, i == 0, dim=h.startswith(PAPER)) for i, h in enumerate(cells)]
+    console.print()
+    print_table(console, heads, cells.itertuples(index=False))
+    width = min(console.width, WIDTH_OF_A_FILE)
+    for line in remarks_of(results):
+        console.print(line, style="dim", width=width, markup=False, highlight=False)
+
+
+def cells_of(results: Results) -> pd.DataFrame:
+    """Texts: a column for each figure that any setting has, a line for each setting."""
+    cells = pd.DataFrame(dict(_columns(results)), index=results.rows.index)
+    return cells.loc[:, [any(cells[heading]) for heading in cells]]
+
+
+def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
+    """Headings with a cell for each row."""
+    rows = [row for _, row in results.rows.iterrows()]
+    paper = {name: [row.published.get(name, "") for row in rows] for name in _PUBLISHED}
+    yield "setting", [row.setting for row in rows]
+    if len(results.sweeps) > 1:
+        yield "sweep", [row.sweep for row in rows]
+    counts = [f"{row.finished} of " * (row.finished != row.runs) + str(row.runs) for row in rows]
+    yield "runs", counts
+    for index, name in enumerate(shown_scores(results.scores)):
+        yield score_name(name), [spread_text(row, name) for row in rows]
+        if index == 0:
+            yield f"{PAPER}{score_name(name)}", paper["quality"]
+    yield "step time", [spread(row, "step_time_s", human_seconds) for row in rows]
+    if _compares(results):
+        yield "share", [spread(row, "share", human_percent) for row in rows]
+    yield f"{PAPER}share", paper["share"]
+    if rate := _rate(results):
+        heading = rate.replace("_per_s", "/s")
+        yield heading, [spread(row, rate, "{:,.0f}".format) for row in rows]
+        alone = [known(row, f"{rate}_share_of_one_cloud") for row in rows]
+        yield "of one cloud", [human_percent(share, 1) for share in alone]
+        yield f"{PAPER}of one cloud", paper["of_one_cloud"]
+    ratios = [known(row, "compression_ratio") for row in rows]
+    yield "ratio", [UNKNOWN if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+    yield f"{PAPER}ratio", paper["ratio"]
+
+
+def _compares(results: Results) -> bool:
+    """Whether a share compares a row with another row."""
+    return bool((results.rows.share.dropna() != 1.0).any())
+
+
+def _rate(results: Results) -> str:
+    """Of those that compare with one cloud the one that most rows have; empty without any."""
+    names = [name for name in reversed(RATES) if f"{name}_share_of_one_cloud" in results.rows]
+    shares = {name: results.rows[f"{name}_share_of_one_cloud"].count() for name in names}
+    return max(shares, key=lambda name: shares[name]) if any(shares.values()) else ""
+
+
+def remarks_of(results: Results) -> Iterator[str]:
+    rows = results.rows
+    if (rows.finished > 1).any():
+        yield "± is the standard deviation over seeds."
+    if any(plus_minus(rows[rows[f"{s}_std"].isna()], s).notna().any() for s in results.scores):
+        yield "± of a score of a single run is its standard error over the test samples."
+    if _compares(results):
+        yield "share: of the step time of the uncompressed runs of the same sweep."
+        yield (
+            "Points run one after another, so their step times differ by the noise of the machine "
+            "too: python -m benchmarks.in_turns times them in turns."
+        )
+    if rate := _rate(results):
+        yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
+        compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]
+        counts = dict(zip(compared.cluster, map(_num_ranks, compared.settings), strict=True))
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
+            yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
+    if (crowd := max((run.at_once for run in results.runs), default=1)) > 1:
+        yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
+    if len(commits := {str(commit) for commit in results.points.commit.dropna()}) > 1:
+        yield f"These runs are of different code: {', '.join(sorted(commits))}."
+    yield from dict.fromkeys(note for entry in rows.published for note in entry["notes"])
+
+
+def _num_ranks(settings: Mapping[str, object]) -> int:
+    return sum(n for k, n in settings.items() if _NUM_RANKS.fullmatch(k) and isinstance(n, int))
+
+
+def write_csv(folder: Path, results: Results) -> list[Path]:
+    """Write table.csv, a row per setting, and points.csv, a row per run, failed ones included."""
+    table = results.rows.drop(columns=_BESIDE).round(6)
+    table = table.rename(columns={"share": "share_of_uncompressed_step_time"})
+    for name in _PUBLISHED:
+        table[f"paper_{name}"] = [entry.get(name) for entry in results.rows.published]
+    folder.mkdir(parents=True, exist_ok=True)
+    table.to_csv(folder / TABLE_FILE, index=False)
+    results.points.to_csv(folder / POINTS_FILE, index=False)
+    return [folder / TABLE_FILE, folder / POINTS_FILE]
+
+
+def print_swept(swept: Swept, console: Console | None = None) -> None:
+    """Print a table for each score: a row per value, a column per line; then the rows without the
+    setting, repeated for every line."""
+    console = console or console_of(WIDTH_OF_A_SWEEP)
+    for score in swept.scores:
+        texts = swept.rows.assign(text=swept.rows.apply(spread_text, axis=1, score=score))
+        wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()
+        wide = wide[swept.lines].fillna("-")
+        cells = [(f"{value:g}", *row) for value, row in wide.iterrows()]
+        cells += [(row.setting, *[spread_text(row, score)] * len(swept.lines))
+                  for _, row in swept.beside.iterrows()]  # fmt: skip
+        title = f"{score_name(score)} by {swept.setting}"
+        print_table(console, [swept.name, *swept.lines], cells, title)
+
+
+def write_swept(folder: Path, swept: Swept) -> Path:
+    """Write a CSV row for each score, value and line."""
+    rows = pd.concat([swept.rows, swept.beside.assign(line=swept.beside.setting)])
+    rows = rows.rename(columns={"value": swept.setting, "finished": "seeds"})
+    figures = {"mean": "", "std": "_std", "error": "_error"}
+    table = pd.concat(
+        rows.assign(score=score, **{name: rows.get(score + end) for name, end in figures.items()})
+        for score in swept.scores
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = ["score", swept.setting, "line", *figures, "seeds"]
+    table = table.dropna(subset="mean")[columns].round(6)
+    table.to_csv(folder / SWEPT_FILE, index=False, float_format="{:g}".format)
+    return folder / SWEPT_FILE
 
 
 def _compare(results: Results) -> None:
@@ -141,6 +279,42 @@ def _compare(results: Results) -> None:
         if pd.notna(slower := row.step_time_s / row.step_time_s_of_first):
             line += f", step time x{slower:.2f}"
         print(line)
+
+
+# Pages.
+
+
+def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder: Path) -> Path:
+    """The sweep as pages that need no server: a front page with pictures and the table, and a page
+    a setting with its runs and the command of each. Returns the index. Pictures are copied."""
+    cells = cells_of(results)
+    links = [
+        f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
+        for number, setting in enumerate(cells.setting)
+    ]
+    settings = Table("Settings, best first", cells, [f"{link}.html" for link in links])
+    shown = [Picture(str(p), p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
+    facts = [("Note", line) for line in remarks_of(results)]
+    pages = [
+        _setting_page(link, results, results.of_row[number])
+        for link, number in zip(links, results.rows.index, strict=True)
+    ]
+    return write_site(Page("index", title, facts, "", shown, [settings]), pages, folder)
+
+
+def _setting_page(name: str, results: Results, runs: Sequence[Result]) -> Page:
+    settings, entry = runs[0].settings, read_points(runs[0].run_dir.parent)
+    differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
+    what = pd.DataFrame({"setting": differing, "value": [settings.get(key) for key in differing]})
+    points = results.points.loc[[results.runs.index(run) for run in runs]]
+    points = points.dropna(axis="columns", how="all")
+    points = points.drop(columns=[*differing, "sweep", "label", "identity"], errors="ignore")
+    first = [column for column in _FIRST_OF_A_RUN if column in points]
+    points = points[[*first, *points.columns.difference(first, sort=False)]]
+    made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
+    command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
+    tables = [Table("What differs", what)] * bool(differing) + [Table("Runs", points)]
+    return Page(name, runs[0].label, (), command, (), tables, up="All settings")
 
 
 def columns_of(settings: Sequence[Settings]) -> list[str]:

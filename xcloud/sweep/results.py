@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.units import LEAKS, LESS_IS_BETTER, shown_scores
+from xcloud.base.units import LEAKS, LESS_IS_BETTER, UNKNOWN, score_text, shown_scores
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store, final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
@@ -33,10 +33,7 @@ from xcloud.sweep.points import (
     is_number,
     is_unsplit,
     read_points,
-    reference_key,
-    setting_key,
     varying,
-    workload_key,
 )
 
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
@@ -69,8 +66,8 @@ class Result:
         """Names, the task's main score first; leaks if measured. Empty unless it has finished."""
         if self.status != "finished":
             return []
-        values = {**self.summary["quality"], **{name: self.summary.get(name) for name in LEAKS}}
-        return [name for name, value in values.items() if isinstance(value, int | float)]
+        values = self.summary["quality"] | {name: self.summary.get(name) for name in LEAKS}
+        return [name for name, value in values.items() if is_number(value)]
 
 
 class Results:
@@ -115,7 +112,7 @@ class Results:
         """The runs of each setting, by the index of `rows`."""
         groups: dict[tuple[str, str], list[Result]] = {}
         for run in self.runs:
-            groups.setdefault((run.sweep, setting_key(run.settings)), []).append(run)
+            groups.setdefault((run.sweep, identity(run.settings, "seed")), []).append(run)
         return list(groups.values())
 
     @cached_property
@@ -135,11 +132,10 @@ class Results:
         needed = [f"{name}{end}" for name in COSTS for end in ("", "_std")]
         rows = rows.reindex(columns=rows.columns.union(needed, sort=False))
         rows = _share_of_uncompressed(rows)
-        for name in RATES:
-            if name in rows:
-                alone = rows[rows.cluster == ONE_CLOUD].groupby(["sweep", "workload"])[name].mean()
-                there = rows.join(alone.rename("alone"), on=["sweep", "workload"])["alone"]
-                rows[f"{name}_share_of_one_cloud"] = rows[name] / there
+        for name in rows.columns.intersection(RATES):
+            alone = rows[name].where(rows.cluster == ONE_CLOUD)
+            there = alone.groupby([rows.sweep, rows.workload]).transform("mean")
+            rows[f"{name}_share_of_one_cloud"] = rows[name] / there
         return rows.loc[sorted(rows.index, key=lambda number: _by_score(rows.loc[number]))]
 
     @property
@@ -147,6 +143,30 @@ class Results:
         """Of the rows, to draw them; with the sweep if there are several."""
         rows = self.rows
         return rows.setting + " @" + rows.sweep if len(self.sweeps) > 1 else rows.setting
+
+
+def known(row: Any, name: str) -> float | None:
+    """A figure of a row; None where there is none."""
+    value = row.get(name)
+    return None if value is None or pd.isna(value) else float(value)
+
+
+def spread_text(row: Any, score: str) -> str:
+    """A score as 41.92 ± 0.31."""
+    return spread(row, score, partial(score_text, score))
+
+
+def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
+    """Mean ± standard deviation, of a single run's score its error; the unit once: 450 ± 71 ms."""
+    mean, std = known(row, name), known(row, f"{name}_std")
+    std = known(row, f"{name}_error") if std is None else std
+    if mean is None or std is None:
+        return UNKNOWN if mean is None else text(mean)
+    number, _, unit = text(mean).partition(" ")
+    if unit in ("ms", "s"):
+        digits = len(number.partition(".")[2])
+        return f"{number} ± {std * (1000 if unit == 'ms' else 1):.{digits}f} {unit}"
+    return f"{number} ± {text(std)}"
 
 
 def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
@@ -169,8 +189,9 @@ def _row(runs: Sequence[Result]) -> dict[str, Any]:
         "score": next((run.scores[0] for run in finished if run.scores), None),
         "cluster": str(settings.get("cluster.name", "-")),
         "settings": settings,
-        "reference": reference_key(settings),
-        "workload": workload_key(settings),
+        # Equal where step times compare, and where the same work is done, on any cluster.
+        "reference": identity(settings, "seed", "compression"),
+        "workload": identity(settings, "seed", "compression", "cluster"),
         "published": published_for(settings, compression),
     }
 
