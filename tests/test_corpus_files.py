@@ -212,9 +212,8 @@ def test_malformed_files_say_what_was_expected(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=rf"\A[^\n]*{message}[^\n]*\Z"):  # one line
         read(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_wrong_column_is_found_before_any_rank_starts(tmp_path: Path) -> None:

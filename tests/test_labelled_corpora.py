@@ -252,7 +252,7 @@ def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
         for name in ("train", "validation", "test")
     }
     loaded["test"] = loaded["test"].remove_columns("label")
-    monkeypatch.setattr("xcloud.tasks.sources.load_hub", lambda *arguments: loaded)
+    monkeypatch.setattr("xcloud.tasks.sources.load_hub", lambda *arguments, **which: loaded)
     corpus = HubClassification(path="owner/name").read(ALL)
     assert cells(corpus, "test", "first") == ["validation"] * 100
     with pytest.raises(DataError, match=r"cannot be scored; choose another task\.test"):

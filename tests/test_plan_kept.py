@@ -17,7 +17,7 @@ from xcloud.plan.search import Space, search
 from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.timeline import predicted_of
 from xcloud.report.plan_report import Report, print_plans, write_plan
-from xcloud.report.run_table import epochs_text
+from xcloud.report.tables import epochs_text
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 FROZEN = BoundaryCodec(codec(1e6).forward)

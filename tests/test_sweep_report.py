@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import matplotlib.image
+import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from rich.console import Console
@@ -206,8 +207,8 @@ def test_a_score_of_a_single_run_is_shown_with_its_error_over_the_samples(tmp_pa
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:
-    assert front([(1.0, 40), (0.4, 41), (0.2, 12), (0.3, 12), (0.4, 30)]) == [(0.2, 12), (0.4, 41)]
-    assert front([]) == []
+    best = front(pd.Series([1.0, 0.4, 0.2, 0.3, 0.4]), pd.Series([40, 41, 12, 12, 30]))
+    assert best.to_numpy().tolist() == [[0.2, 12], [0.4, 41]]
 
 
 def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(

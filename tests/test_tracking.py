@@ -275,7 +275,7 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
-    modules = "record.events record.summary report.run_table record.tracking base.project __main__"
+    modules = "record.events record.summary report.tables record.tracking base.project __main__"
     code = f"""
 import importlib, sys
 for name in {modules.split()}:

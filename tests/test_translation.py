@@ -55,9 +55,7 @@ def test_it_is_a_task(task: Translation, data: TranslationData) -> None:
     as_task: Task = task
     as_data: TaskData = data
     assert as_task.max_length == 12 and as_task.describe() == "demo grammar es→en"
-    assert as_data.describe() == (
-        "demo grammar es→en, 300 pairs (250 train, 20 dev, 30 test), seed 7"
-    )
+    assert as_data.describe() == "demo grammar es→en: 250 train, 20 dev, 30 test, seed 7"
     assert [as_data.num_samples(s) for s in ("train", "dev", "test")] == [250, 20, 30]
     assert data.vocabularies["source"].size == 400
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
@@ -187,20 +187,17 @@ class Claim:
         return f"python -m xcloud reproduce {self.name}{' --data DIR' * bool(self.needs)}"
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     """found is None where the rows do not hold the rule's figure."""
 
-    rule: Rule
+    says: str
     found: Estimate | None
-
-    @property
-    def is_met(self) -> bool:
-        return self.found is not None and self.rule.is_met(self.found)
+    is_met: bool
 
 
 def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
-    return [Judged(rule, rule.figure.of(rows)) for rule in claim.rules]
+    found = [(rule, rule.figure.of(rows)) for rule in claim.rules]
+    return [Judged(rule.says, one, one is not None and rule.is_met(one)) for rule, one in found]
 
 
 def read_claims(path: Path) -> dict[str, Claim]:
@@ -219,18 +216,11 @@ def _each(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for entry in entries:
         names = entry.get("for", {})
         for values in product(*names.values()):
-            filled = {f"{{{k}}}": str(v) for k, v in zip(names, values, strict=True)}
-            made.append(_filled({k: v for k, v in entry.items() if k != "for"}, filled))
+            text = json.dumps({key: value for key, value in entry.items() if key != "for"})
+            for name, value in zip(names, values, strict=True):
+                text = text.replace(f"{{{name}}}", str(value))
+            made.append(json.loads(text))
     return made
-
-
-def _filled(value: Any, words: Mapping[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(v, words) for key, v in value.items()}
-    if isinstance(value, str):
-        for word, text in words.items():
-            value = value.replace(word, text)
-    return value
 
 
 def _claim(name: str, entry: Mapping[str, Any]) -> Claim:

@@ -71,10 +71,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--paper", action="store_true", help=f"write {PAPER} from the records")
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
-    records = read_records(claims)
+    records, paper = read_records(claims), project_root() / PAPER
     if given.paper:
-        (project_root() / PAPER).write_text(paper_page(claims, records), encoding="utf-8")
-        print(project_root() / PAPER)
+        paper.write_text(paper_page(claims, records), encoding="utf-8")
+        print(paper)
         return 0
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
@@ -88,7 +88,7 @@ def _state(record: Record | None) -> str:
 
 def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Page:
     rows = record.rows if record else ()
-    judged = [(j.rule.says, j.found, "yes" if j.is_met else "no") for j in judge(claim, rows)]
+    judged = [(*one[:2], "yes" if one.is_met else "no") for one in judge(claim, rows)]
     rules = pd.DataFrame(judged, columns=["rule", "came to", "met"], dtype=object)
     facts = [
         ("Question", claim.means), ("Source", claim.source),
@@ -100,8 +100,7 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
         facts.append(("Made", f"{record.made_at}, commit {record.commit}; {record.where}"))
         facts += [("Note", record.note)] * bool(record.note)
     tables = [Table("Rules", rules)]
-    if rows:
-        tables.append(Table("Every run", pd.DataFrame(rows, dtype=object)))
+    tables += [Table("Every run", pd.DataFrame(rows, dtype=object))] * bool(rows)
     pictures = [Picture(str(picture), claim.title)] if picture else []
     return Page(claim.name, claim.title, facts, claim.command, pictures, tables, up="All claims")
 
@@ -125,14 +124,9 @@ def site(words: Sequence[str] | None = None) -> int:
     claims = read_claims(project_root() / FILE)
     records = read_records(claims)
     given.out.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    for name, record in records.items():
-        picture = given.out / f"{name}.png"
-        if draw(claims[name], record, picture):
-            drawn[name] = picture
-    pages = [
-        study_page(claim, records.get(name), drawn.get(name)) for name, claim in claims.items()
-    ]
+    pictures = {name: given.out / f"{name}.png" for name in records}
+    drawn = {n: path for n, path in pictures.items() if draw(claims[n], records[n], path)}
+    pages = [study_page(one, records.get(name), drawn.get(name)) for name, one in claims.items()]
     print(write_site(front_page(claims, records, drawn), pages, given.out).absolute())
     return 0
 
@@ -140,12 +134,12 @@ def site(words: Sequence[str] | None = None) -> int:
 def draw(claim: Claim, record: Record, path: Path) -> bool:
     """The figures by row, means and standard errors over seeds; False if no row has them."""
     shown = claim.picture or Drawn(claim.rules[0].figure.column, where=claim.rules[0].figure.where)
-    names = list(dict.fromkeys(row["row"] for row in record.rows))
-    ys, xs = (
-        {name: Figure(name, column, where=shown.where).of(record.rows) for name in names}
-        for column in (shown.y, shown.x or shown.y)
-    )
-    points = {n: (x, y) for n in names if (x := xs[n]) is not None and (y := ys[n]) is not None}
+    points = {}
+    for name in dict.fromkeys(row["row"] for row in record.rows):
+        columns = (shown.x or shown.y, shown.y)
+        x, y = (Figure(name, column, where=shown.where).of(record.rows) for column in columns)
+        if x and y:
+            points[name] = x, y
     if not points:
         return False
     figure = canvas("", 7.2, 4.0)
@@ -156,8 +150,7 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
         _lines(axes, {name: y for name, (_, y) in points.items()})
         axes.set_ylabel(shown.y)
     else:
-        means = [y.mean for _, y in points.values()]
-        errors = [y.error or 0.0 for _, y in points.values()]
+        means, errors = zip(*((y.mean, y.error or 0.0) for _, y in points.values()), strict=True)
         axes.errorbar(means, list(points), xerr=errors, fmt="o", color=LINES[1], capsize=3)
         axes.margins(y=0.25)
         axes.invert_yaxis()
@@ -172,9 +165,8 @@ def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]], shown:
     in_order = sorted(points.items(), key=lambda point: point[1][1].mean)
     for number, (_, (x, y)) in enumerate(in_order, 1):
         axes.errorbar(x.mean, y.mean, xerr=x.error, yerr=y.error, fmt="o", color=LINES[1], ms=4)
-        axes.annotate(
-            str(number), (x.mean, y.mean), (4, 3), textcoords="offset points", fontsize=8
-        )
+        at = (x.mean, y.mean)
+        axes.annotate(str(number), at, (4, 3), textcoords="offset points", fontsize=8)
     axes.set(xlabel=shown.x, ylabel=shown.y, xscale="log" if shown.log else "linear")
     names = [f"{number}  {name}" for number, (name, _) in enumerate(in_order, 1)]
     axes.legend(
@@ -195,8 +187,6 @@ def _lines(axes: Axes, points: Mapping[str, Estimate]) -> None:
             axes.axhline(found.mean, color="gray", linestyle="--", label=name)
     for colour, (line, marks) in zip(cycle(LINES), lines.items()):
         numbers, estimates = zip(*sorted(marks, key=lambda mark: mark[0]), strict=True)
-        axes.errorbar(
-            numbers, [e.mean for e in estimates], yerr=[e.error or 0.0 for e in estimates],
-            marker="o", color=colour, capsize=3, label=line,
-        )  # fmt: skip
+        means, errors = zip(*((e.mean, e.error or 0.0) for e in estimates), strict=True)
+        axes.errorbar(numbers, means, errors, marker="o", color=colour, capsize=3, label=line)
     axes.legend(fontsize=7)

@@ -43,9 +43,7 @@ KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m xcloud reproduce", description=__doc__)
     parser.add_argument("claim", help=f"a name in {FILE}")
-    parser.add_argument(
-        "--quick", action="store_true", help="minutes on two cores; judges nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="a run of minutes; judges nothing")
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
     parser.add_argument("--out", type=Path, help=f"default: {FOLDER}/CLAIM; with --quick outputs/")
     given = parser.parse_args(words)
@@ -54,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
         raise ConfigError(f"no claim {given.claim!r} in {FILE}; there are {', '.join(claims)}")
     claim = claims[given.claim]
     data = _data(claim, given.data)
-    usual = Path("outputs", "quick", claim.name) if given.quick else Path(FOLDER, claim.name)
+    usual = Path("outputs/quick" if given.quick else FOLDER, claim.name)
     out = (given.out or project_root() / usual).absolute()
     rows = _rows(claim, given.data, out, given.quick)
     now = datetime.now(UTC).isoformat(timespec="minutes")
@@ -70,10 +68,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _data(claim: Claim, folder: Path | None) -> list[Path]:
     paths = [Path(folder or ".", name) for name in claim.needs]
     if lacking := [path.name for path in paths if folder is None or not path.exists()]:
-        raise DataError(
-            f"claim {claim.name} needs {', '.join(lacking)}: give the folder that holds them with "
-            "--data DIR"
-        )
+        needed = f"claim {claim.name} needs {', '.join(lacking)}"
+        raise DataError(f"{needed}: give the folder that holds them with --data DIR")
     return paths
 
 
@@ -135,9 +131,7 @@ class Rows:
                     text = text.replace(str(path), word)
                 (kept / file).write_text(text, encoding="utf-8")
         found = figures_of(read_summary(folder))
-        self.write(
-            {**about, **{k: v for k, v in found.items() if figures is None or k in figures}}
-        )
+        self.write({**about, **{name: found[name] for name in figures or found if name in found}})
         shutil.rmtree(folder)
 
     def keep(self, words: Sequence[str], folder: Path) -> None:
@@ -146,12 +140,10 @@ class Rows:
             return
         shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
-        said = folder.with_name(f"{folder.name}.log")
+        said, root = folder.with_name(f"{folder.name}.log"), project_root()
         said.parent.mkdir(parents=True, exist_ok=True)
         with said.open("w") as file:
-            done = subprocess.run(
-                command, cwd=project_root(), stdout=file, stderr=subprocess.STDOUT
-            )
+            done = subprocess.run(command, cwd=root, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
             end = said.read_text("utf-8", errors="replace").strip()[-MOST_SAID:]
             raise RunFailed(f"{' '.join(command)}\n{end}")
@@ -214,13 +206,10 @@ class Record:
 
 def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> str:
     """ "reproduced" only if every rule is met by a whole run."""
-    judged = judge(claim, rows)
     if is_quick:
         return "quick run: judges nothing"
-    if all(one.is_met for one in judged):
-        return "reproduced"
-    missed = [one.rule.says for one in judged if not one.is_met]
-    return f"not reproduced: {'; '.join(missed)}"
+    missed = "; ".join(one.says for one in judge(claim, rows) if not one.is_met)
+    return f"not reproduced: {missed}" if missed else "reproduced"
 
 
 def page(claim: Claim, record: Record) -> str:

@@ -29,7 +29,7 @@ from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.merging import Contribution, by_tensor, weighted_sum
-from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
+from xcloud.parallel.replicas import OuterOptimizer, OuterParameters
 from xcloud.plan.costs import AveragingCodec, Direction
 
 BUDGET_S = 0.1

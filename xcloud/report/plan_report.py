@@ -29,8 +29,7 @@ from xcloud.plan.search import (
 from xcloud.plan.settings import NO_COMPRESSION, Plan, Priced
 from xcloud.record.timeline import PLAN_FILE
 from xcloud.report.figures import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
-from xcloud.report.run_table import epochs_text
-from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table, say
+from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, epochs_text, print_table, say
 
 if TYPE_CHECKING:
     from rich.console import Console

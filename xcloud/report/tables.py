@@ -1,6 +1,6 @@
-"""Tables on a terminal or in a file, and pages that need no server and no network: a front page
-and one page a study, as plain HTML. What they show is decided elsewhere; rich and jinja2 are
-imported when the first one is made."""
+"""Tables on a terminal or in a file, the closing table of a run, and pages that need no server and
+no network: a front page and one page a study, as plain HTML. What pages show is decided elsewhere;
+rich and jinja2 are imported when the first one is made."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xcloud.base.units import (
+    UNKNOWN,
+    human_bytes,
+    human_duration,
+    human_number,
+    human_percent,
+    human_seconds,
+    score_name,
+    score_text,
+    score_with_error,
+)
+from xcloud.record.events import MEMORY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +33,9 @@ if TYPE_CHECKING:
 
 WIDTH_OF_A_FILE = 100
 PAGE = Path(__file__).with_name("page.html")
+KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
+         "sync_s": "averaging"}  # fmt: skip
+Row = tuple[str, str, str]  # label, value, remark
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*\s*(%|±.*|\(one seed\))?$")
 
 
@@ -74,6 +90,163 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
+
+
+def print_report(
+    summary: Mapping[str, Any], places: Mapping[str, object], console: Console | None = None
+) -> None:
+    """places: where things were written, label -> text, in print order: the run folder, the
+    exported model, what the tracker recorded."""
+    console = console or console_of()
+    heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
+    if summary.get("wall_s") is not None:
+        heading += f", {human_duration(summary['wall_s'])}"
+    if summary.get("num_resumes") and summary.get("started_at"):
+        heading += f", first started {summary['started_at']}"
+    console.print()
+    say(console, heading, "bold")
+    if summary.get("cause"):
+        say(console, f"cause: {summary['cause']}", "red")
+    if summary["num_steps"]:
+        _print_figures(summary, console)
+    margin = max((len(label) for label in places), default=0)
+    for label, place in places.items():
+        say(console, f"{label:<{margin}}  {place}")
+
+
+def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
+    remark = Column("", right=False, wraps=True, dim=True)
+    columns = [Column("", right=False, wraps=True), Column(""), remark]
+    print_table(console, columns, _rows(summary), heads=False)
+    if summary["compute_s"]:
+        title = "time in a step, mean of the ranks of a cloud"
+        times = [
+            [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
+            for cloud in summary["compute_s"]
+        ]
+        print_table(console, ["cloud", *KINDS.values()], times, title)
+    if memory := summary.get("memory"):
+        title = "memory in training, of the rank of each cloud that takes most"
+        shown = [kind for kind in MEMORY if any(kind in rank for rank in memory)]
+        in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
+        fullest = {rank["cloud"]: rank for rank in in_use}
+        cells = [
+            [rank["cloud"], *(human_bytes(rank.get(kind)) for kind in shown)]
+            for rank in sorted(fullest.values(), key=lambda rank: int(rank["rank"]))
+        ]
+        print_table(console, ["cloud", *(k.replace("_", " ") for k in shown)], cells, title)
+
+
+def epochs_text(epochs: Mapping[str, float]) -> str:
+    """Predicted steps of a run that keeps frozen rows. epochs: of OverEpochs (plan/pricing.py)."""
+    first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
+    kept = epochs["kept_share"]
+    return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    yield from _quality_rows(summary)
+    yield from _time_rows(summary)
+    yield from _traffic_rows(summary)
+    yield from _privacy_rows(summary)
+    yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
+    if summary["tokens_per_s"] is not None:
+        yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), ""
+    if "feed" in summary:
+        yield from _feed_rows(summary["feed"])
+
+
+def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Scores and loss; what did not arrive, or did not count."""
+    errors, before = (summary.get(key, {}) for key in ("quality_error", "quality_before"))
+    at_step = f" at step {summary.get('quality_at_step')}" * ("quality_at_step" in summary)
+    for name, value in summary["quality"].items():
+        started = before.get(name)
+        remark = "" if started is None else f"; {score_text(name, started)} before training"
+        text = score_with_error(name, value, errors.get(name))
+        yield score_name(name), text, f"test set{at_step}{remark}"
+    loss = human_number(summary["final_loss"], ".4f")
+    yield "final loss", loss, "training loss of the last step"
+    if num_skipped := summary.get("num_skipped_updates"):
+        yield "updates skipped", str(num_skipped), "loss or gradient not finite"
+    if lost := summary.get("lost_event_lines"):
+        yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
+    if refused := summary.get("refused_reports"):
+        senders = ", ".join(f"{num} of rank {rank}" for rank, num in refused.items())
+        yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
+    if lost_files := summary.get("lost_files"):
+        yield "files lost", str(len(lost_files)), ", ".join(lost_files)
+    if merges := summary.get("merges"):
+        counts = ", ".join(f"{merges[f'clouds_{w}']} {w}" for w in ("late", "lost", "back"))
+        remark = f"{merges['partial']} without a cloud; clouds: {counts}"
+        yield "merges", str(merges["whole"] + merges["partial"]), remark
+
+
+def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    left_out, median_s = summary.get("num_warmup_steps_left_out"), summary["step_time_s"]["median"]
+    remark = f"times and rates leave out {left_out} first steps" if left_out else ""
+    yield "step time, median", human_seconds(median_s), remark
+    if (predicted_s := summary.get("predicted_step_time_s")) is not None:
+        remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median" if median_s else ""
+        if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
+            remark = f"on average: {epochs_text(epochs)}"
+        yield "step time, predicted", human_seconds(predicted_s), remark
+    yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
+
+
+def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    sent, use = summary["wan_bytes_per_step"], summary.get("link_utilisation") or {}
+    remark = ", without the waits of averaging" * ("averaging" in sent)
+    bubble = human_number(summary["bubble_ratio"], ".3f")
+    yield "bubble ratio", bubble, f"waiting / computing{remark}"
+    for kind, num_bytes in sent.items():
+        if kind != "other":
+            busy = use.get(kind)
+            remark = "" if busy is None else f"link {human_percent(busy)} used"
+            yield f"sent {kind}, per step", human_bytes(num_bytes), remark
+    if sent["other"]:
+        yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
+    ratios = {k: UNKNOWN if r is None else f"{r:.2f}x"
+              for k, r in summary["compression_ratio"].items()}  # fmt: skip
+    total = ratios.pop("total")
+    yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
+
+
+def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    if summary.get("label_leak_auc") is not None:
+        parts = {k: summary.get(f"label_leak_auc_{k}") for k in ("gradient", "activation")}
+        known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
+        remark = ", ".join([*known, "0.5 = nothing leaks"])
+        yield "label leak, AUC", human_number(summary["label_leak_auc"], ".3f"), remark
+    for name, label in {"": "tokens recovered", "averaging_": "tokens read in averages"}.items():
+        if (recovered := summary.get(f"{name}token_recovery")) is not None:
+            baseline = human_percent(summary[f"{name}token_recovery_baseline"], 1)
+            remark = f"{baseline} without looking"
+            if name and (order := summary.get("averaging_order_recovery")) is not None:
+                remark += f", word order {human_percent(order, 1)}"
+            yield label, human_percent(recovered, 1), remark
+    if (privacy := summary.get("privacy")) is not None:
+        remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
+        if (sampled := privacy["epsilon_if_sampled"]) is not None:
+            remark += f"; {sampled:.2f} if batches were random and secret"
+        yield "privacy, epsilon", human_number(privacy["epsilon"], ".2f"), remark
+
+
+def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
+    """Of a one-way job: each producer's share."""
+    per_token = human_number(feed["bytes_per_token"], ".2f")
+    yield "bytes per token", per_token, "between clouds, counted"
+    for name, producer in feed["producers"].items():
+        loss = human_number(producer["loss"], ".3f")
+        remark = f"{producer['num_batches']} batches, loss {loss}"
+        if producer["state"] in ("slow", "dead"):
+            remark += f", {producer['state']}"
+        yield f"fed by {name}", human_percent(producer["share_taken"] or 0, 1), remark
+    if feed["num_skipped"]:
+        yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
+
+
+# Pages.
 
 
 class Picture(NamedTuple):

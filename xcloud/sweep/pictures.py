@@ -67,13 +67,11 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
     return written
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def front(costs: pd.Series, qualities: pd.Series) -> pd.DataFrame:
     """The Pareto front, sorted: no other point has a lower cost and a higher quality."""
-    best: list[tuple[float, float]] = []
-    for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not best or quality > best[-1][1]:
-            best.append((cost, quality))
-    return best
+    points = pd.DataFrame({"cost": costs, "quality": qualities})
+    points = points.sort_values(["cost", "quality"], ascending=[True, False])
+    return points[~(points.quality <= points.quality.cummax().shift())]
 
 
 def marks_of(results: Results, cost: str) -> pd.DataFrame:
@@ -82,14 +80,17 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     if not results.scores or results.rows.empty:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
-    several, places = len(results.sweeps) > 1, range(len(marks))
-    colours = [results.sweeps.index(sweep) for sweep in marks.sweep] if several else places
-    shapes = places if several else [place // len(LINES) for place in places]
+    several, places = len(results.sweeps) > 1, np.arange(len(marks))
     return marks.assign(
         label=results.labels[marks.index],
-        colour=[LINES[number % len(LINES)] for number in colours],
-        shape=[MARKERS[number % len(MARKERS)] for number in shapes],
+        colour=_nth(LINES, marks.sweep.map(results.sweeps.index) if several else places),
+        shape=_nth(MARKERS, places if several else places // len(LINES)),
     )
+
+
+def _nth(names: Sequence[str], numbers: Any) -> list[str]:
+    """From the start again where there are not as many."""
+    return [names[number % len(names)] for number in numbers]
 
 
 def write_scatter(
@@ -128,11 +129,12 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
 def draw_front(axes: Axes, marks: pd.DataFrame, score: str) -> None:
     """As a step line from its first point to its last; a single point is no trade-off."""
     sign = -1 if score in LESS_IS_BETTER else 1
-    best = front(list(zip(marks.step_time_s, sign * marks[score], strict=True)))
+    best = front(marks.step_time_s, sign * marks[score])
     if len(best) > 1:
-        costs, qualities = [cost for cost, _ in best], [sign * quality for _, quality in best]
-        label = "trade-off front: nothing is faster and better"
-        axes.step(costs, qualities, "--", where="post", label=label, color=INK, lw=1.1, zorder=1)
+        axes.step(
+            best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
+            label="trade-off front: nothing is faster and better",
+        )  # fmt: skip
 
 
 def _clouds(rows: pd.DataFrame) -> list[str]:
@@ -166,9 +168,8 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     reference first, then the best ones. Empty if no two have a loss. Made from events.jsonl, which
     MLflow does not store."""
     rows = results.rows
-    chosen = rows[rows.cluster == ONE_CLOUD].index.append(
-        rows[rows.compression == UNCOMPRESSED].index
-    )[:1]
+    alone, plain = rows.cluster == ONE_CLOUD, rows.compression == UNCOMPRESSED
+    chosen = [*rows.index[alone], *rows.index[plain]][:1]
     curves, reference = {}, ""
     for number in [*chosen, *rows.index.drop(chosen)]:
         row = rows.loc[number]
@@ -184,15 +185,14 @@ def curves_of(results: Results) -> tuple[str, Curves]:
 
 
 def _losses(runs: Sequence[Result]) -> pd.DataFrame:
-    """Of the finished runs."""
+    """Of the finished runs, a column for each seed."""
     by_seed = {}
     for run in runs:
-        steps = read_run(run.run_dir / EVENTS_FILE).steps
-        loss = pd.Series(steps["loss"], steps.step, dtype=float)
-        loss = loss[np.isfinite(loss)]
-        if run.status == "finished" and len(loss):
-            by_seed[run.settings.get("seed")] = loss
-    return pd.DataFrame(by_seed)
+        if run.status == "finished":
+            steps = read_run(run.run_dir / EVENTS_FILE).steps
+            by_seed[run.settings.get("seed")] = pd.Series(steps["loss"], steps.step, dtype=float)
+    losses = pd.DataFrame(by_seed).replace([np.inf, -np.inf], np.nan)
+    return losses.dropna(how="all").dropna(axis="columns", how="all")
 
 
 def write_losses(folder: Path, reference: str, curves: Curves, title: str) -> Path:
@@ -287,6 +287,6 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
 
 def _style(index: int) -> dict[str, Any]:
     """A colour and marker for each line; another dash style once these are used up."""
-    number = index % len(LINES)
     dash = DASHES[index // len(LINES) % len(DASHES)]
-    return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}
+    return {"color": LINES[index % len(LINES)], "marker": MARKERS[index % len(LINES)],
+            "linestyle": dash}  # fmt: skip

@@ -231,7 +231,8 @@ def print_swept(swept: Swept, console: Console | None = None) -> None:
     console = console or console_of(WIDTH_OF_A_SWEEP)
     for score in swept.scores:
         texts = swept.rows.assign(text=swept.rows.apply(spread_text, axis=1, score=score))
-        wide = texts.pivot(index="value", columns="line", values="text")[swept.lines].fillna("-")
+        wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()
+        wide = wide[swept.lines].fillna("-")
         cells = [(f"{value:g}", *row) for value, row in wide.iterrows()]
         cells += [(row.setting, *[spread_text(row, score)] * len(swept.lines))
                   for _, row in swept.beside.iterrows()]  # fmt: skip

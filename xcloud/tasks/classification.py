@@ -178,12 +178,9 @@ class ClassificationData(View[Classification]):
             self._label = label = Labels.of(task.known, cells["train"]["label"], f"{where}train")
             self.head = label.head
             columns["label"] = {s: label.parse(of["label"], where + s) for s, of in cells.items()}
-        super().__init__(task, corpus, fields, tokenizers, columns)
-
-    def describe(self) -> str:
-        names = self._task.known.classes
-        named = f", labels are those of {self._task.name}: {', '.join(names)}" if names else ""
-        return super().describe() + named
+        names = ", ".join(task.known.classes or ())
+        remarks = [f"labels are those of {task.name}: {names}"] if names else []
+        super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
@@ -340,7 +337,7 @@ class HubCrossLingual(OnHub, CrossLingual):
 
     def find(self) -> SplitTables:
         def table(language: str, split: str) -> list[Table]:
-            loaded = load_hub(self.where, language, self.revision, split)
+            loaded = load_hub(self.where, language, revision=self.revision, split=split)
             return [HubTable(loaded, f"{self.where} {language}, split {split}")]
 
         here, tested = self.train_language, list(self.languages or self.known.languages)

@@ -1,6 +1,5 @@
 """Labels, a class or a value: from cells to numbers, from predictions to labels. What labelled
-texts look like: usual column names, and the classes, scores and files of known data sets. Reads
-none of them.
+texts look like: usual column names, and the classes, scores and files of known data sets.
 
 GLUE: Wang et al., arXiv:1804.07461. Its test labels are not public, so scores here are dev scores,
 as in most papers. XNLI: Conneau et al., arXiv:1809.05053. PAWS-X: Yang et al., arXiv:1908.11828.
@@ -31,8 +30,11 @@ class Labels:
     names: tuple[str, ...] | None
 
     @staticmethod
-    def of_cells(cells: Sequence[str], where: str) -> Labels:
-        """Numbers 0..n-1 if all cells are numbers, else their names in alphabetical order."""
+    def of(known: Benchmark, cells: Sequence[str], where: str) -> Labels:
+        """Where the classes are not known: numbers 0..n-1 if all cells are numbers, else their
+        names in alphabetical order."""
+        if known.classes is not None or known.kind == "value":
+            return Labels(None if known.classes is None else tuple(known.classes))
         names = sorted(set(cells))
         if not 2 <= len(names) <= MOST_CLASSES:
             raise DataError(
@@ -42,13 +44,6 @@ class Labels:
             )
         most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
         return Labels(tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names))
-
-    @staticmethod
-    def of(known: Benchmark, cells: Sequence[str], where: str) -> Labels:
-        """Of these cells, where the classes are not known."""
-        if known.kind == "classes" and known.classes is None:
-            return Labels.of_cells(cells, where)
-        return Labels(None if known.classes is None else tuple(known.classes))
 
     @property
     def head(self) -> Head:
@@ -69,10 +64,8 @@ class Labels:
         if unknown := set(cells) - known.keys():
             hidden = "; -1 hides a label: test on the dev set (task.test_file=dev or "
             hidden = f"{hidden}task.test=validation)" if unknown == {"-1"} else ""
-            raise DataError(
-                f"{where}: unknown labels: {_some(sorted(unknown))}; the classes are "
-                f"{', '.join(self.names[:20])}{hidden}"
-            )
+            said = f"{_some(sorted(unknown))}; the classes are {', '.join(self.names[:20])}"
+            raise DataError(f"{where}: unknown labels: {said}{hidden}")
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
 
     def read(self, prediction: Sequence[int]) -> float:

@@ -268,13 +268,10 @@ class LanguageData(View[LanguageModelling]):
                 self._documents[split] = [[document.number for document in of] for of in samples]
                 for name, table in columns_of(samples).items():
                     columns[name][split] = table
-        self._num_tokens = sum(table.num_tokens for table in columns["text"].values())
+        num = sum(table.num_tokens for table in columns["text"].values())
+        remarks = [f"{num:,} tokens in samples of {task.max_length}"] if num else []
         sizes = {split: len(samples) for split, samples in self._documents.items()}
-        super().__init__(task, corpus, fields, {"text": self._tokenizer}, columns, sizes)
-
-    def describe(self) -> str:
-        tokens = f", {self._num_tokens:,} tokens in samples of {self._task.max_length}"
-        return super().describe() + (tokens if self._num_tokens else "")
+        super().__init__(task, corpus, fields, {"text": self._tokenizer}, columns, sizes, remarks)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The tokens of each training sample, special ones among them."""

@@ -19,7 +19,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -54,18 +53,16 @@ def rows_of(table: Table) -> Rows:
     its paragraph as its group, so that no two splits share a context."""
     texts: dict[str, list[Any]] = {"group": [], "context": [], "question": [], "answers": []}
     try:
-        for number, (context, qas) in enumerate(_records(table), start=1):
+        for number, context, question, answers in _asked(table):
             where = f"{table.where}, paragraph {number}"
-            for qa in qas:
-                if not qa["answers"]:
-                    raise DataError(
-                        f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's "
-                        "unanswerable questions are not supported"
-                    )
-                answers = [_place(context, answer, where) for answer in qa["answers"]]
-                row = (where, context, qa["question"], answers)
-                for column, cell in zip(texts.values(), row, strict=True):
-                    column.append(cell)
+            if not answers:
+                raise DataError(
+                    f"{where}: the question {question!r} has no answer; SQuAD 2.0's "
+                    "unanswerable questions are not supported"
+                )
+            row = (where, context, question, [_place(context, one, where) for one in answers])
+            for column, cell in zip(texts.values(), row, strict=True):
+                column.append(cell)
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -76,20 +73,19 @@ def rows_of(table: Table) -> Rows:
     return Rows(len(texts["group"]), texts)
 
 
-def _records(table: Table) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """context, qas; rows of one question each are grouped by consecutive equal contexts."""
+def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
+    """Number of the paragraph, context, question, answers. Rows of one question each share a
+    paragraph if their contexts are equal and consecutive."""
     if "qas" in table.columns():
-        yield from table.rows(("context", "qas"), KEYS)
+        for number, (context, qas) in enumerate(table.rows(("context", "qas"), KEYS), start=1):
+            for qa in qas:
+                yield number, context, qa["question"], qa["answers"]
         return
-    rows = table.rows(("context", "question", "answers"), KEYS)
-    for context, asked in groupby(rows, key=itemgetter(0)):
-        yield context, [
-            {"question": question, "answers": [
-                {"text": text, "start": start}
-                for text, start in zip(answers["text"], answers["answer_start"], strict=True)
-            ]}
-            for _, question, answers in asked
-        ]  # fmt: skip
+    number, before = 0, None
+    for context, question, answers in table.rows(("context", "question", "answers"), KEYS):
+        number, before = number + (context != before), context
+        places = zip(answers["text"], answers["answer_start"], strict=True)
+        yield number, context, question, [{"text": text, "start": at} for text, at in places]
 
 
 def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
@@ -111,14 +107,14 @@ class Windows:
     """The windows of a split, in question order.
 
     asked: the questions. question_of: [N], of each window. starts: [N], number of its first
-    paragraph token. offsets: [N], the half-open character span of every token of its paragraph.
+    paragraph token. offsets: the half-open character span of every token, by paragraph.
     """
 
     table: PairTable
     asked: Rows
     question_of: Sequence[int]
     starts: Sequence[int]
-    offsets: Sequence[Sequence[tuple[int, int]]]
+    offsets: Mapping[str, Sequence[tuple[int, int]]]
 
     @staticmethod
     def of(
@@ -130,21 +126,19 @@ class Windows:
         encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
         questions = tokenizer.encode(asked.texts["question"])
         room = max_length - num_special(True, tokenizer.num_separators)
-        heads, parts, question_of, starts, offsets = [], [], [], [], []
+        made = []
         for number, context in enumerate(asked.texts["context"]):
-            ids, spans = encoded[context]
+            ids, _ = encoded[context]
             if not ids:
                 raise DataError(f"a paragraph has no words: {context!r}")
             head = questions[number][:max_question]
             fits = room - len(head)
             for start in window_starts(len(ids), fits, stride):
-                heads.append(head)
-                parts.append(ids[start : start + fits])
-                question_of.append(number)
-                starts.append(start)
-                offsets.append(spans)
+                made.append((head, ids[start : start + fits], number, start))
+        heads, parts, question_of, starts = zip(*made, strict=True) if made else ([],) * 4
         special, separators = tokenizer.token_ids, tokenizer.num_separators
         table = PairTable(heads, parts, max_length, special, separators)
+        offsets = {context: spans for context, (_, spans) in encoded.items()}
         return Windows(table, asked, question_of, starts, offsets)
 
     def label(self, window: int) -> tuple[int, int, int]:
@@ -171,7 +165,8 @@ class Windows:
     def _place(self, window: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
         """The half-open range of positions of paragraph tokens, and the paragraph's spans."""
         begin, length = self.table.second_at[window], len(self.table.tokens[window])
-        return begin, length - 1, self.offsets[window]
+        context = self.asked.texts["context"][self.question_of[window]]
+        return begin, length - 1, self.offsets[context]
 
 
 def window_starts(length: int, fits: int, stride: int) -> list[int]:
@@ -227,10 +222,9 @@ class QuestionAnswering(TextTask):
     def read_for(self, fields: frozenset[str]) -> Corpus:
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
-                f"{self.name}: a rank of this layout reads labels but not text, and an answer "
-                "cannot be located or scored without its text. Give the first and "
-                "the last stage to one owner, as in cluster.clouds={owner: {stages: [0, 2]}, "
-                "other: {stages: [1]}}"
+                f"{self.name}: a rank of this layout reads labels but not text, without which no "
+                "answer can be located or scored. Give the first and the last stage to one owner, "
+                "as in cluster.clouds={owner: {stages: [0, 2]}, other: {stages: [1]}}"
             )
         return super().read_for(fields)
 
@@ -254,13 +248,9 @@ class QuestionAnsweringData(View[QuestionAnswering]):
                 column[split] = cells
         self._windows = windows if fields else {}
         self.head = Head("span", 2) if "label" in fields else None
-        super().__init__(task, corpus, fields, tokenizers, columns, sizes)
-
-    def describe(self) -> str:
         asked = {split: made.asked.num_rows for split, made in self._windows.items()}
-        questions = [f"questions {counted(asked)}"] if asked else []
-        windows = f"{self._task.describe()}: windows {counted(self._rows)}"
-        return "; ".join([windows, *questions, *self._remarks])
+        remarks = [f"windows of the questions {counted(asked)}"] if asked else []
+        super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""

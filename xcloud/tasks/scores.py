@@ -1,8 +1,8 @@
 """Scores of labels and of answers (SQuAD), and the standard error of a score: what it would vary
-by over other samples of the same kind. No data here.
+by over other samples of the same kind.
 
 Scores are in percent. Undefined ones (only one class, constant values) are 0, as in the GLUE
-scorers. Shapes: N samples.
+scorers. Shapes: N samples, C classes.
 """
 
 from __future__ import annotations
@@ -45,16 +45,11 @@ MEANINGS: Mapping[Kind, Mapping[str, str]] = {
 
 
 def metrics_of(kind: Kind, names: Sequence[str] | None) -> Sequence[str]:
-    """The names, or those of the kind: accuracy for classes, both correlations for values.
-
-    Raises ConfigError for a score that does not fit the kind.
-    """
+    """The names, or those of the kind: accuracy for classes, both correlations for values."""
     there = MEANINGS[kind]
     if unknown := [name for name in names or () if name not in there]:
-        raise ConfigError(
-            f"task.metrics: {unknown[0]!r} is not a score for {kind}; choose from "
-            f"{', '.join(there)}"
-        )
+        said = f"{unknown[0]!r} is not a score for {kind}; choose from {', '.join(there)}"
+        raise ConfigError(f"task.metrics: {said}")
     return names or (("accuracy",) if kind == "classes" else tuple(there))
 
 
@@ -82,24 +77,36 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
     """One of MEANINGS, of labels and predictions [N]. macro_f1 is over every class among them;
     matthews with more than two classes is that of Gorodkin 2004; in spearman ties share their mean
     rank."""
-    labels, predictions = np.asarray(right, np.float64), np.asarray(said, np.float64)
+    pair = np.asarray(right, np.float64), np.asarray(said, np.float64)
+    hits = pair[0] == pair[1]
+    classes, places = np.unique(np.concatenate(pair), return_inverse=True)
+    of_label, of_prediction = np.split(places, 2)
 
     def measured(counts: Vector) -> float:
         if not counts.any():
             return math.nan
-        if name in MEANINGS["value"]:
-            x, y = labels, predictions
-            if name == "spearman":
-                x, y = _ranks(x, counts), _ranks(y, counts)
-            return 100.0 * _correlation(x, y, counts)
         if name == "accuracy":
             return 100.0 * float(counts[hits].sum() / counts.sum())
-        confusion = np.zeros((len(classes), len(classes)))
-        np.add.at(confusion, (places[: len(labels)], places[len(labels) :]), counts)
-        return 100.0 * _of_confusion(name, confusion, classes)
+        if name in MEANINGS["value"]:
+            x, y = pair if name == "pearson" else (_ranks(values, counts) for values in pair)
+            return 100.0 * _correlation(x, y, counts)
+        hit_C, label_C, said_C = (
+            np.bincount(of, weights, len(classes))
+            for of, weights in (
+                (of_label, counts * hits),
+                (of_label, counts),
+                (of_prediction, counts),
+            )
+        )
+        if name == "matthews":
+            n = counts.sum()
+            spread = (n * n - label_C @ label_C) * (n * n - said_C @ said_C)
+            together = n * hit_C.sum() - label_C @ said_C
+            return 100.0 * float(together / math.sqrt(spread)) if spread > 0 else 0.0
+        f1_C = 2 * hit_C / np.maximum(1, label_C + said_C)
+        chosen_C = label_C + said_C > 0 if name == "macro_f1" else classes == 1
+        return 100.0 * float(f1_C[chosen_C].mean()) if chosen_C.any() else 0.0
 
-    hits = labels == predictions
-    classes, places = np.unique(np.concatenate((labels, predictions)), return_inverse=True)
     return measured
 
 
@@ -115,9 +122,10 @@ def label_scores(
     for (name, part), measure in measures.items():
         num, key = len(parts[part]), f"{name}_{part}" if part else name
         values[key] = round(measure(np.ones(num)), 4)
-        hits = [right == said for right, said in parts[part]]
-        is_share = name == "accuracy"
-        error = 100 * ratio_error(hits, 1) if is_share else bootstrap_error(num, measure)
+        if name == "accuracy":
+            error = 100 * ratio_error([right == said for right, said in parts[part]], 1)
+        else:
+            error = bootstrap_error(num, measure)
         errors[key] = round(error, 4)
     if list(parts) == [""]:
         return values, errors
@@ -129,19 +137,6 @@ def label_scores(
     main = sum(values[f"{names[0]}_{part}"] for part in parts) / len(parts)
     error = bootstrap_error(max(map(len, parts.values())), mean)
     return {names[0]: round(main, 4), **values}, {names[0]: round(error, 4), **errors}
-
-
-def _of_confusion(name: str, confusion: Vector, classes: Vector) -> float:
-    """confusion: counts by label (rows) and prediction."""
-    hits, of_label, of_prediction = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    if name == "matthews":
-        n = confusion.sum()
-        spread = (n * n - of_label @ of_label) * (n * n - of_prediction @ of_prediction)
-        together = n * hits.sum() - of_label @ of_prediction
-        return float(together / math.sqrt(spread)) if spread > 0 else 0.0
-    there = of_label + of_prediction
-    f1 = 2 * hits[there > 0] / there[there > 0]
-    return float(f1.mean() if name == "macro_f1" else f1[classes[there > 0] == 1].sum())
 
 
 def _correlation(x: Vector, y: Vector, counts: Vector) -> float:
@@ -160,7 +155,7 @@ def _ranks(values: Vector, counts: Vector) -> Vector:
 
 
 def normalised(answer: str) -> str:
-    """Normalise an answer for comparison: "The  Denver Broncos!" -> "denver broncos"."""
+    """ "The  Denver Broncos!" -> "denver broncos"."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 

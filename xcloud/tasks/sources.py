@@ -102,10 +102,8 @@ class TextFile:
             check_columns(self, columns, keys)
         for where, row in self._records():
             if missing := [column for column in columns if row.get(column) is None]:
-                raise DataError(
-                    f"{where}: no text under {missing[0]!r}; its keys: "
-                    f"{', '.join(row) or 'none'}. Choose with {keys}"
-                )
+                said = f"no text under {missing[0]!r}; its keys: {', '.join(row) or 'none'}"
+                raise DataError(f"{where}: {said}. Choose with {keys}")
             yield tuple([row[column] for column in columns])
 
     def _line_rows(self, sides: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -115,11 +113,9 @@ class TextFile:
         paths = [self.paths[side] for side in sides] or [self.path]
         for row in zip_longest(*map(self.read, paths)):
             if None in row:
-                counts = {path.name: sum(1 for _ in self.read(path)) for path in paths}
-                raise DataError(
-                    f"{self.path.parent}: the sides of a line pair differ in lines: "
-                    + " and ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
-                )
+                counts = [f"{p.name} {sum(1 for _ in self.read(p)):,}" for p in sorted(paths)]
+                said = f"the sides of a line pair differ in lines: {' and '.join(counts)}"
+                raise DataError(f"{self.path.parent}: {said}")
             yield row if sides else ()
 
     def _records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -134,18 +130,15 @@ class TextFile:
             if header:
                 cells = line.split("\t")
                 if len(cells) != len(header):
-                    raise DataError(
-                        f"{where}: {len(cells)} columns, but the header has {len(header)}; texts "
-                        "must not contain tabs"
-                    )
+                    said = f"{len(cells)} columns, but the header has {len(header)}"
+                    raise DataError(f"{where}: {said}; texts must not contain tabs")
                 yield where, dict(zip(header, cells, strict=True))
             elif line.strip():
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{where}: not JSON ({error.msg}); expected one object per line"
-                    ) from error
+                    said = f"not JSON ({error.msg}); expected one object per line"
+                    raise DataError(f"{where}: {said}") from error
                 row = row.get("translation", row) if isinstance(row, dict) else {}
                 yield where, row if isinstance(row, dict) else {}
 
@@ -286,7 +279,7 @@ class OnHub(Source):
     def check_source(self) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""
         if not is_local(self.where) and not go_offline_if_unreachable():
-            load_hub(self.where, self.data_set, self.revision)
+            load_hub(self.where, self.data_set, revision=self.revision)
 
 
 @settings("task", kw_only=True)
@@ -319,9 +312,9 @@ class Hub(OnHub):
         return f"{name} {self.data_set}" if self.data_set else name
 
     def find(self) -> SplitTables:
-        loaded: Mapping[str, Any] = load_hub(self.where, self.data_set, self.revision)
+        loaded = load_hub(self.where, self.data_set, revision=self.revision)
         there = [
-            HubTable(data, f"{self.where}, split {name}", [name]) for name, data in loaded.items()
+            HubTable(of, f"{self.where}, split {name}", [name]) for name, of in loaded.items()
         ]
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"
@@ -332,34 +325,25 @@ def is_local(name: str) -> bool:
     return Path(name).expanduser().exists()
 
 
-def load_hub(
-    name: str,
-    config: str | None,
-    revision: str | None,
-    split: str | None = None,
-    streaming: bool | None = None,
-) -> Any:
-    """Split name -> data set, or only `split`. Raises DataError: what is missing and why."""
+def load_hub(name: str, config: str | None, streaming: bool = False, **which: str | None) -> Any:
+    """Split name -> data set, or only one. which: revision, split. Raises DataError: what is
+    missing and why."""
     local = is_local(name)
     # Never ask the network about a local folder.
     reached = local or go_offline_if_unreachable()
     import datasets
 
     path = str(Path(name).expanduser()) if local else name
-    # Streaming reads local files in place: no invisible columns are copied to a cache.
-    streaming = local if streaming is None else streaming
     try:
-        return datasets.load_dataset(
-            path, config, split=split, revision=revision, streaming=streaming
-        )
+        # Streaming reads local files in place: no invisible columns are copied to a cache.
+        return datasets.load_dataset(path, config, streaming=streaming or local, **which)
     except (OSError, ValueError, RuntimeError) as error:
         raise not_loaded(name, reached, error) from error
 
 
 def not_loaded(name: str, reached: bool, error: Exception) -> DataError:
-    if reached:
-        return DataError(f"{name}: {' '.join(str(error).split())[:300]}")
-    return DataError(
-        f"{name}: the hub cannot be reached and no copy is in the cache; load it "
-        "once with network access, or give a folder of parquet or jsonl files"
-    )
+    said = " ".join(str(error).split())[:300]
+    if not reached:
+        said = "the hub cannot be reached and no copy is in the cache; load it once with network "
+        said += "access, or give a folder of parquet or jsonl files"
+    return DataError(f"{name}: {said}")

@@ -221,7 +221,7 @@ class HubText(TextSource):
         if len(columns) == 1:
             columns, name, config = (self.column,), self.name, self.config
         config = config and config.format(**keys)
-        loaded = load_hub(name, config, self.revision, self.split, streaming=True)
+        loaded = load_hub(name, config, True, revision=self.revision, split=self.split)
         try:
             for row in HubTable(loaded, name).rows(columns, "text.source.column"):
                 yield tuple(cell or "" for cell in row)

@@ -129,15 +129,14 @@ class TextTask(SourceTask):
         super().check_rows(rows)
         if self.sizes is not None and dict(self.sizes) != dict(rows):
             there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
-            raise DataError(
-                f"{self.describe()}: task.sizes differ from the data, which has {{{there}}}"
-            )
+            said = f"task.sizes differ from the data, which has {{{there}}}"
+            raise DataError(f"{self.describe()}: {said}")
 
     def agreed_settings(self) -> dict[str, object]:
         """A rank without files knows no file names, so the corpus does not count where sizes are
         set."""
-        tokenizer: dict[str, object] = {"tokenizer": repr(self.tokenizer)}
-        return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
+        unread = {} if self.sizes is None else {"corpus": None}
+        return {"tokenizer": repr(self.tokenizer), **unread}
 
 
 T = TypeVar("T", bound=SourceTask)
@@ -170,7 +169,8 @@ class View(Tokenized, Generic[T]):
     """One rank's view of a task: what all of them share (TaskData).
 
     tokenizers: of text fields. columns: of each field, what a batch is made of. What is not
-    visible is not kept. sizes: samples by split, where they are no rows.
+    visible is not kept. sizes: samples by split, where they are no rows. remarks: to the user,
+    beside those of the corpus.
     """
 
     head: Head | None = None
@@ -183,23 +183,20 @@ class View(Tokenized, Generic[T]):
         tokenizers: Mapping[str, Any],
         columns: Mapping[str, Mapping[Split, TokenTable | Tensor]],
         sizes: Mapping[Split, int] | None = None,
+        remarks: Sequence[str] = (),
     ) -> None:
         self._task, self._fields, self._rows = task, fields, dict(sizes or corpus.counts)
         self._columns = {name: column for name, column in columns.items() if name in fields}
         self._tokenizers = {name: made for name, made in tokenizers.items() if name in fields}
         task.check_rows(self._rows)
-        self._remarks, self._agreed = corpus.remarks, corpus.agreed
+        self._remarks, self._agreed = [*corpus.remarks, *remarks], corpus.agreed
 
     def describe(self) -> str:
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
 
     def fingerprint(self) -> str:
-        shared = {
-            "task": self._task.name,
-            "max_length": self._task.max_length,
-            "rows": self._rows,
-            "corpus": dict(self._agreed),
-        }
+        shared = {"task": self._task.name, "max_length": self._task.max_length}
+        shared |= {"rows": self._rows, "corpus": dict(self._agreed)}
         described = json.dumps(shared | self._task.agreed_settings(), sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 

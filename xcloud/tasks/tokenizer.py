@@ -78,8 +78,7 @@ class Tokenizer:
 
     def word_starts(self) -> list[bool]:
         """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
-        scripts written without spaces.
-        """
+        scripts written without spaces."""
         model, decoder = self.backend.model, str(self.backend.decoder)
         is_word_piece = type(model).__name__ == "WordPiece"
         continuation = model.continuing_subword_prefix if is_word_piece else None
@@ -91,8 +90,7 @@ class Tokenizer:
 
     def save_pretrained(self, folder: Path, max_length: int) -> None:
         """Write a folder for transformers' AutoTokenizer: `bos a eos`, pairs in the tokenizer's
-        own format or `bos a eos b eos`.
-        """
+        own format or `bos a eos b eos`."""
         from tokenizers.processors import TemplateProcessing
         from transformers import PreTrainedTokenizerFast
 
@@ -100,11 +98,8 @@ class Tokenizer:
         bos, eos = piece(ids.bos), piece(ids.eos)
         backend = type(self.backend).from_str(self.backend.to_str())
         if backend.post_processor is None:
-            backend.post_processor = TemplateProcessing(
-                single=f"{bos} $A {eos}",
-                pair=f"{bos} $A {eos} $B {eos}",
-                special_tokens=[(bos, ids.bos), (eos, ids.eos)],
-            )
+            single, outer = f"{bos} $A {eos}", [(bos, ids.bos), (eos, ids.eos)]
+            backend.post_processor = TemplateProcessing(single, f"{single} $B {eos}", outer)
         unknown = next((p for i in self.special if (p := piece(i)) in UNKNOWN_TOKENS), None)
         made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend, cls_token=bos, sep_token=eos, pad_token=piece(ids.pad),
@@ -174,10 +169,8 @@ class TrainedTokenizer(TokenizerChoice):
     def __post_init__(self) -> None:
         least = len(SPECIAL_TOKENS) + (BYTES if self.kind == "bpe" else 1)
         if self.vocab_size < least:
-            raise ConfigError(
-                f"tokenizer.vocab_size for {self.kind} must be a whole number >= {least}, got "
-                f"{self.vocab_size}"
-            )
+            said = f"must be a whole number >= {least}, got {self.vocab_size}"
+            raise ConfigError(f"tokenizer.vocab_size for {self.kind} {said}")
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         if not any(texts):
@@ -196,18 +189,14 @@ class TrainedTokenizer(TokenizerChoice):
 
         special = list(SPECIAL_TOKENS)
         backend: Any
-        trainer: Any
-        limits: Any = {"vocab_size": self.vocab_size, "min_frequency": 2, "show_progress": False}
+        how: Any = {"vocab_size": self.vocab_size, "min_frequency": 2, "show_progress": False}
         if self.kind == "bpe":
             backend = Backend(models.BPE())
             if self.lowercase:
                 backend.normalizer = normalizers.Lowercase()
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             backend.decoder = decoders.ByteLevel()
-            alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-            trainer = trainers.BpeTrainer(
-                special_tokens=special, initial_alphabet=alphabet, **limits
-            )
+            how["initial_alphabet"] = sorted(pre_tokenizers.ByteLevel.alphabet())
         else:
             backend = Backend(models.WordPiece(unk_token="[UNK]"))
             backend.normalizer = normalizers.BertNormalizer(
@@ -216,14 +205,14 @@ class TrainedTokenizer(TokenizerChoice):
             backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
             backend.decoder = decoders.WordPiece(cleanup=False)
             special += self._pieces(map(backend.normalizer.normalize_str, texts))
-            trainer = trainers.WordPieceTrainer(special_tokens=special, **limits)
-        backend.train_from_iterator(texts, trainer)
+        trainer = trainers.BpeTrainer if self.kind == "bpe" else trainers.WordPieceTrainer
+        backend.train_from_iterator(texts, trainer(special_tokens=special, **how))
         content = json.loads(backend.to_str())
         # So that a literal "[EOS]" in a text stays text and does not become the special id.
         content["added_tokens"] = []
         backend = backend.from_str(json.dumps(content))
-        ids = [backend.token_to_id(token) for token in SPECIAL_TOKENS]
-        assert ids == list(range(len(SPECIAL_TOKENS))), ids
+        ids = range(len(SPECIAL_TOKENS))
+        assert [backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(ids)
         token_ids = TokenIds(backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
         return Tokenizer(backend, token_ids, ids, rejoin=self.kind == "wordpiece")
 
@@ -233,10 +222,8 @@ class TrainedTokenizer(TokenizerChoice):
         deterministic."""
         characters = sorted({c for text in texts for c in text if not c.isspace()})
         if (least := len(SPECIAL_TOKENS) + 2 * len(characters)) > self.vocab_size:
-            raise ConfigError(
-                f"tokenizer vocab_size {self.vocab_size} is too small: the text has "
-                f"{len(characters)} characters; set at least {least}"
-            )
+            said = f"the text has {len(characters)} characters; set at least {least}"
+            raise ConfigError(f"tokenizer vocab_size {self.vocab_size} is too small: {said}")
         return [piece for c in characters for piece in (c, f"##{c}")]
 
 
@@ -266,14 +253,7 @@ class PretrainedTokenizer(TokenizerChoice):
     Its classifier and separator ids ([CLS] and [SEP], <s> and </s>) are used as bos and eos.
     """
 
-    name_or_path: str
-
-    def __post_init__(self) -> None:
-        if not self.name_or_path:
-            raise ConfigError(
-                "PretrainedTokenizer.name_or_path must name a model or a folder, as "
-                f"task.tokenizer.name_or_path=DIR; got {self.name_or_path!r}"
-            )
+    name_or_path: Annotated[str, Field(min_length=1)]
 
     def check(self) -> None:
         """Raise DataError if a local folder holds no tokenizer. Loads none."""
@@ -295,18 +275,14 @@ class PretrainedTokenizer(TokenizerChoice):
             "mask": pretrained.mask_token_id,
         }
         if missing := [name for name, token in ids.items() if token is None]:
-            raise DataError(
-                f"tokenizer {self.name_or_path}: has no {', '.join(missing)} token; use a "
-                "BERT or RoBERTa tokenizer"
-            )
+            said = f"has no {', '.join(missing)} token; use a BERT or RoBERTa tokenizer"
+            raise DataError(f"tokenizer {self.name_or_path}: {said}")
         backend.no_padding()
         backend.no_truncation()
         special = {*ids.values(), *pretrained.all_special_ids}
         rejoin = type(backend.model).__name__ == "WordPiece"
-        between = backend.encode("a", "b").ids[1:-1].count(ids["eos"])
-        return Tokenizer(
-            backend, TokenIds(len(pretrained), **ids), special, rejoin, max(1, between)
-        )
+        between = max(1, backend.encode("a", "b").ids[1:-1].count(ids["eos"]))
+        return Tokenizer(backend, TokenIds(len(pretrained), **ids), special, rejoin, between)
 
     def load(self) -> Any:
         """As transformers has it, in its fast form. Raises DataError."""
@@ -333,10 +309,8 @@ class PretrainedTokenizer(TokenizerChoice):
 
 
 def rejoin_marks(text: str) -> str:
-    """Reattach punctuation after pieces were joined by spaces: "¿ Qué ?" -> "¿Qué?".
-
-    Rule-based, so not always right; only bpe restores the text exactly.
-    """
+    """Reattach punctuation after pieces were joined by spaces: "¿ Qué ?" -> "¿Qué?". Rule-based,
+    so not always right; only bpe restores the text exactly."""
     text = re.sub(r"([¿¡(\[{«]) ", r"\1", text)
     text = re.sub(r" ([.,;:!?…)\]}»%])", r"\1", text)
     text = re.sub(r"(\w) (['’]) (s|t|re|ve|ll|d|m)\b", r"\1\2\3", text)  # don ' t
@@ -350,17 +324,10 @@ def rejoin_marks(text: str) -> str:
 
 # Which pieces start a word, for whole-word masking. Scripts written without spaces do not mark
 # words: each piece counts as a word.
-UNSPACED = (
-    (0x0E00, 0x109F),  # Thai, Lao, Tibetan, Myanmar
-    (0x1780, 0x17FF),  # Khmer
-    (0x1950, 0x1AAF),  # Tai scripts, Khmer symbols
-    (0x2E80, 0xA4CF),  # Chinese, Japanese, Yi, and their marks
-    (0xAA60, 0xAADF),  # Myanmar, Tai Viet
-    (0xF900, 0xFAFF),  # Chinese, compatibility forms
-    (0xFE30, 0xFE4F),
-    (0xFF00, 0xFFEF),  # full width
-    (0x1B000, 0x1B16F),  # kana
-    (0x20000, 0x3FFFF),  # Chinese
+UNSPACED = re.compile(
+    r"[\u0e00-\u109f\u1780-\u17ff\u1950-\u1aaf\uaa60-\uaadf"  # Thai, Lao, Tibetan, Myanmar, Khmer
+    r"\u2e80-\ua4cf\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef"  # Chinese, Japanese, Yi, full width
+    r"\U0001b000-\U0001b16f\U00020000-\U0003ffff]"  # kana, Chinese
 )
 # Bytes that GPT-2's alphabet maps to themselves; the others are mapped to U+0100 and up.
 _SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -370,8 +337,7 @@ BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(0x100 + i): b for i, b in enumerate
 
 def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
     """continuation: the prefix of word-internal pieces, "##" in WordPiece. None: spaces are marked
-    instead, by "▁" (SentencePiece) or "Ġ" (byte_level: pieces are bytes in GPT-2's alphabet).
-    """
+    instead, by "▁" (SentencePiece) or "Ġ" (byte_level: pieces are bytes in GPT-2's alphabet)."""
     if continuation is not None:
         inside = piece.startswith(continuation)
         return not inside or begins_unspaced(piece.removeprefix(continuation).encode())
@@ -384,8 +350,7 @@ def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
 
 def begins_unspaced(text: bytes) -> bool:
     """Whether UTF-8 text starts with a character of an unspaced script, combining marks excluded.
-    For an incomplete character: whether its first and last possible values both are.
-    """
+    For an incomplete character: whether its first and last possible values both are."""
     if not text:
         return False
     num_bytes = max(1, 8 - (~text[0] & 0xFF).bit_length())  # as many as ones lead the first byte
@@ -396,4 +361,4 @@ def begins_unspaced(text: bytes) -> bool:
     )
     if not missing and unicodedata.category(lowest).startswith("M"):
         return False
-    return all(any(a <= ord(end) <= b for a, b in UNSPACED) for end in (lowest, highest))
+    return bool(UNSPACED.match(lowest) and UNSPACED.match(highest))

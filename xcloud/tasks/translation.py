@@ -34,7 +34,7 @@ from xcloud.tasks.rows import (
 )
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.sources import Folder, Hub, read_lines
-from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View, counted
+from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View
 from xcloud.tasks.tokenizer import (
     Tokenizer,
     TokenizerChoice,
@@ -58,7 +58,7 @@ class Translation(SourceTask):
         empty ones are kept, so that every cloud knows which samples exist.
     """
 
-    fields = ("source", "target")
+    fields = FIELDS
     source: Text = "es"
     target: Text = "en"
     source_column: Text | None = None
@@ -94,10 +94,8 @@ class Translation(SourceTask):
 
     @property
     def form(self) -> Form:
-        expected = (
-            "train.tsv (first line: column names), train.jsonl, or "
-            f"train.{self.source} and train.{self.target}"
-        )
+        expected = "train.tsv (first line: column names), train.jsonl, or "
+        expected += f"train.{self.source} and train.{self.target}"
         return Form(expected, languages=(self.source, self.target))
 
     @property
@@ -108,10 +106,8 @@ class Translation(SourceTask):
     @property
     def _columns(self) -> dict[str, str]:
         """By field."""
-        return {
-            "source": self.source_column or self.source,
-            "target": self.target_column or self.target,
-        }
+        names = (self.source_column or self.source, self.target_column or self.target)
+        return dict(zip(FIELDS, names, strict=True))
 
     def read(self, fields: frozenset[str]) -> Corpus:
         wanted = {key: column for key, column in self._columns.items() if key in fields}
@@ -119,12 +115,10 @@ class Translation(SourceTask):
         corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS))
         further, remarks = {}, []
         for key in sorted(wanted):
-            texts = tables.further.get(getattr(self, key), ())
-            path = getattr(self, f"{key}_monolingual_file")
-            if path is not None:
-                texts, remark = self._further_texts(key, path, corpus)
+            further[key] = tables.further.get(getattr(self, key), ())
+            if (path := getattr(self, f"{key}_monolingual_file")) is not None:
+                further[key], remark = self._further_texts(key, path, corpus)
                 remarks.append(remark)
-            further[key] = texts
         return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
 
     def _further_texts(self, key: str, path: str, corpus: Corpus) -> tuple[list[str], str]:
@@ -134,9 +128,8 @@ class Translation(SourceTask):
         lines = [line.strip() for line in read_lines(Path(path).expanduser())]
         texts = [line for line in lines if line and line not in scored]
         if not texts:
-            raise DataError(
-                f"task.{key}_monolingual_file={path}: no text in it that is not in dev or test"
-            )
+            said = "no text in it that is not in dev or test"
+            raise DataError(f"task.{key}_monolingual_file={path}: {said}")
         left_out = sum(line in scored for line in lines)
         remark = f"{len(texts):,} further texts in {getattr(self, key)}"
         return texts, remark + (f" ({left_out:,} of dev or test left out)" if left_out else "")
@@ -145,13 +138,7 @@ class Translation(SourceTask):
         return TranslationText.load(folder, self.max_length)
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> TranslationData:
-        choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
-        cache_dir = in_project(self.cache_dir)
-        self.check_rows(corpus.counts)
-        return TranslationData(self, corpus, {
-            key: choices[key].prepare(learnable(corpus, key), cache_dir)
-            for key in FIELDS if key in fields
-        })  # fmt: skip
+        return TranslationData(self, corpus, fields)
 
 
 def learnable(corpus: Corpus, key: str) -> list[str]:
@@ -177,9 +164,7 @@ class TranslationText(Tokenized):
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
         """Rows are bos, text, eos."""
-        tokenizer = self.tokenizer(key)
-        ids = tokenizer.encode(texts)
-        return PairTable(ids, None, self._max_length, tokenizer.token_ids).tokens
+        return PairTable.encoded(self.tokenizer(key), [texts], self._max_length).tokens
 
     def source_batch(self, texts: Sequence[str]) -> Tensor:
         """int64 [B, S] for texts outside the corpus."""
@@ -187,31 +172,29 @@ class TranslationText(Tokenized):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Target text of these ids, up to eos."""
-        text: str = self.tokenizer("target").decode(ids)
-        return text
+        return str(self.tokenizer("target").decode(ids))
 
 
 class TranslationData(View[Translation], TranslationText):
     """One rank's view (TaskData); texts of an invisible side are not kept."""
 
-    def __init__(
-        self, task: Translation, corpus: Corpus, tokenizers: Mapping[str, Tokenizer]
-    ) -> None:
+    def __init__(self, task: Translation, corpus: Corpus, fields: frozenset[str]) -> None:
+        choices: dict[str, TokenizerChoice]
+        choices = {key: getattr(task, f"{key}_tokenizer") for key in FIELDS if key in fields}
+        cache_dir = in_project(task.cache_dir)
+        tokenizers = {
+            k: one.prepare(learnable(corpus, k), cache_dir) for k, one in choices.items()
+        }
         TranslationText.__init__(self, tokenizers, task.max_length)
         texts = {key: {s: corpus.splits[s].texts[key] for s in SPLITS} for key in tokenizers}
-        columns = {
+        self._tables = {
             key: {split: self.table(key, column) for split, column in of.items()}
             for key, of in texts.items()
         }
-        View.__init__(self, task, corpus, frozenset(tokenizers), tokenizers, columns)
         self._further = {key: self.table(key, corpus.further[key]) for key in tokenizers}
-        self._tables = columns
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references = texts.get("target", {})
-
-    def describe(self) -> str:
-        pairs = f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})"
-        return ", ".join([self._task.describe(), pairs, *self._remarks])
+        View.__init__(self, task, corpus, fields, tokenizers, self._tables)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Of the training pairs, and further texts."""
@@ -228,19 +211,17 @@ class TranslationData(View[Translation], TranslationText):
         """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`. Both follow
         from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
         self.check_predictions(split, predictions)
-        order = sorted(predictions)
-        outputs = [self.decode(predictions[i]) for i in order]
-        wanted = [self._references[split][i] for i in order]
-        samples: list[dict[str, object]] = [
-            {"prediction": output, "reference": reference}
-            for output, reference in zip(outputs, wanted, strict=True)
-        ]
+        samples: dict[int, dict[str, Any]] = {
+            i: {"prediction": self.decode(predictions[i]), "reference": self._references[split][i]}
+            for i in sorted(predictions)
+        }
         values, errors = {}, {}
+        outputs, wanted = zip(*map(dict.values, samples.values()), strict=True)
         for name, metric in _metrics(self._task.language).items():
             values[name], errors[name], sentences = _score(metric, outputs, wanted)
-            for sample, (score, counts) in zip(samples, sentences, strict=True):
+            for sample, (score, counts) in zip(samples.values(), sentences, strict=True):
                 sample |= {name: score, f"{name}_counts": counts}
-        return Scores(values, errors, dict(zip(order, samples, strict=True)))
+        return Scores(values, errors, samples)
 
     def signature(self) -> dict[str, str]:
         metrics = _metrics(self._task.language)

@@ -34,7 +34,7 @@ from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.tracking import Recording
-from xcloud.report.run_table import print_report
+from xcloud.report.tables import print_report
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
 
 TRACE_FILE = "timeline.json"
