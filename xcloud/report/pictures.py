@@ -77,12 +77,11 @@ def write_pictures(
     predicted: Timeline | None = None,
 ) -> list[Path]:
     """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
-    drawn = [
-        write_loss(run_dir / LOSS_PICTURE, run, title),
-        write_step_time(run_dir / STEP_TIME_PICTURE, run, title),
-    ]
+    drawn: list[Path | None] = []
     if timeline is not None:
-        drawn.insert(0, write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted))
+        drawn.append(write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted))
+    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
+    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
     return [path for path in drawn if path is not None]
 
 
