@@ -45,7 +45,7 @@ from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.outer_parameters import OuterOptimizer
+from xcloud.parallel.replicas import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
@@ -53,9 +53,8 @@ from xcloud.rank.roles import join
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
-from xcloud.security.defences import GaussianNoise, MaxNorm
+from xcloud.security.defences import CloudPrivacy, GaussianNoise, MaxNorm, SamplePrivacy
 from xcloud.security.policy import Visibility
-from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training

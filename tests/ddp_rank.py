@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xcloud.comm.compression import Chain
 from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.precision import Cast
-from xcloud.parallel.ddp_hook import CompressedAveraging, compressed_averaging
+from xcloud.parallel.gradient_averaging import CompressedAveraging, compressed_averaging
 
 
 def main(rank: int, store: str) -> None:
@@ -23,7 +23,7 @@ def main(rank: int, store: str) -> None:
     network = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
     target = torch.randn(32, 8) / 32**0.5
     model = DistributedDataParallel(network, bucket_cap_mb=0.01)
-    state = CompressedAveraging(Chain(powersgd=PowerSgd(2), fp16=Cast()))
+    state = CompressedAveraging(model, Chain(powersgd=PowerSgd(2), fp16=Cast()))
     model.register_comm_hook(state, compressed_averaging)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
 

@@ -33,8 +33,8 @@ from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
+from xcloud.security.defences import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.security.policy import Visibility
-from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.settings import Checkpoints
 
 ROWS: dict[str, Row] = {

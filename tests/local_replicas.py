@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,9 @@ from tests.replicas import Post, PostLinks
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.compression import Chain, Compressor
 from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work
-from xcloud.parallel.hub import Hub, MergeRecord
+from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
-from xcloud.parallel.outer_parameters import OuterOptimizer
-from xcloud.parallel.replicas import Replicas
+from xcloud.parallel.replicas import OuterOptimizer, Replicas
 from xcloud.record.reporter import Reporter
 
 ALONE = RankGroup.alone()
@@ -175,31 +174,26 @@ def reference(
     return [p.detach() for p in shared.parameters()]
 
 
-class Status(NamedTuple):
-    replica: int
-    status: str
-    step: int
-    why: str
-
-
 class Diary:
-    """A MergeLog that tests read."""
+    """The hub's reporter, which tests read. weights: of the replicas, by the step of a merge.
+    words: the replicas that were absent or came back, in order."""
 
     def __init__(self) -> None:
-        self.merges: list[MergeRecord] = []
-        self.absences: list[Status] = []
+        self.weights: dict[int, tuple[float, ...]] = {}
+        self.words: list[tuple[int, str]] = []
         self.hub_step = 0  # that it has begun
         self.changed = threading.Condition()
 
-    def merged(self, record: MergeRecord) -> None:
+    def event(self, kind: str, *, step: int, now: bool = False, **fields: Any) -> None:
         with self.changed:
-            self.merges.append(record)
+            if kind == "absence":
+                self.words.append((*fields["ranks"], fields["what"]))
+            else:
+                self.weights[step] = tuple(fields["weights"].values())
+                assert (kind == "merge") == all(self.weights[step])
             self.changed.notify_all()
 
-    def status(self, *status: Any) -> None:
-        with self.changed:
-            self.absences.append(Status(*status))
-            self.changed.notify_all()
+    def note(self, line: str) -> None: ...
 
     def begin(self, step: int) -> None:
         with self.changed:
@@ -208,15 +202,7 @@ class Diary:
 
     def wait_for(self, found: Callable[[Diary], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: found(self), 20), (self.merges, self.absences)
-
-    @property
-    def weights(self) -> dict[int, tuple[float, ...]]:
-        return {record.step: record.weights for record in self.merges}
-
-    @property
-    def words(self) -> list[tuple[int, str]]:
-        return [(status.replica, status.status) for status in self.absences]
+            assert self.changed.wait_for(lambda: found(self), 20), (self.weights, self.words)
 
 
 def end_of(rounds: LocalRounds) -> Any:
@@ -246,7 +232,7 @@ class Scalar:
         self.rounds = rounds_of(post.links(replica), module, settings, last_step, **options)
         self.end = end_of(self.rounds)
         if isinstance(self.end, Hub):
-            self.end.log = diary  # type: ignore[assignment]
+            self.end.reporter = diary  # type: ignore[assignment]
 
     def run(
         self, first: int, last: int, before: Callable[[int], None] = lambda step: None

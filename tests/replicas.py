@@ -67,7 +67,7 @@ class PostLinks(ReplicaLinks):
 
     def post(
         self,
-        to_replica: int,
+        replica: int,
         key: MessageKey,
         parts: Parts,
         carries: Sequence[str],
@@ -75,28 +75,28 @@ class PostLinks(ReplicaLinks):
     ) -> None:
         assert len(carries) == len(parts)
         with self.office.changed:
-            if to_replica in self.office.gone:
-                raise LinkClosed(f"replica {to_replica} is gone")
+            if replica in self.office.gone:
+                raise LinkClosed(f"replica {replica} is gone")
             copies = tuple(part.clone() for part in parts)
-            self.office.queues.setdefault((self.replica, to_replica), []).append((key, copies))
+            self.office.queues.setdefault((self.replica, replica), []).append((key, copies))
             self.office.changed.notify_all()
         self.num_bytes += sum(TensorSpec.of(part).num_bytes for part in parts)
         self.raw_bytes += raw_bytes
 
     def next(
         self,
-        from_replica: int,
+        replica: int,
         key: MessageKey,
         wait_s: float | None = None,
     ) -> Parts:
         deadline_s = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
         with self.office.changed:
-            while not (queue := self.office.queues.get((from_replica, self.replica), [])):
-                if from_replica in self.office.gone:
-                    raise LinkClosed(f"replica {from_replica} is gone")
+            while not (queue := self.office.queues.get((replica, self.replica), [])):
+                if replica in self.office.gone:
+                    raise LinkClosed(f"replica {replica} is gone")
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self.office.changed.wait(left_s):
-                    raise LinkTimeout(f"no {key} from replica {from_replica}")
+                    raise LinkTimeout(f"no {key} from replica {replica}")
             came, parts = queue.pop(0)
         if came != key:
             raise FrameError(f"expected {key}, got {came}")

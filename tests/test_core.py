@@ -48,13 +48,13 @@ join, links."""
 FEATURES = (
     "cluster.one_way_layout", "parallel.activation_cache", "comm.compression_plans",
     "comm.tensor_codec", "contracts.one_way_parts", "electra", "job.needs", "job.one_way",
-    "join.restarts", "parallel.averaging", "parallel.ddp_hook",
+    "join.restarts", "parallel.averaging", "parallel.gradient_averaging",
     "parallel.one_forward_one_backward", "parallel.hub",
     "parallel.local_updates", "parallel.merging", "parallel.one_way",
     "parallel.within_cloud", "parallel.strategy", "rank.gradient_parts", "plan", "planner",
     "rank.autopilot", "rank.leaks", "rank.one_way",
     "rank.reports", "record.checkpoints",
-    "security.defences", "security.leak_meter", "security.observer", "security.privacy",
+    "security.defences", "security.leak_meter", "security.observer",
     "survive.checkpointing", "survive.resume", "sweep", "training.divergence",
     "training.pinned_batches", "use", "watch.following", "wire.further_ends",
 )  # fmt: skip

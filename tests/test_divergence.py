@@ -32,8 +32,8 @@ from xcloud.launch.local import run
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import by_tensor
-from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.part import StepReport
+from xcloud.parallel.replicas import OuterParameters
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Optimizer, Training
 

@@ -42,14 +42,14 @@ def test_with_everyone_in_time_it_is_diloco() -> None:
     settings = LocalUpdates(4, DILOCO, late="skip", wait_s=20.0)
     post, diary = Post(3), Diary()
     job = [Replica(r, post.links(r), settings, 12) for r in range(3)]
-    end_of(job[0].exchange).log = diary
+    end_of(job[0].exchange).reporter = diary
     in_threads([lambda r=r: r.run(12) for r in job])
 
     rounds = [range(1, 5), range(5, 9), range(9, 13)]
     assert furthest(job[0].values, reference(3, rounds, (0.7, 0.9, True), [1, 1, 1])) < 1e-6
     assert all(equal(job[0].values, other.values) for other in job[1:])
     assert diary.weights == {4: (4, 4, 4), 8: (4, 4, 4), 12: (4, 4, 4)}
-    assert not diary.absences
+    assert not diary.words
 
 
 def test_the_hub_shows_every_contribution_that_comes() -> None:
@@ -149,7 +149,7 @@ def test_one_that_missed_many_merges_gets_all_values() -> None:
 
     def hold(step: int) -> None:
         if step == 1:
-            diary.wait_for(lambda d: len(d.merges) >= 8)
+            diary.wait_for(lambda d: len(d.weights) >= 8)
 
     in_threads([lambda: hub.run(1, 12, slowly), lambda: late.run(1, 12, hold)])
 
@@ -249,7 +249,7 @@ def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> N
 
     links.next = counted
     hub.run(1, 40)
-    assert len(diary.merges) == 40
+    assert len(diary.weights) == 40
     assert len(waits) > 40 and sum(wait > 0 for wait in waits) == 2  # the first, and at the end
 
 
@@ -313,7 +313,7 @@ def test_a_run_goes_on_from_the_state_of_the_hub_alone() -> None:
 
     in_threads([go_on, lambda: other.run(1, 8)])
 
-    assert not diary.absences
+    assert not diary.words
     assert diary.weights == {6: (2, 1), 8: (2, 2)} and other.made == [6, 7, 8]
     assert hub.value == other.value == pytest.approx(10 + (2 * 2 + 1 * 4) / 3 + 5)
 

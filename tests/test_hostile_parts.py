@@ -210,7 +210,7 @@ def hub_with(weights: list[float], every: int = 2) -> list[tuple[float, ...]]:
         key = MessageKey(Kind.AVERAGING, number, 0)
         post.links(1).send(0, key, (head, torch.ones(1)), ("head", "change"), 0)
         hub.run(step - every + 1, step)
-    return [record.weights for record in diary.merges]
+    return list(diary.weights.values())
 
 
 def test_a_replica_weighs_what_its_steps_allow() -> None:

@@ -17,7 +17,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.outer_parameters import OuterOptimizer
+from xcloud.parallel.replicas import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan

@@ -34,7 +34,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import by_tensor, contiguous
-from xcloud.parallel.outer_parameters import OuterOptimizer
+from xcloud.parallel.replicas import OuterOptimizer
 from xcloud.wire.ends import Ends
 from xcloud.wire.further_ends import replica_links
 
@@ -304,7 +304,8 @@ def test_cuts_are_whole_balanced_and_in_order() -> None:
             assert [sum(p.shape.numel() for p in share) for share in shares] == [100] * 3
     assert [sum(sizes[p] for p in run) for run in contiguous(sizes, 3)] == [100, 102, 98]
     for every, count, offsets in ((6, 3, [2, 4, 0]), (5, 1, [0]), (2, 2, [1, 0])):
-        assert LocalUpdates(every, fragments=count).offsets == offsets
+        settings = LocalUpdates(every, fragments=count)
+        assert [settings.offset(number) for number in range(count)] == offsets
     with pytest.raises(ConfigError, match=r"fragments is 7.* at most 6"):
         replicas(LocalUpdates(8, fragments=7), 1)
 

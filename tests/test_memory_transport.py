@@ -162,7 +162,7 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     ordered = producers[1].orders.next(may_drop=True)
     assert ordered is not None and ordered.number == 1
     producers[1].send(0, 1, torch.arange(5, dtype=torch.uint8))
-    arrived = consumer.inbox.next_of(1)
+    arrived = consumer.inbox.next_of([1])
 
     assert consumer.inbox.was_ready(0) and arrived is not None
     assert arrived.payload.tolist() == [0, 1, 2, 3, 4]
@@ -172,4 +172,4 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     unheard = in_threads(
         [lambda: consumer.ends.part_from([1, 2], 1.0), *(p.ends.close for p in producers)]
     )
-    assert unheard[0] == {}
+    assert unheard[0] == set()

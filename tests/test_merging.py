@@ -62,7 +62,6 @@ def test_one_bad_replica_does_not_move_a_robust_merge_far(merge: Robust) -> None
                 most = without + (2.6 / num_replicas if isinstance(merge, NormBound) else 0.4)
                 assert distance(merge(everybody)) < most, (num_replicas, kind)
                 assert not distance(weighted_mean(everybody)) < 1.5 * most
-                assert merge.bad(everybody) == ([place] if kind == "NaN" else [])
 
 
 def test_where_all_are_good_the_cost_is_the_variance_that_is_stated() -> None:

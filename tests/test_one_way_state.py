@@ -139,7 +139,7 @@ def test_an_inbox_goes_on_with_the_batches_that_were_waiting() -> None:
     original.put(0, batch(1, 1, 2))
     original.put(0, batch(3))
     original.put(2, batch(2, 7))
-    assert original.next_of(2) is not None
+    assert original.next_of([2]) is not None
     original.put(2, batch(4, 9, 9, 9))
     restored.load_state_dict(stored(original.state_dict()))
 
@@ -147,11 +147,11 @@ def test_an_inbox_goes_on_with_the_batches_that_were_waiting() -> None:
     with pytest.raises(Exception, match="came after number 4"):
         restored.put(2, batch(4))
     for source in range(3):
-        while (expected := original.next_of(source)) is not None:
-            found = restored.next_of(source)
+        while (expected := original.next_of([source])) is not None:
+            found = restored.next_of([source])
             assert found is not None and torch.equal(found.payload, expected.payload)
             assert found._replace(payload=expected.payload) == expected
-        assert restored.next_of(source) is None
+        assert restored.next_of([source]) is None
 
 
 def test_who_waits_for_batches_or_orders_says_for_which() -> None:

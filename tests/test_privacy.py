@@ -22,7 +22,7 @@ from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import Strategy
 from xcloud.rank.gradient_parts import account
-from xcloud.security.privacy import (
+from xcloud.security.defences import (
     CloudPrivacy,
     Privacy,
     SamplePrivacy,

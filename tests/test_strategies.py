@@ -18,7 +18,7 @@ from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median, TrimmedMean
-from xcloud.parallel.outer_parameters import OuterOptimizer
+from xcloud.parallel.replicas import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan

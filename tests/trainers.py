@@ -25,7 +25,7 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.parallel.within_cloud import OverlappedSums
 from xcloud.rank.gradient_parts import PrivateGradients, join_tied
 from xcloud.record.reporter import Reporter
-from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
+from xcloud.security.defences import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, Feed
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Optimizer, Training

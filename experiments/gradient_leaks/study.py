@@ -32,7 +32,7 @@ from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal_network import run as run_network
 from xcloud.rank.task_data import load
-from xcloud.security.privacy import clip_factor
+from xcloud.security.defences import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"
 BASE = (

@@ -20,9 +20,7 @@ from xcloud.cluster.layout import Layout, num_ranks_in_words
 @settings("cloud")
 class OneWayCloud:
     """share: how much of the consumer's batches comes from here, in proportion to the shares of
-    the other producers; None makes this cloud the consumer. device: "auto" takes a GPU where
-    there is one.
-    """
+    the other producers; None makes this cloud the consumer."""
 
     num_ranks: Positive = 1
     share: PositiveFloat | None = None

@@ -11,13 +11,11 @@ ids and a bitmap.
 Ranked ids: those that occur MIN_COUNT times or more get ranks by frequency. A token is a class
 and c bits: class c holds the ranks 2**c - 1 .. 2**(c+1) - 2, or, for rare tokens, the ids in that
 range (the classes of Elias gamma, IEEE Trans. IT 1975). The classes are Huffman-coded by zlib,
-the bits are concatenated. Order within a class does not matter, so the dictionary's ids are sent
-as ascending numbers.
+the bits are concatenated. The dictionary's ids are sent as ascending numbers in each class.
 
 Ascending numbers: Rice codes of the gaps. A gap g is (g >> k) zeros and a one in one bit string,
-and its k low bits in another; k (one byte) minimises the size. For positions drawn at random with
-probability p this costs 1 to 3 % more than the entropy H(p) (Golomb, IEEE Trans. IT 1966; Rice
-1979).
+and its k low bits in another; k (one byte) minimises the size: 1 to 3 % above the entropy, for
+positions drawn at random (Golomb, IEEE Trans. IT 1966; Rice 1979).
 
 Shapes: B samples, R or T tokens of all samples, U distinct ids, D of them in the dictionary,
 N ascending numbers.
@@ -93,11 +91,10 @@ class IdPacking:
         num_tokens, num_samples = len(ids_R), len(counts_B)
         if not 1 <= num_samples <= self.max_samples or int(counts_B.max()) > self.max_length:
             raise ValueError(
-                f"{num_samples} samples of up to {int(counts_B.max()) if num_samples else 0} "
-                f"tokens; allowed are {self.max_samples} of {self.max_length}"
+                f"{num_samples} samples of {counts_B.tolist()} tokens; allowed are "
+                f"{self.max_samples} of {self.max_length}"
             )
-        if int(counts_B.sum()) != num_tokens or len(replaced_R) != num_tokens:
-            raise ValueError(f"{num_tokens} ids, but lengths of {int(counts_B.sum())} in all")
+        assert int(counts_B.sum()) == num_tokens == len(replaced_R)
         if num_tokens and not 0 <= int(ids_R.min()) <= int(ids_R.max()) < self.vocab_size:
             raise ValueError(f"ids must be in 0..{self.vocab_size - 1}")
 
@@ -129,22 +126,22 @@ class IdPacking:
             version, id_coding, flag_coding, length_bits, shortest, vocab_size, digest,
             num_samples, num_tokens, num_replaced,
         ) = HEADER.unpack(rest.take(HEADER_BYTES).numpy().tobytes())  # fmt: skip
-        if version != VERSION:
-            raise FrameError(f"token ids packed by version {version}, expected {VERSION}")
+        if version != VERSION or max(id_coding, flag_coding) > 1 or length_bits > 31:
+            raise FrameError(
+                f"token ids of version {version}, expected {VERSION}, or unknown codes"
+            )
         if (vocab_size, digest) != (self.vocab_size, self.digest):
             raise FrameError(
                 f"token ids of another vocabulary: {vocab_size} words, digest {digest:08x}; "
                 f"expected {self.vocab_size}, {self.digest:08x}. All clouds need one tokenizer "
                 "file"
             )
-        if not 1 <= num_samples <= self.max_samples or length_bits > 31:
-            raise FrameError(f"{num_samples} samples in a message, most {self.max_samples}")
-        if num_tokens > num_samples * self.max_length or num_replaced > num_tokens:
+        most = self.max_samples, self.max_length
+        is_long = not num_replaced <= num_tokens <= num_samples * self.max_length
+        if is_long or not 1 <= num_samples <= self.max_samples:
             raise FrameError(
-                f"{num_replaced} replaced of {num_tokens} tokens of {num_samples} texts"
+                f"{num_replaced} replaced of {num_tokens} tokens in {num_samples} texts of {most}"
             )
-        if max(id_coding, flag_coding) > 1:
-            raise FrameError(f"unknown codings {id_coding} and {flag_coding}")
         counts_B = rest.codes(length_bits, num_samples).long() + shortest
         if int(counts_B.max()) > self.max_length or int(counts_B.sum()) != num_tokens:
             raise FrameError(f"lengths of {int(counts_B.sum())} tokens in all, got {num_tokens}")

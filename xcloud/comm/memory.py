@@ -73,9 +73,7 @@ class _PerSample(Memory):
     def _get(self, sample: int, like: Tensor) -> Tensor | None:
         """The sample's tensor; None if there is none or it has another number of rows."""
         tensor = self._tensors.get(sample)
-        if tensor is None or tensor.shape != like.shape:
-            return None
-        return tensor.to(like)
+        return tensor.to(like) if tensor is not None and tensor.shape == like.shape else None
 
     def _pop(self, sample: int, like: Tensor) -> Tensor | None:
         found = self._get(sample, like)
@@ -109,8 +107,7 @@ class _PerSample(Memory):
             return
         if state.keys() != {"ids", "counts", "rows"}:
             raise ValueError(f"a memory takes over ids, counts and rows, got {sorted(state)}")
-        ids, counts, rows = state["ids"], state["counts"], state["rows"]
-        assert isinstance(ids, Tensor) and isinstance(counts, Tensor) and isinstance(rows, Tensor)
+        ids, counts, rows = (torch.as_tensor(state[name]) for name in ("ids", "counts", "rows"))
         spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()
         self._tensors = {sample: rows[span].clone() for sample, span in spans}
 
@@ -121,14 +118,13 @@ class ErrorFeedback(_PerSample):
 
     sent = x + decay * residual[id];  residual[id] = sent - seen
     Source: Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847. Difference: one
-    residual per sample instead of per position in the batch, since rows of different sentences
-    are unrelated; so it helps from the second epoch on.
+    residual per sample instead of per position in the batch; so it helps from the second epoch on.
     Memory: one copy of every sample's rows, at the sender only. A sample that returns with
     another number of rows starts afresh. If a sample occurs twice in a message, the first takes
     the residual, and the errors of both are kept if their rows agree.
 
-    decay: 0..1; below 1 old errors fade, for x that changes much between visits.
-    dtype: "float32", "bfloat16" (half the bytes; float16 would lose small residuals), None: as x.
+    decay: below 1 old errors fade. dtype: that of what is kept (bfloat16: half the bytes); None:
+    as x.
     """
 
     label = "ef"
@@ -158,16 +154,15 @@ class DeltaCache(_PerSample):
     first visit: sent = x, cache[id] = seen;  later: sent = x - cache[id], cache[id] += seen
     Source: Wang et al., "AQ-SGD", arXiv:2206.01299: while training converges the changes shrink,
     and so does the error at a given number of bits. Difference: the first visit is compressed
-    too, where AQ-SGD sends it uncompressed; so it helps from the second epoch on.
+    too; so it helps from the second epoch on.
 
-    Both caches must stay bit-equal, so both ends must decode alike: same compressor, same kind
-    of device (a matrix product of `Svd` may differ in its last bit between CPU and GPU).
-    Memory: one copy of every sample's rows at each end, on the tensor's device: 160,000 sentences
-    of 25 x 768 in bfloat16 take 6 GB. A sample that returns with another number of rows starts
-    afresh. If a sample occurs twice in a message, both are deltas to the previous visit, and the
-    last one is kept.
+    Both caches must stay bit-equal, so both ends must decode alike: same kind of device, where
+    decoding is a matrix product (`Svd`). Memory: one copy of every sample's rows at each end, on
+    the tensor's device: 160,000 sentences of 25 x 768 in bfloat16 take 6 GB. A sample that returns
+    with another number of rows starts afresh. If one occurs twice in a message, both are deltas to
+    the previous visit, and the last one is kept.
 
-    dtype: "float32", "bfloat16" (half the bytes), None: as x.
+    dtype: as of ErrorFeedback.
     """
 
     label = "delta"

@@ -5,8 +5,7 @@ Shapes: N values of the tensor in any shape; integers in M = ceil(N / block) blo
 
 `pack` and `unpack` take codes of one width, cut into planes of 8, 4, 2 and 1 bits (6 = 4 + 2). A
 plane of w bits is packed in rows: byte j holds codes j, j + M, j + 2M, … with M = ceil(N * w / 8),
-so every step is one pass over neighbouring bytes; with codes j, j + 1, … in a byte the same work
-takes strided passes.
+so that every step is one pass over neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from xcloud.comm.compression import (
     wide,
 )
 
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -40,10 +40,8 @@ class Cast(Compressor):
     """float16 or bfloat16 on the wire.
 
     float16 values are scaled by a power of two that brings max|x| into [2**14, 2**15): gradients
-    of 1e-9 keep all 11 bits, where a plain cast would flush them to zero, and 1e9 does not
-    overflow. Values below 2**-29 of the maximum lose bits. Scaling by a power of two leaves the
-    mantissa alone, so values that plain float16 can represent give the same result.
-    bfloat16 has the range of float32 and needs no exponent.
+    of 1e-9 keep all 11 bits, and 1e9 does not overflow. Values below 2**-29 of the maximum lose
+    bits; those that plain float16 can represent do not change.
     NaN stays NaN; an inf stays inf (and, in float16, makes inf of what exceeds 65504).
 
     Wire, for [*shape]: values [*shape] (2 bytes each); float16 only: exponent int16 [1].
@@ -110,12 +108,9 @@ class BlockInt(Draws):
     Source: Pan et al., ZTE Technology Journal 2023(4), section 2.2.1 (fixed INT8 for backward);
     block scales: Dettmers et al., arXiv:2110.02861. Difference: the scale has a sign, which puts
     the one code that symmetric integers waste on the side of the largest value; the other side is
-    clipped at 1 - 2**(1-bits) of it. Relative error for blocks of 64 of Gaussian values /
-    Student-t(3) / hidden states of MiniLM:
-        2 bits: symmetric .72/.68/.74, signed scale .39/.48/.48, both scales tried .36/.44/.42
-        4 bits: symmetric .108/.179/.146, signed scale .095/.159/.128, both tried .092/.154/.123
-    A minimum beside the scale (asymmetric codes) pays for its 16 bits only on one-sided data: at
-    equal bytes it has .50/.84/.66 at 2 bits and .100/.170/.131 at 4.
+    clipped at 1 - 2**(1-bits) of it. Relative error of hidden states of MiniLM in blocks of 64:
+        2 bits: symmetric .74, signed scale .48, both scales tried .42; 4 bits: .146, .128, .123
+    A minimum beside the scale would pay for its 16 bits only on one-sided data.
 
     Scales are bfloat16, rounded towards zero: they have the range of float32 (float16 would lose
     gradients of 1e-9), and no decoded value exceeds the block's largest. They are sent as int16,
@@ -130,9 +125,7 @@ class BlockInt(Draws):
     bits: Annotated[int, Field(ge=1, le=8)] = 8
     block: Positive = 64
     stochastic: bool = False
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = (
-        0  # of stochastic rounding, combined with the channel's; not needed for decoding
-    )
+    seed: Seed = 0  # of stochastic rounding, combined with the channel's
 
     @property
     def feedback(self) -> Feedback:
@@ -253,11 +246,9 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
     packed = torch.empty(packed_bytes(num_codes, bits), dtype=torch.uint8, device=codes_N.device)
     start = 0
     for width, shift in _planes(bits):
-        plane = codes_N
-        if bits != width:
-            plane = (codes_N >> shift).bitwise_and_((1 << width) - 1)
-        plane = plane.to(torch.uint8)
-        size = _plane_bytes(num_codes, width)
+        is_whole = bits == width
+        plane = codes_N if is_whole else (codes_N >> shift).bitwise_and_((1 << width) - 1)
+        plane, size = plane.to(torch.uint8), _plane_bytes(num_codes, width)
         target = packed[start : start + size]
         target.copy_(plane[:size])
         for offset, first in _rows(width, size):

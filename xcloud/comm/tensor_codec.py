@@ -18,7 +18,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compression import Chain, Compressor, Parts, seed_from
-from xcloud.comm.state import MEMORY, State, StatefulParts, StateTree, copy_of
+from xcloud.comm.state import MEMORY, State, StatefulParts, StateTree, copy_of, fill
 
 Choose = Callable[[str, torch.Size], Compressor]
 """The compressor of a tensor, by its name and shape."""
@@ -57,36 +57,25 @@ class _Coded(StatefulParts):
         return {} if self.residual is None else {"residual": copy_of(self.residual)}
 
     def take(self, own: State) -> None:
-        residual, expected = own.get("residual"), self.residual
-        shapes = [r.shape if isinstance(r, Tensor) else None for r in (residual, expected)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the state of {self.name!r} has a residual of shape {shapes[0]}, expected "
-                f"{shapes[1]}; it was saved with other settings"
-            )
-        if expected is not None:
-            self.residual = torch.as_tensor(residual).to(expected, copy=True)
+        fill({} if self.residual is None else {"residual": self.residual}, own, repr(self.name))
 
 
 class TensorCodec(StatefulParts):
     """Encodes this replica's tensors and decodes those of any other with the same settings.
 
-    shapes: every tensor by name, in the order in which they are handed over.
-    choose: the compressor of each; the codec works on copies.
-    identity: random stream of the messages, the same in all replicas.
+    shapes: every tensor by name, in the order in which they are handed over. choose: the
+        compressor of each; the codec works on copies.
+    identity: random stream of the messages, the same in all replicas. They draw the same
+        positions, so that what one sends of a sum of others is what these have sent, and round
+        independently, so that errors average out.
     feedback: add what a message lost to the next one, where that does good (Compressor.feedback).
         Without it, ConfigError for a compressor that needs it.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, torch.Size],
-        choose: Choose,
-        identity: int,
-        feedback: bool,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, shapes: Mapping[str, torch.Size], choose: Choose, identity: int, feedback: bool,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", replica: int = 0,
+    ) -> None:  # fmt: skip
         self.device = torch.device(device)
         self._coded: list[_Coded] = []
         for name, shape in shapes.items():
@@ -102,20 +91,12 @@ class TensorCodec(StatefulParts):
             kept = feedback and compressor.feedback in ("useful", "needed")
             residual = torch.zeros(spec.shape, dtype=dtype, device=device) if kept else None
             self._coded.append(_Coded(name, shape, spec, compressor, residual))
-        self._identity = identity
-        self.of_replica(0)
+            chain = compressor.members if isinstance(compressor, Chain) else {"": compressor}
+            for member_name, member in chain.items():
+                whose = "all" if member.family == "sparse" else replica
+                member.use_stream(seed_from(identity, name, member_name, whose))
         self._parts = [part for c in self._coded for part in c.compressor.wire_specs(c.spec)]
         self._dtypes = list(dict.fromkeys(part.dtype for part in self._parts))
-
-    def of_replica(self, replica: int) -> None:
-        """Begin the random streams of this replica. All draw the same positions, so that what one
-        sends of a sum of others is what these have sent; their rounding is independent, so that
-        its errors average out."""
-        for coded in self._coded:
-            made = coded.compressor
-            for name, member in made.members.items() if isinstance(made, Chain) else [("", made)]:
-                whose = "all" if member.family == "sparse" else replica
-                member.use_stream(seed_from(self._identity, coded.name, name, whose))
 
     @property
     def names(self) -> list[str]:

@@ -33,8 +33,7 @@ def precision_recall(sums: Mapping[str, float]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Fed:
     """One batch for one rank of the consumer. payload: uint8 [N], packed, all that the consumer
-    gets to know. loss: the producer's own mean loss of this batch; it is reported, not sent to the
-    consumer."""
+    gets to know. loss: the producer's own mean loss of this batch; reported, not sent."""
 
     payload: Tensor
     num_samples: int
@@ -45,10 +44,8 @@ class Fed:
 @dataclass(frozen=True, kw_only=True)
 class OneWayContext(BuildPlace):
     """What a rank hands to a model that builds its part: of the `group_size` ranks of `cloud` this
-    is number `group_rank`. num_steps: updates that this part will make, as far as is known; of a
-    producer its share of the batches, until `Producer.replan` says otherwise. producers: names of
-    the clouds that feed.
-    """
+    is number `group_rank`. num_steps: updates that this part will make, as far as is known; a
+    producer's until `Producer.replan`. producers: names of the clouds that feed."""
 
     num_steps: int
     producers: Sequence[str] = ()
@@ -122,7 +119,7 @@ class OneWayModel(Protocol):
 
     @property
     def data(self) -> str:
-        """Which data the producers read, as every cloud may know."""
+        """That the producers read, as every cloud may know."""
 
     def check(self, producers: Sequence[str]) -> None:
         """Raise ConfigError if there is no part for one of these clouds, or one too many, and

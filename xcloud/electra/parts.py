@@ -31,13 +31,7 @@ from xcloud.comm.state import State, Stateful, StatefulParts
 from xcloud.contracts.model import TokenIds
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
 from xcloud.contracts.task import Scores
-from xcloud.models.backbone import (
-    PretrainedBackbone,
-    PublicBackbone,
-    SeededBackbone,
-    export_bert,
-    export_electra,
-)
+from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone, export
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
@@ -286,7 +280,7 @@ class GeneratorRank(_Learner):
         if self.settings.frozen:
             return
         folder = run_dir / MODEL_DIR / f"generator_{self.context.cloud}"
-        export_bert(self.network, folder, self.tokenizer.token_ids.pad)
+        export(self.network, folder, self.tokenizer.token_ids.pad)
         self.tokenizer.save_pretrained(folder, self.network.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
@@ -362,7 +356,8 @@ class DiscriminatorRank(_Learner):
         """Write model/discriminator, a checkpoint with its tokenizer."""
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
         network, pad = self.network, self.tokenizer.token_ids.pad
-        export_electra(network.encoder, network.dense, network.score, folder, pad)
+        heads = {"dense": network.dense, "dense_prediction": network.score}
+        export(network.encoder, folder, pad, **heads)
         self.tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
 
     def evaluate(self) -> Scores:

@@ -3,12 +3,11 @@ feed one with integers. Its file is read and checked like any experiment's (conf
 
 How the figures of its summary are made, beside those of any run (record/summary.py):
 - A step is the consumer's; its time and the waiting of the consumer (starvation) are of its ranks.
-- A producer's seconds are per consumer step and rank, so that clouds are comparable; its waiting
-  is back-pressure: nothing was ordered. They are reported about once a second and attributed to
-  the next complete step, so sums are exact and single steps are not.
+- A producer's seconds are per consumer step and rank; its waiting is back-pressure: nothing was
+  ordered. They are reported about once a second and attributed to the next complete step, so sums
+  are exact and single steps are not.
 - `sent.forward` of a step counts the whole frames of the batches it used; `other` is everything
-  else that crossed meanwhile: orders, reports.
-- `bytes_per_token` = those frames / the tokens in them; null where nothing crosses clouds.
+  else that crossed meanwhile. `bytes_per_token` = those frames / the tokens in them.
 - `finished`: every rank of the producer has finished, so its model is exported.
 """
 
@@ -50,12 +49,9 @@ class OneWayTraining:
 
 @settings(kw_only=True)
 class OneWayExperiment(Job):
-    """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
-    do not fit together.
-
-    follow_up: overrides of an experiment that runs when this one has finished, on what it left, in
-    its run folder; none if empty. Points of a sweep have none.
-    """
+    """Who feeds whom, how it trains and what is written down. follow_up: overrides of an
+    experiment that runs when this one has finished, on what it left, in its run folder; none if
+    empty. Points of a sweep have none."""
 
     model: SkipValidation[OneWayModel]
     cluster: OneWayLayout
@@ -149,17 +145,15 @@ class OneWayStatistics(RunStatistics):
         self._feed = FeedCollector(layout)
         super().__init__(self._feed)
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
-        self._made: Counter[str] = Counter()
+        self._made = defaultdict[tuple[str, str], float](float)  # batches, seconds, by producer
         self._loss: dict[str, float | None] = {}
-        self._seconds = defaultdict[tuple[str, str], float](float)  # by kind and producer
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "fed":
             name = event["cloud"]
-            self._made[name] += event["num_batches"]
+            for kind in ("num_batches", *TIMES):
+                self._made[kind, name] += event.get(kind, 0)
             self._loss[name] = event.get("loss", self._loss.get(name))  # absent: all were skipped
-            for kind in TIMES:
-                self._seconds[kind, name] += event.get(kind, 0.0)
         return super().feed(event)
 
     def seconds(self, kind: str, first: int) -> dict[str, float]:
@@ -170,8 +164,7 @@ class OneWayStatistics(RunStatistics):
 
     def num_skipped(self) -> int:
         """The consumer's updates; a producer's are its own."""
-        skipped = self.events("skipped_update")
-        return sum(event["cloud"] not in self._shares for event in skipped)
+        return sum(event["cloud"] not in self._shares for event in self.events("skipped_update"))
 
     def summary(self, **facts: Any) -> Summary:
         summary = super().summary(**facts)
@@ -201,7 +194,7 @@ class OneWayStatistics(RunStatistics):
         return summary
 
     def _producer(self, name: str) -> dict[str, Any]:
-        made = self._made[name]
+        made = int(self._made["num_batches", name])
         states = [e["state"] for e in self.events("producer") if e["producer"] == name]
         ended = self.events("skipped_update", "finish")
         own = Counter(event["event"] for event in ended if event["cloud"] == name)
@@ -210,7 +203,7 @@ class OneWayStatistics(RunStatistics):
             "num_skipped_updates": own["skipped_update"],
             "loss": self._loss.get(name),
             **{
-                f"{kind}_per_batch": ratio(self._seconds[kind, name] or None, made, 6)
+                f"{kind}_per_batch": ratio(self._made[kind, name] or None, made, 6)
                 for kind in ("compute_s", "waiting_s")
             },
             "state": states[-1] if states else "absent",

@@ -10,6 +10,7 @@ V token ids, C of them in a piece of the loss.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
@@ -81,7 +82,8 @@ class CausalStage(Stage):
         frozen: bool = False,
         is_tied: bool = False,
     ) -> None:
-        super().__init__(architecture, handed_over, frozen)
+        config = {"config": json.loads(network.config.to_json_string())}
+        super().__init__({**architecture, **config}, handed_over, frozen)
         self.network = network
         self._part, self._chunk = part, chunk
         self._softcap: float | None = getattr(network.config, "final_logit_softcapping", None)

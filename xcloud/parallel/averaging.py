@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,9 @@ class ReplicaLinks(ABC):
     the ranks that train the same share of the same stages there.
 
     Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
-    apart. A link hands messages out in the order in which they were sent. All replicas make the
-    same calls, so what another one sends to this one has the same keys, in the same order, as what
-    this one sends there: by these `recv` finds a message out of turn.
+    apart. All replicas make the same calls, so what another one sends to this one has the same
+    keys, in the same order, as what this one sends there: by these `recv` finds a message that
+    comes before the one asked for.
 
     replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
     of a group. num_parts: such ranks of all stages of a replica.
@@ -63,32 +64,30 @@ class ReplicaLinks(ABC):
         its link. under_way: exchanges that begin before an earlier one ends."""
 
     def send(
-        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
-        raw_bytes: int,
-    ) -> None:  # fmt: skip
+        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+    ) -> None:
         """Returns before delivery. carries: what each part is, in words, for the record of what
         left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
         """
-        self.post(to_replica, key, parts, carries, raw_bytes)
-        self._expected[to_replica].append(key)
+        self.post(replica, key, parts, carries, raw_bytes)
+        self._expected[replica].append(key)
 
-    def recv(self, from_replica: int, key: MessageKey) -> Parts:
+    def recv(self, replica: int, key: MessageKey) -> Parts:
         """The counterpart of what was sent there as `key`. Raises as `next` does."""
-        expected = self._expected[from_replica]
-        while (from_replica, key) not in self._early:
-            self._early[from_replica, expected[0]] = self.next(from_replica, expected[0])
+        expected = self._expected[replica]
+        while (replica, key) not in self._early:
+            self._early[replica, expected[0]] = self.next(replica, expected[0])
             expected.popleft()
-        return self._early.pop((from_replica, key))
+        return self._early.pop((replica, key))
 
     @abstractmethod
     def post(
-        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
-        raw_bytes: int,
-    ) -> None:  # fmt: skip
+        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+    ) -> None:
         """As `send`, of a message that has no counterpart."""
 
     @abstractmethod
-    def next(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
         """The next message, which must be `key`. Its parts are the receiver's to check.
 
         Raises FrameError for another message, LinkTimeout after wait_s seconds (default: what the
@@ -109,7 +108,7 @@ class ReplicaLinks(ABC):
 
 
 def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
-    """What a message begins with, and the rest of it. Raises FrameError for another beginning."""
+    """And the rest. Raises FrameError for another beginning."""
     if not parts or TensorSpec.of(parts[0]) != spec:
         raise FrameError(
             f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
@@ -218,10 +217,8 @@ class _UnderWay:
 
 
 class AllToAll(Averager):
-    """Every replica sends its message to every other: R - 1 messages each way, one latency.
-
-    A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
-    """
+    """Every replica sends its message to every other: R - 1 messages each way, one latency. A
+    replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper."""
 
     own_names = (MEMORY,)
 
@@ -231,8 +228,6 @@ class AllToAll(Averager):
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links, self._codecs, self._terms = links, codecs, terms
         check_merge(terms.merge, links.num_replicas)
-        for codec in codecs.values():
-            codec.of_replica(links.replica)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 
@@ -303,10 +298,9 @@ class AllToAll(Averager):
         carries = ("weight of this replica", *codec.carries)
         self._links.send(replica, key, message, carries, codec.raw_bytes)
 
-    def _receive(self, replica: int, key: MessageKey) -> tuple[float, Parts]:
-        parts = self._links.recv(replica, key)
-        weight, rest = first_part(parts, _WEIGHT, f"replica {replica}")
-        return float(weight), rest
+    def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Parts]:
+        """Its weight, and what it sent."""
+        return first_part(self._links.recv(replica, key), _WEIGHT, f"replica {replica}")
 
     def _merged(self, step: int) -> list[Tensor]:
         replicas = range(self._links.num_replicas)
@@ -318,7 +312,8 @@ class AllToAll(Averager):
             return Contribution(under_way.own, under_way.weight)
         codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
-        return self._terms.contribution(step, under_way.num_steps, replica, weight, codec, parts)
+        since = under_way.num_steps
+        return self._terms.contribution(step, since, replica, float(weight), codec, parts)
 
     def _end(self, step: int, merged: Sequence[Tensor]) -> None:
         """It is under way no more. If the result is not finite, codecs forget what they sent."""
@@ -364,13 +359,10 @@ class Aggregators(AllToAll):
         for replica in self._links.others:
             _, parts = self._receive(replica, key)
             results[replica] = self._codecs[str(replica)].decode(parts)
-        pieces = [
-            pair
-            for replica, part in enumerate(self._pieces)
-            for pair in zip(part, results[replica], strict=True)
-        ]
-        self._end(step, [tensor for _, tensor in pieces])
-        return Merged([joined(pieces, self._count)])
+        tensors = [tensor for replica in sorted(results) for tensor in results[replica]]
+        self._end(step, tensors)
+        pieces = chain.from_iterable(self._pieces)
+        return Merged([joined(zip(pieces, tensors, strict=True), self._count)])
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
         sent: dict[str, Parts] = {}

@@ -38,46 +38,17 @@ _HEADS = (
 )
 _VALUES = ("values agreed on last", "velocity of the outer optimizer")
 _MOST = 2.0**53  # steps and weights are below
+PeerState = Literal["present", "late", "left"]
 _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 
-class MergeRecord(NamedTuple):
-    """before: step of the merge before. weights: how much each replica counted, 0: left out.
-    parts: the merged change as it was sent; nothing where the merge was left out."""
+class _Kept(NamedTuple):
+    """A merge. before: step of the one before. parts: the merged change as it was sent; nothing
+    where the merge was left out."""
 
     step: int
     before: int
-    weights: tuple[float, ...]
     parts: Parts
-
-
-@dataclass
-class MergeLog:
-    """Events and notes of merges, and of who is absent."""
-
-    reporter: Reporter
-    links: ReplicaLinks
-    _is_left_out: bool = False  # the last merge
-
-    def merged(self, record: MergeRecord) -> None:
-        weights = {self.links.cloud_of(r): weight for r, weight in enumerate(record.weights)}
-        kind = "merge" if all(record.weights) else "partial_merge"
-        self.reporter.event(kind, step=record.step, weights=weights)
-        was_left_out, self._is_left_out = self._is_left_out, not any(record.weights)
-        if self._is_left_out and not was_left_out:
-            self.reporter.note(
-                f"the merge of step {record.step} is left out, and those after it until enough "
-                "clouds with finite changes are there; each trains on by itself"
-            )
-
-    def status(
-        self, replica: int, status: Literal["late", "left", "back"], step: int, why: str
-    ) -> None:
-        """late: left out until it comes; left: disconnected or timed out; back: after either."""
-        cloud, ranks = self.links.cloud_of(replica), list(self.links.ranks_of(replica))
-        self.reporter.event("absence", now=True, absent=cloud, ranks=ranks, what=status, step=step)
-        word = {"left": "gone"}.get(status, status)
-        self.reporter.note(f"cloud {cloud} is {word} (step {step}){f': {why}' if why else ''}")
 
 
 @dataclass
@@ -89,10 +60,6 @@ class _End(Averager):
     codec: TensorCodec
     merged: TensorCodec
     known: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        for codec in (self.codec, self.merged):
-            codec.of_replica(self.links.replica)
 
     @property
     def max_bytes(self) -> int:
@@ -159,10 +126,10 @@ class Member(_End):
 
 @dataclass
 class _Peer:
-    """state: what is expected of it next. number: of its next message. merged_at: the step at
-    which all that it had done was known here."""
+    """late: left out until it comes; left: disconnected or timed out. number: of its next message.
+    merged_at: the step at which all that it had done was known here."""
 
-    state: Literal["present", "late", "left"] = "present"
+    state: PeerState = "present"
     number: int = 0
     merged_at: int = 0
 
@@ -178,14 +145,14 @@ class Hub(_End):
     leave: Literal["fail", "go_on"]
     wait_s: float
     values: Callable[[], Parts]
-    log: MergeLog
+    reporter: Reporter
     _taken: dict[int, Contribution] = field(default_factory=dict, init=False)
-    _kept: deque[MergeRecord] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
+    _kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
+    _is_left_out: bool = field(default=False, init=False)  # the last merge
     _peers: dict[int, _Peer] = field(init=False)
     _due: dict[int, int] = field(default_factory=dict, init=False)  # answers: what each knows
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._peers = {replica: _Peer() for replica in self.links.others}
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
@@ -210,13 +177,10 @@ class Hub(_End):
                 self._peers[replica].merged_at = step
         else:
             self._taken = {}
-        counted = {replica: contribution.weight for replica, contribution in self._taken.items()}
-        weights = tuple(counted.get(r, 0.0) for r in range(self.links.num_replicas))
-        record = MergeRecord(step, self.known, weights, parts)
-        self._kept.append(record)
+        self._kept.append(_Kept(step, self.known, parts))
         self.known = step
-        self.log.merged(record)
-        return Merged(changes, bool(counted), step)
+        self._report_merge(step)
+        return Merged(changes, bool(self._taken), step)
 
     def end_step(self, step: int, is_last: bool) -> None:
         """Answer those that are in this step's merge, and those that were absent and have come by
@@ -226,8 +190,7 @@ class Hub(_End):
         self._due, self._taken = {}, {}
         late = self._come(step, self.wait_s, "late") if is_last else ()
         for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
-            self._peers[replica].state = "present"
-            self.log.status(replica, "back", step, "")
+            self._set_state(replica, "present", step)
             self._answer(replica, known, step, False)
 
     def resume(self, step: int) -> Merged:
@@ -254,8 +217,7 @@ class Hub(_End):
         except LinkTimeout as error:
             why = f"it did not come in {self.wait_s:g} s"
             if peer.state == "present" and self.late == "skip":
-                peer.state = "late"
-                self.log.status(replica, "late", step, why)
+                self._set_state(replica, "late", step, why)
             elif peer.state == "present":
                 self._lose(replica, step, why, error)
             return None
@@ -283,8 +245,28 @@ class Hub(_End):
             raise type(error)(
                 f"{error}. To go on without a cloud that leaves set strategy.averaging.leave=go_on"
             ) from error
-        self._peers[replica].state = "left"
-        self.log.status(replica, "left", step, why)
+        self._set_state(replica, "left", step, why)
+
+    def _set_state(self, replica: int, state: PeerState, step: int, why: str = "") -> None:
+        self._peers[replica].state = state
+        cloud, ranks = self.links.cloud_of(replica), list(self.links.ranks_of(replica))
+        what = "back" if state == "present" else state
+        word = "gone" if state == "left" else what
+        self.reporter.event("absence", now=True, absent=cloud, ranks=ranks, what=what, step=step)
+        self.reporter.note(f"cloud {cloud} is {word} (step {step}){why and f': {why}'}")
+
+    def _report_merge(self, step: int) -> None:
+        counted = {replica: contribution.weight for replica, contribution in self._taken.items()}
+        replicas = range(self.links.num_replicas)
+        weights = {self.links.cloud_of(replica): counted.get(replica, 0.0) for replica in replicas}
+        kind = "merge" if all(weights.values()) else "partial_merge"
+        self.reporter.event(kind, step=step, weights=weights)
+        was_left_out, self._is_left_out = self._is_left_out, not any(weights.values())
+        if self._is_left_out and not was_left_out:
+            self.reporter.note(
+                f"the merge of step {step} is left out, and those after it until enough clouds "
+                "with finite changes are there; each trains on by itself"
+            )
 
     def _answer(self, replica: int, known: int, step: int, is_counted: bool) -> None:
         peer = self._peers[replica]

@@ -20,10 +20,16 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
-from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
+from xcloud.parallel.hub import HUB, Hub, Member
 from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
-from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters, StepBudget
-from xcloud.parallel.replicas import ReplicaCheck, Replicas, Shapes
+from xcloud.parallel.replicas import (
+    OuterOptimizer,
+    OuterParameters,
+    ReplicaCheck,
+    Replicas,
+    Shapes,
+    StepBudget,
+)
 from xcloud.parallel.strategy import Averaging, Traits
 
 NAME = "strategy.averaging"
@@ -33,32 +39,27 @@ _UNDER_WAY = f"{MEMORY}.under_way"
 
 @settings(NAME)
 class LocalUpdates(Averaging):
-    """Settings. Steps are counted alike in all replicas: a merge stands at a step's number.
+    """Steps are counted alike in all replicas: a merge stands at a step's number
+    (docs/local-updates.md).
 
-    every: steps between two merges of the same parameters (H).
-    outer: what is done with the merged change.
-    weigh: replicas count by the samples or tokens that they trained on since the last merge, or
-        all alike.
+    every: steps between two merges of the same parameters (H). outer: what is done with the merged
+        change. weigh: replicas count by what they trained on since the last merge, or all alike.
     fragments: parameters are merged in so many parts, one after the other, every / fragments steps
-        apart (Streaming DiLoCo, arXiv:2501.18512).
-    overlap: steps that a replica trains on while its change is merged (tau there).
-    mix: share of its own values that a replica keeps at a merge (alpha there: 0.5 with overlap; if
-        0 the steps made during the overlap are lost).
+        apart (Streaming DiLoCo, arXiv:2501.18512). overlap: steps that a replica trains on while
+        its change is merged (tau there). mix: share of its own values that a replica keeps at a
+        merge (alpha there).
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
-        since the last merge makes no more steps before the next: so a slow cloud does fewer steps
-        than `every` instead of being waited for, and counts for what it did.
+        since the last merge makes no more steps before the next.
     merge: a Byzantine-robust aggregator (parallel/merging.py); null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
     wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
-    late: what then becomes of it. wait: it counts as one that has left. skip: this merge is
-        without it; its change stays with it and is part of the next one.
-    leave: what a replica that is gone does to the others. fail: the run ends. go_on: they merge
-        without it, and take it in when it comes back; it gets their values then.
-    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
-        On several machines that is up to whoever runs them.
+    late: wait: it then counts as one that has left. skip: this merge is without it; its change is
+        part of the next one.
+    leave: fail: the run ends. go_on: the others merge without it, and take it in when it comes
+        back. restart_s: after which a run on one machine starts a lost cloud again; null = never.
 
-    With skip or go_on the first cloud merges for all (it must stay), each replica is in one cloud,
-    and merges are of all parameters at once.
+    With skip or go_on the first cloud merges for all, each replica is in one cloud, and merges are
+    of all parameters at once.
     """
 
     every: Positive = 50
@@ -135,16 +136,14 @@ class LocalUpdates(Averaging):
         )
 
     @property
-    def offsets(self) -> list[int]:
-        """At which remainder of step / every each fragment is merged: evenly spread, the last one
-        at 0."""
-        count = self.fragments
-        return [(number + 1) * self.every // count % self.every for number in range(count)]
-
-    @property
     def most_under_way(self) -> int:
         """Fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
+
+    def offset(self, number: int) -> int:
+        """At which remainder of step / every this fragment is merged: evenly spread, the last one
+        at 0."""
+        return (number + 1) * self.every // self.fragments % self.every
 
     def check(self, layout: ClusterLayout) -> None:
         """Some settings need replicas of one cloud each, whose ranks hold all stages."""
@@ -205,7 +204,7 @@ class LocalRounds(Exchange):
     of which nothing own is kept, so that all replicas have the same values.
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
-    replica that was late leaves out the steps up to the one that the hub has reached.
+    replica that was late leaves out the steps up to the hub's.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
@@ -214,14 +213,13 @@ class LocalRounds(Exchange):
         self.budget = StepBudget(
             averaging.every, replicas.group, averaging.most_s, averaging.most_tokens
         )
-        names, num_trained = list(replicas.trained), len(replicas.trained)
-        if 0 < num_trained < averaging.fragments:
+        names, sizes = list(replicas.trained), [p.numel() for p in replicas.trained.values()]
+        if 0 < len(names) < averaging.fragments:
             raise ConfigError(
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
-                f"{num_trained} tensors; set it to at most {num_trained}"
+                f"{len(names)} tensors; set it to at most {len(names)}"
             )
-        sizes = [p.numel() for p in replicas.trained.values()]
-        runs = contiguous(sizes, averaging.fragments) if sizes else []
+        runs = contiguous(sizes, averaging.fragments) if names else []
         self._fragments = [
             self._fragment([names[position] for position in run], number)
             for number, run in enumerate(runs)
@@ -288,7 +286,7 @@ class LocalRounds(Exchange):
                 own, terms, averaging.feedback, "local updates", number,
                 num_fragments=averaging.fragments,
             )  # fmt: skip
-        return _Fragment(values, averager, averaging.offsets[number])
+        return _Fragment(values, averager, averaging.offset(number))
 
     def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
         replicas, averaging = self._replicas, self._settings
@@ -300,8 +298,7 @@ class LocalRounds(Exchange):
             return Member(replicas.links, change, merged)
         return Hub(
             replicas.links, change, merged, replicas.guarded(terms, shapes),
-            averaging.late, averaging.leave, averaging.wait_s, values.flat,
-            MergeLog(replicas.reporter, replicas.links),
+            averaging.late, averaging.leave, averaging.wait_s, values.flat, replicas.reporter,
         )  # fmt: skip
 
     def _most_weight(self, num_steps: int) -> float:

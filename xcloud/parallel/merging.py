@@ -5,12 +5,11 @@ that the ranks of a cloud carry across). Pure tensor code: no links, no compress
 Every step of a merge is one multiplication or one addition for each value, in a fixed order, so
 the result has the same bits in every replica, on any processor.
 
-`Median`, `TrimmedMean` and `NormBound` are Byzantine-robust aggregators. They cost no bytes. What
-they cost is accuracy where all are honest: variance, against the mean of R equally noisy
-contributions, and bias where replicas differ because their data differ. Only `NormBound` uses
-weights; a contribution of weight zero counts for none.
-A contribution with a value that is not finite is left out by them (`Robust.bad` tells which); if
-these are no minority, the result is NaN. Sum and mean hide nothing.
+`Median`, `TrimmedMean` and `NormBound` are Byzantine-robust aggregators. They cost no bytes but
+accuracy where all are honest: variance, against the mean of R equally noisy contributions, and
+bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution
+of weight zero counts for none. One with a value that is not finite is left out by them; if these
+are no minority, the result is NaN. Sum and mean hide nothing.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ class Robust(ABC):
     """Fewest replicas of which one may be bad."""
 
     def __call__(self, contributions: Sequence[Contribution]) -> list[Tensor]:
-        bad = self.bad(contributions)
-        counted = [c for i, c in enumerate(contributions) if c.weight and i not in bad]
-        if len(counted) <= len(bad):
+        finite = [c for c in contributions if math.isfinite(_norm(c.tensors))]
+        counted = [c for c in finite if c.weight]
+        if len(counted) <= len(contributions) - len(finite):
             return [torch.full_like(tensor, math.nan) for tensor in contributions[0].tensors]
         return self._merge(counted)
 
@@ -79,11 +78,6 @@ class Robust(ABC):
                 f"{num_replicas}; use the mean, or more clouds"
             )
 
-    @staticmethod
-    def bad(contributions: Sequence[Contribution]) -> list[int]:
-        """Those with a value that is not finite."""
-        return [i for i, c in enumerate(contributions) if not math.isfinite(_norm(c.tensors))]
-
     @abstractmethod
     def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]: ...
 
@@ -94,8 +88,7 @@ class TrimmedMean(Robust):
     least one of either.
 
     Source: Yin et al., arXiv:1803.01498. Tolerates that many bad ones. Variance on Gaussian noise,
-    one of either left out: 1.35 times that of the mean for 3 replicas (it is the median), 1.14
-    for 5. Biased as the median is, but less.
+    one of either left out: 1.35 times that of the mean for 3 replicas, 1.14 for 5.
     """
 
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.2
@@ -142,13 +135,9 @@ class NormBound(Robust):
         ordered = sorted(norms)
         bound = self.factor * (ordered[(len(norms) - 1) // 2] + ordered[len(norms) // 2]) / 2
         total = sum(c.weight for c in contributions)
-        return _sum(
-            contributions,
-            [
-                c.weight / total * _rounded(min(1.0, bound / norm) if norm else 1.0)
-                for c, norm in zip(contributions, norms, strict=True)
-            ],
-        )
+        factors = [_rounded(min(1.0, bound / norm) if norm else 1.0) for norm in norms]
+        weights = [c.weight / total * f for c, f in zip(contributions, factors, strict=True)]
+        return _sum(contributions, weights)
 
 
 def check_merge(merge: Merge, num_replicas: int) -> None:
@@ -228,9 +217,8 @@ def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Pi
 
 
 def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piece]]:
-    """Every row of every tensor in exactly one share, in order; shares differ by a row's size. A
-    share may be empty, if there are few rows. A tensor without values is in the share where it
-    falls, whole."""
+    """Every row of every tensor in exactly one share, in order; shares differ by a row's size, and
+    may be empty. A tensor without values is in the share where it falls, whole."""
     total = sum(shape.numel() for shape in shapes.values())
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
     seen = 0
@@ -256,7 +244,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
 
 
 def joined(pieces: Iterable[tuple[Piece, Tensor]], count: int) -> list[Tensor]:
-    """The tensors, so many, that these are pieces of, as by_rows has put them in order."""
+    """The tensors, so many, of which these are pieces in order."""
     rows: list[list[Tensor]] = [[] for _ in range(count)]
     for piece, tensor in pieces:
         rows[piece.index].append(tensor)

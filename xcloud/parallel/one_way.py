@@ -32,23 +32,22 @@ from xcloud.comm.state import State as Saved
 from xcloud.comm.state import StatefulParts
 
 NOBODY = -1
-"""In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
-stand at the same number; it is kept until a rank of the consumer wants it."""
+"""In place of a consumer's rank: a batch that is only made, so that all ranks of the cloud stand
+at the same number; it is kept until a rank of the consumer wants it."""
 
 
 @settings("feed")
 class Feed:
-    """run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. They
-        must cover what a step takes, and the round trip of the link meanwhile. null = twice what
-        one producer alone would have to give for a step, at least 8.
-    order: fixed = in turn by share, the same in every run of the same seed (bit-equal in one cloud
-        and across clouds as long as no producer is slow or lost); arrival = whoever has a batch
-        ready, nearest to the shares.
-    on_slow: what to do about a producer that is silent for slow_after_s. wait = wait for it (with
-        order=arrival: no producer may get more than run_ahead batches ahead of its share);
-        redistribute = the others take over its share until it has caught up.
-    on_dead: redistribute = the others take over its share; pause = wait for the user, who
-        continues without it or ends the run; stop = the run fails.
+    """docs/one-way-jobs.md says more of each.
+
+    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. null =
+        twice what one producer alone would have to give for a step, at least 8.
+    order: fixed = in turn by share, the same in every run of the same seed; arrival = whoever has
+        a batch ready, nearest to the shares.
+    on_slow: of a producer that is silent for slow_after_s. wait = wait for it; redistribute = the
+        others take over its share until it has caught up.
+    on_dead: redistribute; pause = wait for the user, who continues without it or ends the run;
+        stop = the run fails.
     min_producers: start as soon as so many are ready, the others join later; null = all.
     """
 
@@ -118,8 +117,8 @@ class Round:
     first rank, what all do after the step.
     """
 
-    def __init__(self, num_producers: int, pairs: tuple[int, int], num_sums: int) -> None:
-        sizes = [num_sums, *[num_producers] * 3, *[pairs[0] * pairs[1]] * 2, 1]
+    def __init__(self, num_producers: int, pairs: tuple[int, ...], num_sums: int) -> None:
+        sizes = [num_sums, *[num_producers] * 3, *[math.prod(pairs)] * 2, 1]
         self.packed = torch.zeros(sum(sizes), dtype=torch.float64)
         parts = torch.split(self.packed, sizes)
         self.sums, self.ready, self.slow, self.dead, consumed, skipped, self.signal = parts
@@ -133,10 +132,9 @@ class ConsumptionPlan(StatefulParts):
     """num_batches: that the consumer will use in all; only Order.num_planned needs it.
 
     numbers: of the last batch ordered, by source; the first is 1. ordered, consumed: batches, by
-    source and rank of the consumer. surplus, with order=fixed: of
-    these that came too late for their slots and still wait to be used. slots, with order=fixed: by
-    rank of the consumer, the sources of its next batches. turns: by producer, what it is owed in
-    batches. promised: Order.num_planned, by producer and number.
+    source and rank of the consumer. turns: by producer, what it is owed in batches. promised:
+    Order.num_planned, by producer and number. With order=fixed, slots: by rank of the consumer,
+    the sources of its next batches; surplus: batches that came too late for them, not used yet.
     """
 
     own_names = ("plan", "turns", "promised")
@@ -166,13 +164,11 @@ class ConsumptionPlan(StatefulParts):
 
     @property
     def is_exhausted(self) -> bool:
-        """Nobody is left who could ever feed again."""
         return all(state is State.DEAD for state in self.state)
 
     def round(self, num_sums: int = 0) -> Round:
         """In which nothing has happened."""
-        pairs = len(self.producer_of), self.num_consumers
-        return Round(len(self.state), pairs, num_sums)
+        return Round(len(self.state), self.ordered.shape, num_sums)
 
     def step_slots(self, consumer: int) -> list[int]:
         """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
@@ -312,8 +308,8 @@ class ConsumptionPlan(StatefulParts):
         return state
 
     def readmit_lost(self) -> list[int]:
-        """Producers that were lost are there again in a resumed run, and take part once they are
-        ready. What they owed is not waited for, and their numbers continue. Returns them."""
+        """In a resumed run they take part once they are ready. What they owed is not waited for,
+        and their numbers continue. Returns them."""
         lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
         for p in lost:
             self.state[p], sources = State.ABSENT, self._sources[p]

@@ -8,6 +8,7 @@ settings and its Exchange in a file of its own, and a YAML in conf/strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -139,9 +140,9 @@ class Strategy:
     def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
         if layout.num_replicas > 1:
             return self._as_written(layout)
-        number = len(layout.clouds) if self.replicas is None else self.replicas
-        if number == 1 and self.replicas == 1:
+        if self.replicas == 1:
             return layout
+        number = self.replicas or len(layout.clouds)
         if len(layout.clouds) % number:
             raise ConfigError(
                 f"strategy.replicas={number} cannot be spread evenly over the "
@@ -161,9 +162,8 @@ class Strategy:
                 f"pipelines of {per_replica}, but they name their stages ({held}); leave stages "
                 "out, or give every cloud its replica too (cluster.clouds.NAME.replica)"
             )
-        return _with_stages(
-            layout, [(k % per_replica,) for k in range(len(layout.clouds))], per_replica
-        )
+        by_cloud = [(k % per_replica,) for k in range(len(layout.clouds))]
+        return _with_stages(layout, by_cloud, per_replica)
 
     def _as_written(self, layout: ClusterLayout) -> ClusterLayout:
         found = layout.num_replicas
@@ -197,10 +197,9 @@ def _is_by_position(layout: ClusterLayout) -> bool:
 
 
 def _with_stages(
-    layout: ClusterLayout, stages: list[tuple[int, ...]], per_replica: int
+    layout: ClusterLayout, stages: Sequence[tuple[int, ...]], per_replica: int
 ) -> ClusterLayout:
-    """stages: of each cloud in turn. Where a cloud held a stage in each rank it now holds all of
-    its stages in every rank."""
+    """stages: of each cloud in turn, from now on held by every rank of it."""
     clouds: dict[str, Cloud] = {
         name: replace(cloud, stages=stages[k], replica=k // per_replica, one_stage_per_rank=False)
         for k, (name, cloud) in enumerate(layout.clouds.items())

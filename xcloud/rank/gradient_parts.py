@@ -1,5 +1,5 @@
 """Parts that change a rank's gradients before the optimizer: differential privacy (DP-SGD; the
-mathematics are security/privacy.py's), and the matrix that both ends of a pipeline hold.
+mathematics are security/defences.py's), and the matrix that both ends of a pipeline hold.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import FlatBuffer, RankGroup
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
-from xcloud.security.privacy import (
+from xcloud.security.defences import (
     Privacy,
     SamplePrivacy,
     clip_factor,
+    gaussian_epsilon,
     most_squared_uses,
-    noise_like,
+    normal,
     sampled_epsilon,
 )
 from xcloud.training.batch_plan import BatchPlan
@@ -97,7 +98,7 @@ def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> Ti
             links, TensorCodec(
                 {TIED: parameter.shape},
                 lambda name, shape: Chain() if within else choose(name, shape),
-                seed_from(seed, "tied"), True, parameter.dtype, parameter.device,
+                seed_from(seed, "tied"), True, parameter.dtype, parameter.device, links.replica,
             )
         )  # fmt: skip
         links.open(averager.max_bytes)
@@ -138,7 +139,7 @@ class PrivateGradients(Part):
                 stage.buffer.flat.copy_(self._sums[number])
                 if stage.group.leads and deviation:
                     gradients = stage.buffer.gradients
-                    gradients.add_(noise_like(gradients, deviation, self._chance))
+                    gradients.add_(deviation * normal(gradients, self._chance))
 
 
 @dataclass
@@ -181,7 +182,7 @@ def account(
         "clip": privacy.clip,
         "noise": privacy.noise,
         "delta": privacy.delta,
-        "epsilon": privacy.epsilon(uses),
+        "epsilon": gaussian_epsilon(privacy.noise, uses, privacy.delta),
         "epsilon_if_sampled": sampled,
         "sampling_rate": rate,
         "num_updates": num_updates,

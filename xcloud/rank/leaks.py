@@ -34,8 +34,7 @@ from xcloud.wire.ends import Ends
 
 @dataclass(frozen=True)
 class LeakObservers(Part):
-    """averaged: of what replicas average; None where nothing is averaged over clouds, or no stage
-    of this rank reads one text."""
+    """averaged: of what replicas average; None where nobody attacks that."""
 
     observer: Observer
     averaged: AveragingWatch | None
@@ -56,8 +55,7 @@ class LeakObservers(Part):
 
 
 class ObservedEnd:
-    """A Sender or a Receiver of messages that the observer takes notes of. end: a SendChannel, its
-    Guard, or a ReceiveChannel."""
+    """A Sender or a Receiver (`end`) of messages that the observer takes notes of."""
 
     def __init__(self, observer: Observer, end: Any) -> None:
         self._observer, self._end = observer, end
@@ -105,14 +103,13 @@ def leak_observers(
     run_dir: Path,
 ) -> LeakObservers:  # fmt: skip
     """Of a job whose leak meter is on."""
-    meter, layout = job.leak_meter, job.cluster
+    meter, layout, vocabularies = job.leak_meter, job.cluster, data.vocabularies
     assert meter is not None
-    cloud = layout.placement(rank).cloud
-    vocabularies = data.vocabularies
+    place = layout.placement(rank)
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(
-        rank, cloud, layout.num_ranks, job.training.max_steps - meter.last_steps + 1,
-        meter.max_rows, token_fields, job.fields_of_cloud(cloud), layout.placement(rank).replica,
+        rank, place.cloud, layout.num_ranks, job.max_steps - meter.last_steps + 1,
+        meter.max_rows, token_fields, job.fields_of_cloud(place.cloud), place.replica,
     )  # fmt: skip
     texts = vocabularies.keys() & job.model.fields(0, layout.num_stages)
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:

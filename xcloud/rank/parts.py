@@ -32,7 +32,7 @@ from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.record.files import ready_file
-from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
+from xcloud.security.defences import CloudPrivacy, SamplePrivacy
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer

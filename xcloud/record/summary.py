@@ -30,7 +30,7 @@ How the figures are made:
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `memory`: bytes of each rank at the end of training, before the evaluation (rank/memory.py).
-- `privacy`: what clipping with noise guarantees (rank/privacy.py); null without it.
+- `privacy`: what clipping with noise guarantees (rank/gradient_parts.py); null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `lost_event_lines`, `lost_files`, `num_lost_checkpoints`: lost to a full disk; figures are of
   the remaining lines.

@@ -1,19 +1,30 @@
-"""Noise that a cloud adds to what it sends, so that the receiver learns less about text or labels.
-Pure tensor code: no links, no compressors. leak_meter.py measures how much it helps.
+"""Noise that a cloud adds to what it sends, before memory and compressor: defences of text and
+labels at stage boundaries (leak_meter.py measures how much they help), and differential privacy of
+gradients and weight changes. Pure tensor code: no links, no compressors, no trainer.
+
+Noise is drawn from a `chance` that is secret to the sender: anyone who can reproduce the noise can
+subtract it.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
-A defence acts in the sender's cloud, before memory and compressor.
+
+(epsilon, delta): whoever sees everything that was noised cannot tell, beyond a factor of
+e^epsilon and with probability delta to fail, whether one sample (one cloud's data) was used or
+left out.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
@@ -25,32 +36,16 @@ LABEL = "label"
 _TINY = 1e-12
 
 
-class Plain(NamedTuple):
-    """A message as it is. has_row: bool [B, longest], where the rows are if every sample is padded
-    to the longest; in this order they are the tensor's."""
-
-    tensor: Tensor
-    has_row: Tensor
-    labels: Tensor | None
-
-
 class Defence(ABC):
-    """Defence of one direction, without state. All noise is drawn from `chance`, which must be
-    secret to the sender: anyone who can reproduce the noise can subtract it.
-
-    label: short name. needs_labels: whether it reads the samples' labels.
-    """
+    """Of one direction, without state. needs_labels: whether it reads the samples' labels."""
 
     label: str
     needs_labels = False
 
     def protect(
-        self,
-        tensor: Tensor,
-        counts: Tensor | None,
-        labels: Tensor | None,
+        self, tensor: Tensor, counts: Tensor | None, labels: Tensor | None,
         chance: np.random.Generator,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """What to send instead of `tensor`, [R, D]. counts: None if every sample is one row."""
         if not tensor.numel():
             return tensor
@@ -58,15 +53,17 @@ class Defence(ABC):
             counts = torch.ones(len(tensor))
         wide = counts.to(tensor.device, torch.int64)
         has_row = torch.arange(int(wide.max()), device=tensor.device) < wide[:, None]
-        return self._protect(Plain(tensor, has_row, labels), chance)
+        return self._protect(tensor, has_row, labels, chance)
 
     @abstractmethod
-    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
-        """As `protect`, of some rows."""
+    def _protect(
+        self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
+    ) -> Tensor:
+        """has_row: bool [B, longest], where the rows are if every sample is padded to the longest;
+        in this order they are the tensor's, of which there is at least one."""
 
     def check_labels(self, kind: str, num_outputs: int) -> None:
-        """Raise ConfigError for labels that it cannot hide. kind, num_outputs: of the task's head,
-        known where labels are."""
+        """Raise ConfigError for labels that it cannot hide. kind, num_outputs: of the head."""
         if self.needs_labels and (kind, num_outputs) != ("classes", 2):
             raise ConfigError(
                 f"security.defences.backward: {self.label} hides labels of two classes, but "
@@ -84,7 +81,7 @@ class GaussianNoise(Defence):
     Difference: it protects one row of one message; no privacy budget over steps is kept.
 
     unit: "absolute", or "largest": clip is relative to the largest row norm of the message, which
-        suits activations and gradients of any size but gives no formal guarantee.
+        gives no formal guarantee.
     """
 
     clip: PositiveFloat
@@ -95,8 +92,9 @@ class GaussianNoise(Defence):
     def label(self) -> str:  # type: ignore[override]
         return f"gaussian({self.sigma:g})"
 
-    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
-        tensor = plain.tensor
+    def _protect(
+        self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
+    ) -> Tensor:
         norms = torch.linalg.vector_norm(tensor.flatten(1), dim=1).clamp(min=_TINY)
         clip = self.clip * (float(norms.detach().max()) if self.unit == "largest" else 1.0)
         # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
@@ -117,8 +115,9 @@ class MaxNorm(Defence):
 
     label = "max_norm"
 
-    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
-        tensor, has_row, _ = plain
+    def _protect(
+        self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
+    ) -> Tensor:
         owner = has_row.nonzero()[:, 0]
 
         def squares_of(rows: Tensor) -> Tensor:
@@ -155,20 +154,18 @@ class NoiseShape(NamedTuple):
 class Marvell(Defence):
     """Noise with the class covariances that best hide a binary label at a given power.
 
-    Model of Li et al., arXiv:2102.08504, section 4.2: the gradients of class 0 and 1 are
+    Source: Li et al., arXiv:2102.08504, section 4.2: the gradients of class 0 and 1 are
     N(m0, u I) and N(m1, v I) in d dimensions, g = |m1 - m0|^2, a share p is of class 1. Noise
     N(0, S0), N(0, S1) is added so as to minimise the symmetric Kullback-Leibler divergence of
     the two sums, which bounds the AUC of every attack, under
         p tr(S1) + (1 - p) tr(S0) <= power * g.
     The best S have one variance along m1 - m0 and one orthogonal to it (their theorem), so with
     A1 = u + along_0, A2 = u + across_0, B1 = v + along_1, B2 = v + across_1 the objective is
-        (d-1) (A2/B2 + B2/A2) + (A1 + g) / B1 + (B1 + g) / A1.
-    `noise_shape` minimises it.
+        (d-1) (A2/B2 + B2/A2) + (A1 + g) / B1 + (B1 + g) / A1, which `noise_shape` minimises.
 
-    A sample's gradient is the vector of all its rows, padded to the longest of the message; noise
-    for padding rows is not sent. m, u, v, p are estimated from the message.
-    Differences: a message is a micro-batch; if it has only one class, the difference to the other
-    is unknown, and isotropic noise of power * mean |gradient|^2 is used.
+    A sample's gradient is the vector of all its rows, padded to the longest of the message. m, u,
+    v, p are estimated from the message. Differences: a message is a micro-batch; if it has only
+    one class, isotropic noise of power * mean |gradient|^2 is used.
 
     power: s of the paper; 0.25 .. 25 there. Needs labels 0 and 1 in the sender's cloud.
     """
@@ -180,8 +177,9 @@ class Marvell(Defence):
     def label(self) -> str:  # type: ignore[override]
         return f"marvell({self.power:g})"
 
-    def _protect(self, plain: Plain, chance: np.random.Generator) -> Tensor:
-        tensor, has_row, labels = plain
+    def _protect(
+        self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
+    ) -> Tensor:
         assert labels is not None
         is_class = labels.dim() == 1 and not labels.is_floating_point()
         if not is_class or bool(((labels != 0) & (labels != 1)).any()):
@@ -224,8 +222,8 @@ class Marvell(Defence):
 def noise_shape(
     u: float, v: float, size: int, gap: float, share: float, power: float
 ) -> NoiseShape:
-    """The variances of Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1,
-    power: mean square length of the noise.
+    """Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1. power: mean
+    square length of the noise.
 
     If u <= v, orthogonal noise in class 1 would only widen the gap to class 0, so B2 = v and A2 is
     in [u, v]. All power is spent, since scaling A1 and B1 up lowers the objective. The objective
@@ -267,3 +265,132 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
     precise = {"xatol": 1e-9 * (high - low)}
     inside = minimize_scalar(function, bounds=(low, high), method="bounded", options=precise).x
     return float(min((low, inside, high), key=function))
+
+
+@settings("security.privacy")
+class _Noised:
+    """clip: largest norm of one contribution. noise: standard deviation of the noise on every
+    value, in units of clip. delta: of the guarantee; choose less than 1 / number of samples."""
+
+    clip: PositiveFloat
+    noise: NotNegativeFloat
+    delta: Annotated[float, Field(gt=0.0, le=0.999999)] = 1e-5
+
+    unit = ""
+
+    @property
+    def label(self) -> str:
+        return f"private by {self.unit} (clip {self.clip:g}, noise {self.noise:g})"
+
+
+@settings("security.privacy")
+class SamplePrivacy(_Noised):
+    """DP-SGD (Abadi et al., arXiv:1607.00133): every sample's gradient is clipped, each replica
+    adds noise to the sum of its own before any of it leaves the cloud.
+
+    g = 1/B (sum_i g_i min(1, clip / |g_i|) + noise * clip * N(0, I)), B the update's samples, g_i
+    the gradient of sample i, times B over the weight of the whole update.
+    Differences: each stage is clipped by itself, to clip / sqrt(stages), which bounds the whole by
+    clip; lengths of texts, on which the weight depends, count as public (they are sent in plain).
+    """
+
+    unit = "sample"
+
+
+@settings("security.privacy")
+class CloudPrivacy(_Noised):
+    """DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud: what a replica gives to
+    a merge, gradient or weight change, is clipped as a whole and noised before it is sent.
+
+    Hides whether a cloud took part with all its data. It takes many clouds, or few values (LoRA),
+    to learn despite it. Difference: each part of a message that is sent apart (fragments, shares
+    of ranks) is clipped by itself, to clip / sqrt(parts).
+    """
+
+    unit = "cloud"
+
+
+Privacy = SamplePrivacy | CloudPrivacy
+
+
+def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
+    """What brings the common norm of the tensors to at most `limit`; nan if they are not finite,
+    so that the update is seen to be."""
+    squares = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors]
+    norm = math.sqrt(sum(squares))
+    if not math.isfinite(norm):
+        return math.nan
+    return min(1.0, limit / norm) if norm else 1.0
+
+
+def private_contribution(
+    names: Collection[str], privacy: CloudPrivacy, num_parts: int, silent: Collection[str] = ()
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Clips what this replica contributes, and adds noise. names: of the tensors. num_parts:
+    messages that together are one contribution of a cloud. silent: names of which zero is sent (or
+    nan, where they are not finite)."""
+    are_silent = [name in silent for name in names]
+    limit, deviation = privacy.clip / math.sqrt(num_parts), privacy.clip * privacy.noise
+    chance = np.random.default_rng()  # not of the run's seed, which the other clouds know too
+
+    def noised(tensor: Tensor) -> Tensor:
+        return tensor + deviation * normal(tensor, chance) if deviation else tensor
+
+    def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = list(zip(tensors, are_silent, strict=True))
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
+        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
+
+    return protect
+
+
+def most_squared_uses(batches: Iterable[Tensor]) -> int:
+    """Of the sample that counts most, for gaussian_epsilon. batches: sample ids of each update."""
+    totals = Counter[int]()
+    for ids in batches:
+        totals.update({sample: count**2 for sample, count in Counter(ids.tolist()).items()})
+    return max(totals.values(), default=0)
+
+
+def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
+    """The smallest epsilon of Gaussian releases. squared_uses: sum over all of them of the square
+    of how often one unit (sample, cloud) is in it. Exact: they are one release with
+    mu = sqrt(squared_uses) / noise (Dong et al., arXiv:1905.02383, corollaries 1 and 3.3):
+        delta = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu)
+    Assumes nothing of how batches are drawn; whoever knows the seed knows the batches.
+    """
+    if not squared_uses:
+        return 0.0
+    if not noise:
+        return math.inf
+    from scipy.optimize import brentq
+    from scipy.special import log_ndtr
+
+    mu = math.sqrt(squared_uses) / noise
+
+    def failure(epsilon: float) -> float:
+        # e^epsilon Phi(-x) by its logarithm: the factors overflow and vanish.
+        beyond = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
+        return math.exp(log_ndtr(mu / 2 - epsilon / mu)) - math.exp(beyond)
+
+    if failure(0.0) <= delta:
+        return 0.0
+    high = 1.0
+    while failure(high) > delta:
+        high *= 2
+    return float(brentq(lambda epsilon: failure(epsilon) - delta, 0.0, high, xtol=1e-12))
+
+
+def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -> float:
+    """As is usually reported of DP-SGD: every sample in each update's batch with probability
+    `rate`, independently and in secret. By Opacus (PRV, arXiv:2106.02848), if it is installed
+    (ImportError)."""
+    from opacus.accountants import PRVAccountant
+
+    if not noise:
+        return math.inf
+    accountant = PRVAccountant()
+    accountant.history = [(noise, rate, num_updates)]
+    with warnings.catch_warnings():  # of the grid on which it begins its search
+        warnings.simplefilter("ignore")
+        return float(accountant.get_epsilon(delta))

@@ -1,20 +1,18 @@
 """Measure how much text and labels an honest-but-curious cloud recovers from what it saw: attack
-the observations of observer.py, after training (docs/privacy.md, section 3).
+the observations of observer.py, after training (docs/privacy.md, section 3). What replicas average
+is attacked by experiments/gradient_leaks (security/meter=averages).
 
 Shapes of attacks: N samples or rows, D features, C classes.
 
 Labels, for every cloud that may not see them, from each kind of message it received or computed:
     norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. Several classes: mean of one
     against the rest. A numeric label: above its median or not. A cloud that holds the text is
-    judged by gradients only: activations show it nothing that its text does not.
+    judged by gradients only.
 Text, for every cloud that may not see it, from activations it received:
     linear and network inverter guess each row's token -> fraction correct, without special
     tokens; the baseline is always the most frequent one.
 Attacks that learn are fitted on half of the samples and judged on the other half. Each figure is
-the largest over attacks and messages, so a little above 0.5 by chance if samples are few.
-Deterministic. A low figure is no proof of privacy.
-
-What replicas average is attacked by experiments/gradient_leaks (security/meter=averages).
+the largest over attacks and messages. Deterministic.
 """
 
 from __future__ import annotations
@@ -59,13 +57,9 @@ _PROBE_PENALTY = 1e-2
 
 @settings("security.meter")
 class LeakMeter:
-    """Settings of the leak meter.
-
-    last_steps: keep the messages of this many updates, the last ones of training.
-    max_rows: rows kept of each kind of message, the newest.
-    keep: leave the observations in the run folder. They hold plain text and labels, so each rank's
-        file stays with that rank, and by default they are deleted once measured.
-    """
+    """last_steps: keep the messages of this many updates, the last ones of training. max_rows: of
+    each kind of message, the newest. keep: leave the observations, which hold plain text and
+    labels, in each rank's run folder; by default they are deleted once measured."""
 
     last_steps: Positive = 50
     max_rows: Annotated[int, Field(ge=100)] = 20_000
@@ -90,8 +84,7 @@ Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or 
 
 @dataclass
 class Observations:
-    """The observations of all ranks: what each cloud saw, and the truth; of each sample the rows
-    of its newest message."""
+    """What each cloud saw, and the truth; of each sample the rows of its newest message."""
 
     seen: dict[str, dict[Stream, dict[int, Tensor]]] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
@@ -101,10 +94,7 @@ class Observations:
 
 def measure(run_dir: Path) -> dict[str, Any]:
     """For summary.json: the figures (None if there is nothing to recover), and under "leakage" the
-    attacks that they come from, on labels and text, by cloud and message.
-
-    Raises DataError if observations are missing, naming the ranks.
-    """
+    attacks that they come from. Raises DataError if observations are missing, naming the ranks."""
     notes = read_observations(run_dir)
     label, text = _labels(notes), _texts(notes)
 
@@ -279,8 +269,7 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
 
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
-    """AUC of the gradient norm (arXiv:2102.08504, section 3). Which class has the larger norm
-    is one bit, which the attacker is given."""
+    """AUC of the gradient norm (arXiv:2102.08504, section 3); its sign is given."""
     found = auc(norms_N, is_positive_N)
     return max(found, 1 - found)
 
@@ -294,7 +283,7 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     for known in sorted({*positives[spread].tolist()}):
         others = torch.arange(len(unit)) != known
         found.append(auc(unit[others] @ unit[known], is_positive_N[others]))
-    return sum(found) / len(found)
+    return fmean(found)
 
 
 def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
@@ -328,8 +317,7 @@ def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classe
 
 def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
     """The token guessed for each unknown row: linear discriminant of the tokens' mean rows, with
-    the known rows' shrunk covariance. Exact where a row is a linear map of its token's embedding.
-    """
+    the known rows' shrunk covariance."""
     known, seen = rows_ND[is_known_N].double(), tokens_N[is_known_N]
     tokens, index, counts = torch.unique(seen, return_inverse=True, return_counts=True)
     means = torch.zeros(len(tokens), known.shape[1], dtype=torch.float64)

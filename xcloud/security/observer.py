@@ -53,11 +53,8 @@ class AveragingWatch(Protocol):
 
 
 class Stream(NamedTuple):
-    """One kind of message as one rank saw it.
-
-    direction: forward or backward. boundary: number of the stage before it. how: "received" from
-    another cloud, or computed here and "sent" to it.
-    """
+    """One kind of message as one rank saw it. direction: forward or backward. boundary: number of
+    the stage before it. how: "received" from another cloud, or computed here and "sent" to it."""
 
     direction: str
     boundary: int
@@ -98,11 +95,8 @@ class Rows(NamedTuple):
 @dataclass
 class Observer:
     """One rank's observations, from update `first_step` on; of each kind of message the newest
-    `max_rows` rows.
-
-    token_fields: field -> (padding id, special token ids), for the text fields this rank may see.
-    holds: all batch fields that this rank's cloud may see. replica: of the pipeline, this rank's.
-    """
+    `max_rows` rows. token_fields: of the texts that it may see (padding id, special token ids).
+    holds: all batch fields that its cloud may see. replica: of the pipeline, this rank's."""
 
     rank: int
     cloud: str
@@ -118,16 +112,14 @@ class Observer:
         return step >= self.first_step
 
     def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
-        """Record one tensor of a training message, [R, D], as decoded or computed here.
-
-        What a cloud computes itself from text or labels that it holds is not recorded.
-        """
+        """One tensor of a training message, [R, D]; not what a cloud computes itself from text or
+        labels that it holds."""
         if stream.how == "received" or not self.holds:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts, flat)
 
     def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
-        """Record the text and labels of a training batch: the attacks' ground truth."""
+        """Text and labels of a training batch: the attacks' ground truth."""
         ids = batch["ids"]
         for name, value in batch.items() if self.wants(step) else ():
             if name in self.token_fields:

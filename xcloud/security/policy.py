@@ -18,9 +18,8 @@ from typing import Any, Literal
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
-from xcloud.security.defences import Defence
+from xcloud.security.defences import Defence, Privacy
 from xcloud.security.leak_meter import LeakMeter
-from xcloud.security.privacy import Privacy
 
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
@@ -43,11 +42,11 @@ parallel.gradient_averaging.GradientAveraging parallel.local_updates.LocalUpdate
 parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
 parallel.one_forward_one_backward.OneForwardOneBackward
 parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
-parallel.outer_parameters.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
+parallel.replicas.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.tracking.MlflowTracker
-record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
-security.defences.MaxNorm security.leak_meter.LeakMeter security.policy.Visibility
-security.privacy.CloudPrivacy security.privacy.SamplePrivacy
+record.tracking.NullTracker security.defences.CloudPrivacy security.defences.GaussianNoise
+security.defences.Marvell security.defences.MaxNorm security.defences.SamplePrivacy
+security.leak_meter.LeakMeter security.policy.Visibility
 tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual
 tasks.classification.HubClassification tasks.classification.HubCrossLingual

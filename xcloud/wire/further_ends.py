@@ -178,17 +178,15 @@ class PeerLinks(ReplicaLinks):
         return self.ends.layout.ranks_in(self.cloud_of(replica))
 
     def post(
-        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
-        raw_bytes: int,
-    ) -> None:  # fmt: skip
-        layout = self.ends.layout
-        if layout.cloud_of(self.ends.rank) != layout.cloud_of(self.peers[to_replica]):
+        self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
+    ) -> None:
+        if self.ends.leaves_cloud(self.peers[replica]):
             self.raw_bytes += raw_bytes
-        self._out[to_replica].send(key, parts, carries)
+        self._out[replica].send(key, parts, carries)
 
-    def next(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
-        patience_s = self._overdue_s[from_replica] if wait_s is None else wait_s
-        parts = self._in[from_replica].recv(key, patience_s)
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+        patience_s = self._overdue_s[replica] if wait_s is None else wait_s
+        parts = self._in[replica].recv(key, patience_s)
         return tuple(part.to(self.device) for part in parts)
 
 
@@ -203,15 +201,15 @@ class HubLinks(PeerLinks):
     _ended: set[int] = field(default_factory=set, init=False)
     _back: set[int] = field(default_factory=set, init=False)  # ended, and their clouds are back
 
-    def next(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
         """Of a replica that has begun again: first LinkClosed for what it was, then its new
         messages."""
         if self.replica == HUB:
-            self._look_for(from_replica)
+            self._look_for(replica)
         try:
-            return super().next(from_replica, key, wait_s)
+            return super().next(replica, key, wait_s)
         except LinkClosed:
-            self._end(from_replica)
+            self._end(replica)
             raise
 
     def _open(self, replica: int) -> None:

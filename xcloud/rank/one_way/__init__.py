@@ -72,22 +72,20 @@ class OneWayEnds(Ends):
 
     def part_from(
         self, peers: Sequence[int], patience_s: float, refused: Sequence[int] = ()
-    ) -> dict[int, str]:
+    ) -> set[int]:
         """Deliver everything to these and say goodbye, then hear theirs, as long as they send
-        heartbeats; one that was refused, or has not answered, is not waited for. Returns why one
-        said none, by peer: not an error."""
-        unheard: dict[int, str] = {}
+        heartbeats; one that was refused, or has not answered, is not waited for. Returns those
+        that said none."""
         theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
+        unheard = set[int]()
         for kind in (SendingEnd, ReceivingEnd):
-            for peer, end in theirs:
-                if isinstance(end, kind):
-                    waits = peer not in refused and peer not in unheard
-                    try:
-                        end.close(patience_s if waits else 0.0)
-                        if isinstance(end, ReceivingEnd) and not end.said_goodbye:
-                            unheard.setdefault(peer, "its link has ended")
-                    except LinkError as error:
-                        unheard.setdefault(peer, str(error))
+            for peer, end in ((peer, end) for peer, end in theirs if isinstance(end, kind)):
+                try:
+                    end.close(0.0 if peer in {*refused, *unheard} else patience_s)
+                    if isinstance(end, ReceivingEnd) and not end.said_goodbye:
+                        unheard.add(peer)
+                except LinkError:
+                    unheard.add(peer)
         for peer in peers:
             self.forget(peer)
         return unheard
@@ -113,7 +111,7 @@ def noting(
 
 class OneWayRank(Role[OneWayExperiment]):
     """computing: held by the one rank that computes where all are in one process. most_waiting:
-    batches ordered or waiting at one source, late ones too, which lost their slot."""
+    batches ordered or waiting at one source, late ones too."""
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
@@ -177,13 +175,10 @@ class OneWayRank(Role[OneWayExperiment]):
                 write(self.context.run_dir)
 
     def report_memory(self, module: nn.Module | None, part: Stateful) -> None:
-        moments = [
-            value
-            for name, value in part.state_dict().items()
-            if "moments." in name and isinstance(value, Tensor)
-        ]
+        kept = [value for name, value in part.state_dict().items() if "moments." in name]
+        moments = bytes_of(value for value in kept if isinstance(value, Tensor))
         modules = [] if module is None else [module]
-        self.reporter.event("memory", **self.memory.describe(modules, bytes_of(moments)))
+        self.reporter.event("memory", **self.memory.describe(modules, moments))
 
     def leave(self, checkpoints: Checkpointer) -> None:
         """Once this rank has nothing more to do. What counts as a checkpoint rank 0 says before

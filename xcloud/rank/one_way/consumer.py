@@ -74,8 +74,8 @@ class ConsumerRun(StatefulParts):
             self._intake.producer(self._step, p, State.ABSENT, what)
 
     def train(self, checkpoints: Checkpointer) -> bool:
-        """From where it stands to the end; whether it ended before, as it was asked to. Raises
-        LinkClosed when no producer is left, or one is lost that must not be."""
+        """To the end; whether it ended before, as it was asked to. Raises LinkClosed when no
+        producer is left, or one is lost that must not be."""
         job, last = self._rank.job, self._rank.job.max_steps
         wanted = job.feed.min_producers or len(self._names)
         self._intake.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
@@ -177,8 +177,8 @@ class ConsumerRun(StatefulParts):
         self._intake.note("continuing")
 
     def _save(self, checkpoints: Checkpointer, signal: Signal) -> bool:
-        """Between two steps; whether the run ends here. All that was ordered arrives first, so
-        that it is in the state of this rank, and the producers save once they have made it."""
+        """Between two steps; whether the run ends here. All that was ordered arrives first, and
+        the producers save once they have made it."""
         if signal is Signal.GO_ON:
             return checkpoints.after(self._step, signal)
         if self._leads:
@@ -217,8 +217,8 @@ class ConsumerRank(OneWayRank):
             self.inbox.set_ended(rank - layout.num_consumers, why)
 
     def needs(self, lost: frozenset[int]) -> bool:
-        """Of those that feed it any one, or the last ones, as feed.on_slow says, too; what becomes
-        of one that has ended the plan decides."""
+        """Of those that feed it any one, or the last ones, as feed.on_slow says, too; of one that
+        has ended the plan decides."""
         if super().needs(lost) or self.rank:
             return super().needs(lost)
         layout = self.job.cluster
@@ -245,10 +245,8 @@ class ConsumerRank(OneWayRank):
         return sum(record.num_bytes[kind] for record in both for kind in kinds)
 
     def send_orders(self, orders: list[Order]) -> None:
-        by_source: dict[int, list[list[int]]] = {}
-        for source, *row in orders:
-            by_source.setdefault(source, []).append(row)
-        for source, rows in by_source.items():
+        for source in dict.fromkeys(order.source for order in orders):
+            rows = [order[1:] for order in orders if order.source == source]
             self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
 
     def send_save(self, step: int, is_last: bool) -> None:
@@ -318,10 +316,10 @@ class ConsumerRank(OneWayRank):
         feeding = range(layout.num_consumers, layout.num_ranks)
         unheard = self.ends.part_from(feeding, patience_s, self.context.verdict.refused)
         for p, cloud in enumerate(layout.producers) if self.rank == 0 else ():
-            if reasons := [unheard[r] for r in layout.ranks_in(cloud) if r in unheard]:
+            if not unheard.isdisjoint(layout.ranks_in(cloud)):
                 self.reporter.note(
                     f"producer {cloud} did not finish, so what it may have trained was not "
-                    f"exported ({self.inbox.end_of(p) or reasons[0]})"
+                    f"exported ({self.inbox.end_of(p) or 'it was silent'})"
                 )
 
     def _evaluate(self, part: Consumer) -> None:

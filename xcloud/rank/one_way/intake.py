@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,8 +60,8 @@ class Inbox(StatefulParts):
     """Links fill it from their threads; one thread takes from it. lives: of ranks, note there what
     `wait` waits for. most_waiting: batches of a source, which sends none that was not ordered.
 
-    Its state has the batches that are here, once all that were ordered have come. Who is ready or
-    gone is no part of it: a resumed run is connected anew.
+    Its state has the batches that are here, once all that were ordered have come; a resumed run is
+    connected anew.
     """
 
     own_names = ("batches", "payloads")
@@ -72,13 +72,12 @@ class Inbox(StatefulParts):
     ) -> None:  # fmt: skip
         self._max_payload_bytes, self._most_waiting = max_payload_bytes, most_waiting
         self._changed = threading.Condition(threading.RLock())
-        self._boxes = [
-            _Box(p, f"producer {cloud!r} (its rank {i})", lives[layout.num_consumers + source])
-            for p, (cloud, sources) in enumerate(
-                zip(layout.producers, layout.sources, strict=True)
-            )
-            for i, source in enumerate(sources)
-        ]
+        self._boxes = []
+        for source, p in enumerate(layout.producer_of):
+            rank = layout.num_consumers + source
+            place = layout.placement(rank)
+            name = f"producer {place.cloud!r} (its rank {place.group_rank})"
+            self._boxes.append(_Box(p, name, lives[rank]))
         self._of = [[self._boxes[source] for source in sources] for sources in layout.sources]
 
     # from the links
@@ -108,7 +107,6 @@ class Inbox(StatefulParts):
             self._changed.notify_all()
 
     def set_ready(self, source: int, frame: Frame | None = None) -> None:
-        """frame: in which it says so."""
         with self._changed:
             self._boxes[source].is_ready = True
             self._changed.notify_all()
@@ -141,12 +139,12 @@ class Inbox(StatefulParts):
         return all(box.is_ready and not box.ended and not box.due for box in self._of[producer])
 
     def was_ready(self, producer: int) -> bool:
-        """All its ranks have ever said so, or it was refused."""
+        """Ever, or it was refused."""
         return all(box.is_ready for box in self._of[producer])
 
     def end_of(self, producer: int) -> str:
-        """Why nothing more can come from it; empty while something can. A producer whose ranks
-        average their gradients ends with the first of them."""
+        """Why nothing more can come from it; empty while something can. A producer ends with the
+        first of its ranks."""
         return next((box.ended for box in self._of[producer] if box.ended), "")
 
     def silent_s(self, producer: int) -> float:
@@ -156,7 +154,7 @@ class Inbox(StatefulParts):
 
     @property
     def due(self) -> list[int]:
-        """Producers of which something that was ordered for this rank has not come, and may."""
+        """Producers of which something that was ordered has not come, and may."""
         owing = sorted({box.producer for box in self._boxes if box.due})
         return [p for p in owing if not self.end_of(p)]
 
@@ -170,15 +168,10 @@ class Inbox(StatefulParts):
         """Producers of which there are batches."""
         return sorted({self._boxes[source].producer for source in self.filled})
 
-    def next_of(self, source: int) -> Arrived | None:
-        """The oldest unused batch of a source, None if there is none."""
-        waiting = self._boxes[source].waiting
-        return waiting.popleft() if waiting else None
-
-    def next_from(self, producer: int) -> Arrived:
-        """The batch with the lowest number of any rank of a producer of which one is here."""
-        heads = [box.waiting for box in self._of[producer] if box.waiting]
-        return min(heads, key=lambda waiting: waiting[0].number).popleft()
+    def next_of(self, sources: Iterable[int]) -> Arrived | None:
+        """The unused batch with the lowest number of any of these; None if there is none."""
+        heads = [self._boxes[source].waiting for source in sources if source in self.filled]
+        return min(heads, key=lambda waiting: waiting[0].number).popleft() if heads else None
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Until something has changed such that `until()` holds, or the time is over."""
@@ -220,8 +213,7 @@ class Inbox(StatefulParts):
 class Intake:
     """Of one rank of the consumer; the first one speaks of the producers, and of sums over all.
     taken: batches by producer, since one last came or went. used, skipped: of this step so far,
-    batches, and by name of the producer how many it did without.
-    """
+    batches, and by name of the producer how many it did without."""
 
     job: OneWayExperiment
     reporter: Reporter
@@ -264,8 +256,7 @@ class Intake:
         return arrived
 
     def await_ordered(self) -> list[int]:
-        """All that was ordered, so that it is in this rank's state. Returns producers that are too
-        slow to wait for."""
+        """All that was ordered. Returns producers that are too slow to wait for."""
         with self.clock.during("wait"):
             while due := self.inbox.due:
                 if slow := [p for p in due if self._is_left_out(p)]:
@@ -289,7 +280,7 @@ class Intake:
         p, inbox = self.plan.producer_of[source], self.inbox
         while True:
             has_ended = bool(inbox.end_of(p))  # first: what came before the end is still taken
-            if (arrived := inbox.next_of(source)) is not None:
+            if (arrived := inbox.next_of([source])) is not None:
                 return arrived
             if has_ended or self.plan.state[p] is State.SLOW:
                 return None
@@ -299,17 +290,16 @@ class Intake:
             inbox.wait(POLL_S, lambda: source in inbox.filled or bool(inbox.end_of(p)))
 
     def _await_any(self, step: int) -> Arrived | None:
-        """A batch of whoever has one, nearest to the shares; None if nothing more can be expected
-        in this step."""
-        inbox = self.inbox
+        """A batch of whoever has one, nearest to the shares; None if nothing more will come."""
+        inbox, sources = self.inbox, self.job.cluster.sources
         while True:
             due, here = inbox.due, inbox.here
             if (chosen := self.plan.choose(here, self.taken)) is not None:
-                return inbox.next_from(chosen)
+                return inbox.next_of(sources[chosen])
             self._look_for_slow(step)
             if all(self._is_left_out(p) for p in due):
                 # Nobody else will come: shares do not matter any more.
-                return inbox.next_from(here[0]) if here else None
+                return inbox.next_of(sources[here[0]]) if here else None
             inbox.wait(POLL_S, lambda: inbox.here != here)  # noqa: B023
 
     def _await_a_change(self) -> None:
@@ -355,19 +345,17 @@ class Intake:
         """why_gone: of a dead one."""
         others = [self._names[q] for q in self.plan.active if q != p]
         over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
-        if now is State.ACTIVE:
-            what = "is ready" if before is State.ABSENT else "has caught up"
-        elif now is State.SLOW:
+        what = "is ready" if before is State.ABSENT else "has caught up"
+        if now is State.SLOW:
             what = self._silent + over
-        else:
+        elif now is State.DEAD:
             what = f"is gone ({why_gone}){over if self.job.feed.on_dead != 'stop' else ''}"
         self.producer(step, p, now, what)
 
     def end_step(
         self, step: int, other_bytes: int, sums: Mapping[str, float], is_skipped: bool
     ) -> None:
-        """Report it. sums: over all ranks; of a skipped update they need not be numbers.
-        other_bytes: sent and received so far besides batches."""
+        """sums: over all ranks. other_bytes: sent and received so far besides batches."""
         fed_bytes: Counter[str] = Counter()
         line_s: dict[str, float] = {}
         layout = self.job.cluster

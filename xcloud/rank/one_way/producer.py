@@ -43,9 +43,8 @@ class SaveNow(NamedTuple):
 @dataclass
 class OrderBook:
     """What is ordered of one rank of a producer. `take_*` are handlers of a link, and raise
-    FrameError for what no consumer sends; `next()` is the loop's. consumer: note there what `next`
-    waits for. num_consumers: ranks that a batch may be for. most_waiting: orders not begun;
-    most_number: of a batch. source: this rank."""
+    FrameError for what no consumer sends. num_consumers: ranks that a batch may be for.
+    most_waiting: orders not begun; most_number: of a batch. source: this rank."""
 
     consumer: PeerLife = field(default_factory=PeerLife)
     num_consumers: int = 1
@@ -115,8 +114,7 @@ class OrderBook:
         self._waiting.put(item)
 
     def next(self, may_drop: bool) -> Order | SaveNow | None:
-        """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
-        Raises LinkError if the consumer is gone."""
+        """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it."""
         with self.consumer.awaiting(f"orders after batch {self._last}"):
             item = self._waiting.get()
         if may_drop and self.is_stopped:
@@ -146,8 +144,8 @@ class ProducerRun(StatefulParts):
 
     def feed(self, checkpoints: Checkpointer) -> bool:
         """Until the consumer wants no more; what is ordered and not begun is made only where ranks
-        that average gradients must end with the same batch. Returns whether the run ends early, as
-        it was asked to. Raises LinkClosed if the consumer is gone."""
+        that average gradients must end with the same batch. Returns whether the run ends early.
+        Raises LinkClosed if the consumer is gone."""
         is_stopped, averages = False, self._buffer is not None and self._rank.group.group_size > 1
         while True:
             with self._clock.during("wait"):
@@ -254,11 +252,9 @@ class ProducerRank(OneWayRank):
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
         job, consumers = self.job, range(self.job.cluster.num_consumers)
-        most_number = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
+        most = 2 * job.max_steps * job.training.batches_per_step + 4096  # late, made twice
         source = self.rank - len(consumers)
-        self.orders = OrderBook(
-            self.lives[0], len(consumers), self.most_waiting, most_number, source
-        )
+        self.orders = OrderBook(self.lives[0], len(consumers), self.most_waiting, most, source)
         self._outs = [self.out("batches", consumer) for consumer in consumers]
         handlers = {
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
@@ -268,7 +264,7 @@ class ProducerRank(OneWayRank):
 
     def say_ready(self) -> None:
         for out in self._outs:
-            out.send(MessageKey(Kind.READY), (), CARRIES[Kind.READY])
+            out.send(MessageKey(Kind.READY), ())
 
     def send(self, consumer: int, number: int, payload: Tensor) -> None:
         key = MessageKey(Kind.BATCH, number)
