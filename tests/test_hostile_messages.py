@@ -15,8 +15,7 @@ from xcloud.cluster.gloo_link import GlooInLink
 from xcloud.cluster.link_end import InSettings
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import Liveness, PeerLife
-from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
+from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel
 from xcloud.comm.compression import Chain, ChannelId, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory

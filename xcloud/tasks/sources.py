@@ -24,7 +24,7 @@ from pydantic import Field
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import Split
+from xcloud.contracts.model import Split
 from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.rows import (
     DEV_NAMES,
