@@ -100,7 +100,7 @@ def _one_way() -> dict[str, Any]:
         training=training,
         more={"launch": {"_target_": "xcloud.job.job.Launch", "max_restarts": 1000}},
     )
-    liveness = {"_target_": "xcloud.cluster.liveness.Liveness"}
+    liveness = {"_target_": "xcloud.cluster.link_profile.Liveness"}
     config["cluster"]["liveness"] = {
         **liveness,
         "interval_s": 1.0,

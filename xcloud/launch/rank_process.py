@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -32,8 +33,7 @@ from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.join.agreement import Table, Verdict, agree, meet_here, table_of
-from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN, end_with_parent
+from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_failure
 from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext, Role
@@ -293,3 +293,10 @@ def _tie_to_parent(parent: int) -> None:
     end_with_parent()
     if sys.platform == "linux" and os.getppid() != parent:
         sys.exit("the parent is gone")
+
+
+def end_with_parent() -> None:
+    """The kernel ends this rank with the process that has started it. Linux only."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -55,10 +55,8 @@ def canvas(title: str, width_in: float, height_in: float) -> Figure:
 
 def column(figure: Figure, heights: Sequence[float]) -> list[Axes]:
     """Panels below each other, of these relative heights, with one x axis."""
-    panels = figure.subplots(
-        len(heights), 1, sharex=True, squeeze=False, height_ratios=list(heights)
-    )
-    return list(panels[:, 0])
+    ratios: dict[str, Any] = {"height_ratios": list(heights)}
+    return list(figure.subplots(len(heights), sharex=True, squeeze=False, **ratios)[:, 0])
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -86,17 +84,9 @@ def stacked(
     """A bar for each label, the first at the top, of these parts: name, lengths, colour. Returns
     what was drawn of each part, and its lengths."""
     drawn, ends = [], np.zeros(len(labels))
+    edge: dict[str, Any] = {"edgecolor": FAINT, "lw": 0.5}
     for name, lengths, colour in parts:
-        bars = axes.barh(
-            range(len(labels)),
-            lengths,
-            0.7,
-            ends,
-            color=colour,
-            label=name,
-            edgecolor=FAINT,
-            lw=0.5,
-        )
+        bars = axes.barh(range(len(labels)), lengths, 0.7, ends, color=colour, label=name, **edge)
         drawn.append((bars, lengths))
         ends = ends + lengths
     axes.set_yticks(range(len(labels)), labels)

@@ -77,13 +77,11 @@ def write_pictures(
     predicted: Timeline | None = None,
 ) -> list[Path]:
     """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
-    drawn = [
-        None
-        if timeline is None
-        else write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted),
-        write_loss(run_dir / LOSS_PICTURE, run, title),
-        write_step_time(run_dir / STEP_TIME_PICTURE, run, title),
-    ]
+    drawn: list[Path | None] = []
+    if timeline is not None:
+        drawn.append(write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted))
+    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
+    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
     return [path for path in drawn if path is not None]
 
 
@@ -203,7 +201,9 @@ def write_timeline(
     figure = canvas(title, _WIDTH_IN, height_in)
     panels = column(figure, [len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
-        bars = [bar for y, (_, content) in enumerate(rows) for bar in _bars(y, content)]
+        bars = [bar for y, (_, content) in enumerate(rows) for bar in (
+            _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
+        )]  # fmt: skip
         _draw(axes, bars, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
         axes.set_title(_headed(one, one is predicted), fontsize=TITLE_POINTS, loc="left")
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
@@ -275,10 +275,6 @@ class _Bar(NamedTuple):
     colour: str
     edge: str = "none"
     text: str = ""
-
-
-def _bars(y: int, content: Lane | Sequence[Flight]) -> Iterator[_Bar]:
-    return _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
 
 
 def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
