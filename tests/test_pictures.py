@@ -226,7 +226,7 @@ def test_no_worker_imports_what_draws() -> None:
             libraries = {imported.split(".")[0] for imported in imports(MODULES[name])}
             assert "matplotlib" not in libraries, name
             to_read += own_imports(MODULES[name])
-    assert {"comm.step_clock", "rank.meters", "record.reporter"} <= reached
+    assert {"comm.step_clock", "rank.stage_rank", "record.reporter"} <= reached
     drawing = {"report.pictures", "report.figures", "watch.monitor"}
     assert not reached & drawing
 
