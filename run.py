@@ -29,7 +29,8 @@ composed = False
 def exit_codes() -> Iterator[None]:
     """1: failed, 75: start me again (EX_TEMPFAIL), 130: interrupted."""
     from xcloud.base.errors import XcloudError
-    from xcloud.launch.processes import EXIT_START_AGAIN, RunStopped
+    from xcloud.launch.failures import EXIT_START_AGAIN
+    from xcloud.launch.processes import RunStopped
 
     try:
         yield

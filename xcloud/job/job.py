@@ -18,10 +18,9 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import NotNegative, settings
 from xcloud.cluster.layout import ClusterLayout, Layout
-from xcloud.comm.boundary import Boundary
+from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
-from xcloud.contracts.model import SplitModel
-from xcloud.contracts.task import Task
+from xcloud.contracts.model import SplitModel, Task
 from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy

@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError, FrameError
-from xcloud.contracts.model import Batch, BuildContext
-from xcloud.contracts.task import SPLITS, Scores, Split, TaskData, asks_for_sizes, with_sizes
+from xcloud.contracts.model import (
+    SPLITS,
+    Batch,
+    BuildContext,
+    Scores,
+    Split,
+    TaskData,
+    asks_for_sizes,
+    with_sizes,
+)
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal, compare_facts

@@ -27,7 +27,7 @@ CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
     for name in """
 base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
-cluster.link_profile.LinkProfile cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud
+cluster.link_profile.LinkProfile cluster.link_profile.Liveness cluster.one_way_layout.OneWayCloud
 cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
 comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
 comm.compression.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
