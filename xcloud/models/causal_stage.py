@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
-from xcloud.comm.boundary import Boundary, Message
+from xcloud.comm.channel import Boundary, Message
 from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput, TokenIds
 from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
