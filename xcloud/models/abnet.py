@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.comm.boundary import Boundary
+from xcloud.comm.channel import Boundary
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.encoder import (
