@@ -296,7 +296,7 @@ class PipelineJob(Job):
             self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
         )
         leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
-        return {way: d for way, d in self.security.chosen_defences.items() if leaves[way]}
+        return {w: d for w, d in self.security.defences.items() if d is not None and leaves[w]}
 
     @property
     def boundaries(self) -> dict[int, Boundary]:

@@ -39,10 +39,10 @@ from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.stage_rank import StageRank
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import CheckpointSteps, error_file, has_events
+from xcloud.record.files import CheckpointSteps, has_events
 from xcloud.record.intake import Intake
 from xcloud.record.reporter import EventFile, RankState, Reporter
-from xcloud.security.wire_audit import audit_file, write_rank_audit
+from xcloud.security.wire_audit import write_rank_audit
 from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
 
@@ -208,8 +208,8 @@ class RankProcess(Process):
     def __init__(self, file: Path, run_dir: Path, rank: int, says: bool = False) -> None:
         self.file, self.run_dir, self.rank = file, run_dir, rank
         run_dir.mkdir(parents=True, exist_ok=True)
-        for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
-            stale.unlink(missing_ok=True)  # of an earlier run in this folder
+        for stale in ("error", "wire"):  # of an earlier run in this folder
+            (run_dir / f"rank{rank}.{stale}.json").unlink(missing_ok=True)
         state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
@@ -233,8 +233,8 @@ class RankProcess(Process):
 
     def run(self) -> bool:
         """Returns whether the run has ended early, as asked."""
-        config = configs.read_config(self.file)
-        job, table = self.read(config), table_of(configs.plain_settings(config))
+        config = self.read()
+        job, table = self.build(config), table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
         meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
         self.begin(job, config)
@@ -247,7 +247,10 @@ class RankProcess(Process):
         self.end(is_stopped)
         return is_stopped
 
-    def read(self, config: Any) -> Job:
+    def read(self) -> Any:
+        return configs.load(self.file)
+
+    def build(self, config: Any) -> Job:
         return configs.job_from_config(config)
 
     def meet(self, job: Job) -> Meeting:
