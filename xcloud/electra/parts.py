@@ -28,9 +28,8 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.comm.state import State, Stateful, StatefulParts
-from xcloud.contracts.model import TokenIds
+from xcloud.contracts.model import Scores, TokenIds
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
-from xcloud.contracts.task import Scores
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone, export
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
@@ -39,9 +38,8 @@ from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.text_sources import TextSource
 from xcloud.tasks.tokenizer import Tokenizer
-from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule, diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling

@@ -22,9 +22,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
@@ -341,11 +341,7 @@ class OwnCausal:
 
     def __post_init__(self) -> None:
         check_heads("OwnCausal.num_heads", self.num_heads, self.hidden)
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"OwnCausal.num_kv_heads must divide num_heads {self.num_heads}, got "
-                f"{self.num_kv_heads}"
-            )
+        check_heads("OwnCausal.num_kv_heads", self.num_kv_heads or 1, self.num_heads, "num_heads")
 
     def describe(self) -> str:
         return f"own {self.kind} {self.num_layers} x {self.hidden}"

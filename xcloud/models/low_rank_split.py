@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import NO_TOKEN, BuildContext, Head, Stage
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing

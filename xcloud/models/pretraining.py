@@ -38,7 +38,7 @@ from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.stages import seed_of, seeded_on
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Optimizer
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 FIRST_REPORT_S = 2.0  # by then the time of a step is known
 REPORT_EVERY_S = 30.0

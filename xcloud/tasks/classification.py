@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Answers, Scores, Split
+from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo_corpus import answers, inferences, reviews
 from xcloud.tasks.labels import CROSS_LINGUAL, ENTAILMENT, GLUE, KEYS, Benchmark, Labels
 from xcloud.tasks.rows import Corpus, DemoSized, Form, OwnNames, SplitTables, Text, read

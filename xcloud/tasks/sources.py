@@ -26,7 +26,7 @@ from pydantic import Field
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.model import SPLITS, Split
 from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.rows import (
     DEV_NAMES,
