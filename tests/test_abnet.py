@@ -27,7 +27,7 @@ from tests.translation_models import (
     train,
 )
 from xcloud.base.errors import ConfigError
-from xcloud.comm.boundary import BoundaryField
+from xcloud.comm.channel import BoundaryField
 from xcloud.contracts.model import SplitModel
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone

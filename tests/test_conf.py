@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tests.configs import CONF, build, by_hydra, composed
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import Liveness
-from xcloud.contracts.task import Task
+from xcloud.contracts.model import Task
 from xcloud.electra.model import MultilingualElectra
 from xcloud.job import config as configs
 

@@ -33,8 +33,8 @@ from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Checkpoints
+from xcloud.training.trainer import DivergenceGuard
 from xcloud.watch.display import ProgressLine
 
 

@@ -6,7 +6,6 @@ compressors that the run ended with.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
@@ -201,11 +200,8 @@ class Generator(TrainedRun):
 
 
 def parser_of(command: Callable[..., None]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m xcloud {command.__name__}",
-        description=inspect.getdoc(command),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    name = f"python -m xcloud {command.__name__}"
+    parser = argparse.ArgumentParser(name, description=command.__doc__)
     parser.add_argument("run", type=Path, help="output folder of a finished run")
     return parser
 

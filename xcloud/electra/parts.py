@@ -28,9 +28,8 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.comm.state import State, Stateful, StatefulParts
-from xcloud.contracts.model import TokenIds
+from xcloud.contracts.model import Scores, TokenIds
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
-from xcloud.contracts.task import Scores
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone, export
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
@@ -39,9 +38,8 @@ from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.text_sources import TextSource
 from xcloud.tasks.tokenizer import Tokenizer
-from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule, diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
@@ -94,8 +92,7 @@ class Generator:
 @settings("discriminator")
 class DiscriminatorSettings:
     """loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
-    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
-    """
+    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away."""
 
     backbone: Network = field(default_factory=SeededBackbone)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -346,10 +343,8 @@ class DiscriminatorRank(_Learner):
     def take(self, own: State) -> None:
         recent = own.get("recent")
         if not isinstance(recent, Tensor) or recent.shape[1:] != (len(SUMS),):
-            raise ValueError(
-                f"the state of a discriminator needs 'recent', {len(SUMS)} sums of each step, got "
-                f"{sorted(own)}; it was saved with other settings"
-            )
+            said = f"needs 'recent', {len(SUMS)} sums of each step, got {sorted(own)}"
+            raise ValueError(f"the state of a discriminator {said}; other settings saved it")
         self._recent = deque(recent.tolist(), maxlen=SCORED_STEPS)
 
     def export(self, run_dir: Path) -> None:

@@ -45,8 +45,11 @@ class TorchrunProcess(RankProcess):
         self._monitor: subprocess.Popen[bytes] | None = None
         self._detector: FailureDetector | None = None
 
-    def read(self, config: Any) -> Job:
-        job = configs.shared_job(config, self.run_dir)  # the file comes from elsewhere
+    def read(self) -> Any:
+        return configs.read_config(self.file)  # it comes from elsewhere
+
+    def build(self, config: Any) -> Job:
+        job = configs.shared_job(config, self.run_dir)
         _check_cloud(job, self.rank, self._cloud)
         return job
 

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import Architecture, BuildContext, Stage
 from xcloud.models.causal_network import (
     HEAD,

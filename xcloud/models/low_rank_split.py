@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import NO_TOKEN, BuildContext, Head, Stage
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing
@@ -228,8 +228,7 @@ class FeedForwardBottom(nn.Module):
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         block = self.block
-        sent: Tensor = block.down(block.activation(block.up(block.attend(rows_RH, packing))))
-        return sent
+        return cast(Tensor, block.down(block.activation(block.up(block.attend(rows_RH, packing)))))
 
 
 class SvdTop(nn.Module):

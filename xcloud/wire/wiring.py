@@ -18,8 +18,14 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import ignore
-from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import (
+    Boundary,
+    BoundaryField,
+    Codec,
+    Codecs,
+    ReceiveChannel,
+    SendChannel,
+)
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
 from xcloud.comm.state import MEMORY, StatefulParts, StateTree
