@@ -33,6 +33,7 @@ Key = tuple[Any, ...]  # ("tokens",), ("compute_s", cloud), ("line_busy_s", kind
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
 # AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
+HEAD = ("event", "rank", "cloud", "t")  # of every event
 OWN = "step_s"  # a rank's own time for a step, of which these are parts
 FEED = {"taken", "skipped", "fed_bytes", "line_s"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")

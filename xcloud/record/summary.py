@@ -1,6 +1,6 @@
-"""One pass over a run's events, and what follows from it: `summary.json` (docs/commands.md says how
-its figures are made), and the curves that pictures show. No tracker, no printing, no torch. What
-features add is in further_figures.py.
+"""One pass over a run's events, and what follows from it: `summary.json`, whose figures
+docs/commands.md explains, and the curves that pictures show. No tracker, no printing, no torch.
+What features add is in further_figures.py.
 """
 
 import json
@@ -15,6 +15,7 @@ from xcloud import __version__
 from xcloud.base.project import commit as project_commit
 from xcloud.base.units import score_digits
 from xcloud.record.events import (
+    HEAD,
     MALFORMED,
     MAX_TIME_S,
     MEMORY,
@@ -34,16 +35,19 @@ Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
-OF_STEPS = {"quality", "skipped_update"}
-"""Events that no longer count once the run has resumed from an earlier step."""
+KEPT = {
+    **dict.fromkeys(("quality", "skipped_update"), True),
+    **dict.fromkeys(("timeline", "finish", "cut", "lost_file", "memory", "data"), False),
+    "lost_checkpoint": False,
+}
+"""Events that the figures are made of; whether they no longer count once the run has resumed from
+an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
-KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "cut", "lost_file", "lost_checkpoint", "memory", "data"}
-HEAD = ("event", "rank", "cloud", "t")  # of every event
 
 
 class Entry(NamedTuple):
     """What a feature adds to the summary. kinds: of its events. make: of all of them, if there are
-    any. is_of_steps: they no longer count once the run has resumed from an earlier step."""
+    any. is_of_steps: see KEPT."""
 
     kinds: Sequence[str]
     make: Callable[[list[Event]], Summary]
@@ -60,8 +64,7 @@ class RunStatistics:
     def __init__(self, steps: StepCollector | int, entries: Sequence[Entry] = ()) -> None:
         self.collector = StepCollector(steps) if isinstance(steps, int) else steps
         self._entries = entries
-        self._of_steps = OF_STEPS.union(*(one.kinds for one in entries if one.is_of_steps))
-        self._kept = KEPT.union(*(one.kinds for one in entries))
+        self._kept = KEPT | {kind: one.is_of_steps for one in entries for kind in one.kinds}
         self.steps = Columns()
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
@@ -93,7 +96,7 @@ class RunStatistics:
             if kind == "quality":
                 scores = {key: _scores(event.get(key) or {}) for key in ("values", "errors")}
                 event = {**event, **scores}
-            if kind in self._of_steps and not isinstance(event["step"], int):
+            if self._kept[kind] and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
             self._events.append(event)
         totals = self.collector.feed(event)
@@ -120,7 +123,7 @@ class RunStatistics:
             event
             for event in self._events
             if event["event"] not in OF_AN_ATTEMPT
-            and (event["event"] not in self._of_steps or event["step"] <= step)
+            and (not self._kept[event["event"]] or event["step"] <= step)
         ]
         until_s = max(self.steps["ended_s"], default=self._started_at_s or 0.0)
         for earlier in self.resumes:
@@ -155,7 +158,7 @@ class RunStatistics:
             "seed": seed,
             "commit": project_commit() if commit is None else commit,
             "profile": profile,
-            **self._figures_of_steps(),
+            **self._of_steps(),
             **self._of_attempts(),
             **self._of_events(),
             "xcloud_version": __version__,
@@ -169,7 +172,7 @@ class RunStatistics:
     def num_skipped(self) -> int:
         return len(self.events("skipped_update"))
 
-    def _figures_of_steps(self) -> Summary:
+    def _of_steps(self) -> Summary:
         steps, first = self.steps, num_warmup_steps(self.num_steps)
         seconds = {kind: self.seconds(kind, first) for kind in TIMES}
         ranks = steps.sums("num_ranks", first=first)
