@@ -48,20 +48,17 @@ def rows_of(table: Table) -> Rows:
         for number, context, question, answers in _asked(table):
             where = f"{table.where}, paragraph {number}"
             if not answers:
-                raise DataError(
-                    f"{where}: the question {question!r} has no answer; SQuAD 2.0's "
-                    "unanswerable questions are not supported"
-                )
+                said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
+                raise DataError(f"{where}: the question {question!r} {said}")
             row = (where, context, question, [_place(context, one, where) for one in answers])
             for column, cell in zip(texts.values(), row, strict=True):
                 column.append(cell)
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f'{table.where}: expected {{"context", "qas": [{{"question", "answers"}}]}}, or '
-            f"the columns context, question, answers, but {error!r}"
-        ) from error
+        said = 'expected {"context", "qas": [{"question", "answers"}]}, or the columns context, '
+        said += f"question, answers, but {error!r}"
+        raise DataError(f"{table.where}: {said}") from error
     return Rows(len(texts["group"]), texts)
 
 
@@ -194,11 +191,9 @@ class QuestionAnswering(TextTask):
         super().__post_init__()
         least = self.max_question + PairTable.num_special(True, 2) + LEAST_CONTEXT
         if self.max_length < least:
-            raise ConfigError(
-                f"task.max_length is {self.max_length}, too short for a question of "
-                f"task.max_question={self.max_question} tokens and some of the paragraph; set "
-                f"it to at least {least}, or lower task.max_question"
-            )
+            asked = f"a question of task.max_question={self.max_question} tokens and some of the "
+            said = f"too short for {asked}paragraph; set it to at least {least}"
+            raise ConfigError(f"task.max_length is {self.max_length}, {said}")
 
     def read(self, fields: frozenset[str]) -> Corpus:
         """The columns of `rows_of`, all for any field."""
