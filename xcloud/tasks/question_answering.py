@@ -259,19 +259,15 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         for question, window in best.items():
             answer = windows.answer(window, *predictions[window][:2])
             references = [text for text, _ in windows.asked.texts["answers"][question]]
-            samples[question] = {
-                "prediction": answer,
-                "reference": references[0],
-                "f1": word_f1(answer, references),
-                "exact_match": exact_match(answer, references),
-            }
-        f1, exact = (np.array([s[k] for s in samples.values()]) for k in ("f1", "exact_match"))
-        f1_error = bootstrap_error(len(f1), lambda counts: float(np.average(f1, weights=counts)))
-        return Scores(
-            {"f1": round(float(f1.mean()), 4), "exact_match": round(float(exact.mean()), 4)},
-            {"f1": round(f1_error, 4), "exact_match": round(ratio_error(exact, 1), 4)},
-            samples,
-        )
+            texts = {"prediction": answer, "reference": references[0]}
+            f1, exact = word_f1(answer, references), exact_match(answer, references)
+            samples[question] = {**texts, "f1": f1, "exact_match": exact}
+        found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
+        values = {name: round(float(each.mean()), 4) for name, each in found.items()}
+        f1_N = found["f1"]
+        error = bootstrap_error(len(f1_N), lambda counts: float(np.average(f1_N, weights=counts)))
+        errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], 1)}
+        return Scores(values, {name: round(each, 4) for name, each in errors.items()}, samples)
 
     def signature(self) -> dict[str, str]:
         compared = "lowercase, without punctuation and articles; the best reference counts"
@@ -312,14 +308,8 @@ class DemoQuestionAnswering(DemoSized, QuestionAnswering):
 
     def find(self) -> SplitTables:
         told = stories(self.total, self.corpus_seed)
-        asked = [
-            [
-                {"question": q, "answers": [{"text": a, "start": start}]}
-                for q, a, start in one.questions
-            ]
-            for one in told
-        ]
-        ends = [sum(list(self.counts.values())[:n]) for n in range(len(SPLITS) + 1)]
-        by_split = {s: told[ends[n] : ends[n + 1]] for n, s in enumerate(SPLITS)}
-        rows = zip((one.text for one in told), asked, strict=True)
-        return self.generated(("context", "qas"), rows, by_split)
+        rows = []
+        for one in told:
+            asked = [(q, [{"text": text, "start": at}]) for q, text, at in one.questions]
+            rows.append((one.text, [{"question": q, "answers": said} for q, said in asked]))
+        return self.generated(("context", "qas"), rows, told)
