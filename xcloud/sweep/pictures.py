@@ -6,7 +6,6 @@ reference, seed by seed. The reference is the single cloud, else the setting wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,6 @@ SCATTERS = {  # cost -> file, title, axis
 MOST_CURVES = 8  # of losses; more cannot be told apart
 BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
 LEGEND_WIDTH = 115  # characters per row
-MANY_TIMES = 50  # largest / smallest value from which the axis is logarithmic
-_APART, _AT_MOST = 0.04, 0.2  # of the distance between values, so that whiskers do not overlap
 _LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8.5, "frameon": False}
 Curves = Mapping[str, pd.DataFrame]  # by label: losses, a line for each step, a column a seed
 
@@ -59,8 +56,7 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
     written = []
     for cost, (name, what, label) in SCATTERS.items():
         if len(marks := marks_of(results, cost)):
-            heading = f"{title}: quality and {what}"
-            score = results.scores[0]
+            heading, score = f"{title}: quality and {what}", results.scores[0]
             written.append(write_scatter(folder / name, marks, heading, cost, label, score))
     if _clouds(results.rows):
         written.append(_write_step_time(folder / STEP_TIME, results, title))
@@ -261,13 +257,11 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
         low, high = row[score] - ends[number], row[score] + ends[number]
         axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
         axes.axhline(row[score], color=colour, linewidth=1.4, zorder=1)
-    values = swept.values
-    apart = 0.0
-    if values[0] > 0 and values[-1] >= MANY_TIMES * values[0]:
+    values, apart = swept.values, 0.0
+    if values[0] > 0 and values[-1] >= 50 * values[0]:
         axes.set_xscale("log")
-    else:
-        gap = min(high - low for low, high in pairwise(values))
-        apart = gap * min(_APART, _AT_MOST / len(swept.lines))
+    else:  # whiskers do not overlap
+        apart = min(np.diff(values)) * min(0.04, 0.2 / len(swept.lines))
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
     for index, line in enumerate(swept.lines):

@@ -68,10 +68,8 @@ class LauncherSettings:
 def check_name(name: object) -> None:
     """Raises ConfigError. name: of a sweep; None: it gets one."""
     if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
-        raise ConfigError(
-            f"sweep must be a name of letters, digits, '_', '-' and '.', for it is a folder and "
-            f"an MLflow tag; got {name!r}"
-        )
+        allowed = "letters, digits, '_', '-' and '.', for it is a folder and an MLflow tag"
+        raise ConfigError(f"sweep must be a name of {allowed}; got {name!r}")
 
 
 class Processes:
