@@ -69,8 +69,8 @@ class Meeting:
         self.store.set(name, text)
 
     def read(self, name: str, rank: int) -> str:
-        """What `rank` writes by this name. Raises LinkTimeout naming it, LinkClosed if the store has
-        ended with rank 0."""
+        """What `rank` writes by this name. Raises LinkTimeout naming it, LinkClosed if the store
+        has ended with rank 0."""
         try:
             self.store.wait([name], timedelta(seconds=self.within_s))
         except dist.DistNetworkError:
