@@ -1,6 +1,6 @@
 """Measure how much text and labels an honest-but-curious cloud recovers from what it saw: attack
-the observations of observer.py, after training (docs/privacy.md, section 3). What replicas average
-is attacked by experiments/gradient_leaks (security/meter=averages).
+the observations of rank/leaks.py, after training (docs/privacy.md, section 3). What replicas
+average is attacked by experiments/gradient_leaks (security/meter=averages).
 
 Shapes of attacks: N samples or rows, D features, C classes.
 
@@ -22,11 +22,11 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,16 +37,9 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import (
-    OBSERVATIONS_DIR,
-    TRUTH,
-    AveragingWatch,
-    Observer,
-    ReadingStage,
-    Rows,
-    Stream,
-)
 
+OBSERVATIONS_DIR = "observations"
+TRUTH = "truth"
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
@@ -65,18 +58,52 @@ class LeakMeter:
     max_rows: Annotated[int, Field(ge=100)] = 20_000
     keep: bool = False
 
-    def averaged(
-        self, observer: Observer, stage: ReadingStage, num_others: int
-    ) -> AveragingWatch | None:
-        """What watches a stage's averaging with `num_others` replicas; None: nobody, as here."""
-        return None
-
     def measure(self, run_dir: Path) -> dict[str, Any]:
         """See `measure`. Forgets what was observed, unless it is to be kept."""
         found = measure(run_dir)
         if not self.keep:
             shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
         return found
+
+
+class Stream(NamedTuple):
+    """One kind of message as one rank saw it. direction: forward or backward. boundary: number of
+    the stage before it. how: "received" from another cloud, or computed here and "sent" to it."""
+
+    direction: str
+    boundary: int
+    how: str
+    field: str
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self))
+
+    @classmethod
+    def parse(cls, name: str) -> Stream:
+        direction, boundary, how, field = name.split(".", 3)
+        return cls(direction, int(boundary), how, field)
+
+    def __str__(self) -> str:
+        kind = "activation" if self.direction == "forward" else "gradient"
+        return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
+
+
+class Rows(NamedTuple):
+    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
+
+    ids: Tensor
+    counts: Tensor
+    rows: Tensor
+
+    @classmethod
+    def join(cls, parts: Iterable[Rows]) -> Rows:
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Each sample's id and rows, in the order of messages."""
+        split = torch.split(self.rows, self.counts.tolist())
+        return zip(self.ids.tolist(), split, strict=True)
 
 
 Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or figure
