@@ -78,17 +78,14 @@ class WarmFactors(Compressor):
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
         return self._product(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
 
-    def state_dict(self) -> State:
+    own_names = ("basis",)
+
+    def own(self) -> State:
         """The warm start: the next call depends on it. Never changed in place."""
         return {} if self._basis_Dl is None else {"basis": self._basis_Dl}
 
-    def load_state_dict(self, state: State) -> None:
-        basis = state.get("basis")
-        if state.keys() - {"basis"} or not (basis is None or isinstance(basis, Tensor)):
-            raise ValueError(
-                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}"
-            )
-        self._basis_Dl = basis
+    def take(self, own: State) -> None:
+        self._basis_Dl = torch.as_tensor(own["basis"]) if own else None
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
