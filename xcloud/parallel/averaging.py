@@ -22,7 +22,7 @@ from xcloud.cluster.link import Parts
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, Merge, by_rows, check_merge, joined, weighted_sum
+from xcloud.parallel.merging import Contribution, Merge, by_rows, joined, weighted_sum
 
 _WEIGHT = TensorSpec((1,), torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
@@ -227,7 +227,6 @@ class AllToAll(Averager):
 
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links, self._codecs, self._terms = links, codecs, terms
-        check_merge(terms.merge, links.num_replicas)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 

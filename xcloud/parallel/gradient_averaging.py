@@ -32,7 +32,6 @@ from xcloud.parallel.merging import (
     Piece,
     Robust,
     by_rows,
-    check_merge,
     gather_shares,
     mean_of,
     weighted_mean,
@@ -90,7 +89,7 @@ class AveragedGradients(Exchange):
         self._scale = self._num_replicas if averaging.merge is not None else 1  # those are means
         # Who has the same values in this cloud: of sharded stages nobody.
         self._alike, num_shares = replicas.group, replicas.links.num_shares
-        if replicas.is_sharded:
+        if any(local_part(p) is not p for p in replicas.trained.values()):
             self._alike, num_shares = RankGroup.alone(replicas.group.rank), 1
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
@@ -198,7 +197,8 @@ class CompressedAveraging(StatefulParts):
         self.process_group, self.merge = process_group, merge
         self.num_bytes = self.raw_bytes = 0
         self.num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        check_merge(merge, self.num_ranks)
+        if isinstance(merge, Robust):
+            merge.check(self.num_ranks)
         # One each: DistributedDataParallel puts them into other buckets after the first step.
         self.codecs = {
             p: TensorCodec({name: p.shape}, compressor.for_tensor, seed_from(seed, "ddp hook"),

@@ -140,12 +140,6 @@ class NormBound(Robust):
         return _sum(contributions, weights)
 
 
-def check_merge(merge: Merge, num_replicas: int) -> None:
-    """Raise ConfigError if so few replicas cannot outvote a bad one."""
-    if isinstance(merge, Robust):
-        merge.check(num_replicas)
-
-
 def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
     """Adds up one contribution after the other; none of them need be there at once."""
     merged: list[Tensor] = []

@@ -23,7 +23,7 @@ from xcloud.comm.compression import Chain, seed_from
 from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part
-from xcloud.parallel.exchange import RankGroup, Work, are_finite, digest, local_part
+from xcloud.parallel.exchange import RankGroup, Work, are_finite, digest
 from xcloud.parallel.merging import Piece, gather_shares
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import CloudPrivacy, private_contribution
@@ -62,10 +62,6 @@ class Replicas:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-
-    @property
-    def is_sharded(self) -> bool:
-        return any(local_part(p) is not p for p in self.trained.values())
 
     def codec(
         self, shapes: Shapes, feedback: bool, stream: Sequence[str | int],
