@@ -129,7 +129,8 @@ class TopRows(TopK):
 
     def _magnitudes(self, items: Tensor) -> Tensor:
         # In float64, as squares of gradients of 1e-25 would underflow.
-        return torch.linalg.vector_norm(items, dim=1, dtype=torch.float64).float()
+        norms_R: Tensor = torch.linalg.vector_norm(items, dim=1, dtype=torch.float64)
+        return norms_R.float()
 
 
 @settings("RandomK", frozen=False)

@@ -37,7 +37,7 @@ from xcloud.parallel.merging import (
     weighted_mean,
     weighted_sum,
 )
-from xcloud.parallel.replicas import ReplicaCheck, Replicas
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.strategy import Averaging, Traits
 
 LOSS = "(loss)"
@@ -52,8 +52,8 @@ class GradientAveraging(Averaging):
     delay: 1 = an update uses the gradient of the one before, which crosses while the next is
         computed; another trajectory than with 0, which waits for it.
     feedback: what a lossy compressor leaves out of a gradient is added to the next one.
-    check_every: updates after which replicas compare digests of their parameters; 0 = only
-        before the first.
+    check_every: updates after which replicas compare digests of their parameters, as they do
+        before the first and after the last; 0 = only then.
     merge: a Byzantine-robust aggregator (parallel/merging.py); null = the sum. A gradient that is
         not finite then counts as zero.
     """
@@ -107,8 +107,8 @@ class AveragedGradients(Exchange):
             )  # fmt: skip
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         replicas.open([self._averager], under_way=1 + self._delay)
-        self._check = ReplicaCheck(replicas, averaging.check_every, self._alike)
-        self._check.compare(0)
+        self._replicas, self._check_every = replicas, averaging.check_every
+        self.compare(0)
 
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
@@ -133,11 +133,12 @@ class AveragedGradients(Exchange):
         return summed | {max(buffers): total}
 
     def compare(self, step: int) -> None:
-        self._check.compare(step)
+        self._replicas.compare(step, self._alike)
 
     def after_update(self, step: int, work: Work) -> None:
-        if self._check.is_due(step):
-            self._check.compare(step)
+        is_due = self._check_every and step % self._check_every == 0
+        if is_due or step == self._replicas.last_step:
+            self.compare(step)
 
     own_names = (MEMORY,)
 

@@ -22,14 +22,7 @@ from xcloud.parallel.averaging import Averager, Merged, Terms
 from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member
 from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
-from xcloud.parallel.replicas import (
-    OuterOptimizer,
-    OuterParameters,
-    ReplicaCheck,
-    Replicas,
-    Shapes,
-    StepBudget,
-)
+from xcloud.parallel.replicas import OuterOptimizer, OuterParameters, Replicas, Shapes, StepBudget
 from xcloud.parallel.strategy import Averaging, Traits
 
 NAME = "strategy.averaging"
@@ -225,10 +218,9 @@ class LocalRounds(Exchange):
             for number, run in enumerate(runs)
         ]
         averagers = [fragment.averager for fragment in self._fragments]
-        self._check = None if averaging.is_elastic else ReplicaCheck(replicas, 0, replicas.group)
-        if self._check is not None:
+        if not averaging.is_elastic:
             replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
-            self._check.compare(0)
+            self.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)
 
@@ -262,8 +254,8 @@ class LocalRounds(Exchange):
             self.compare(step)
 
     def compare(self, step: int) -> None:
-        if self._check is not None:
-            self._check.compare(step)
+        if not self._settings.is_elastic:
+            self._replicas.compare(step, self._replicas.group)
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments

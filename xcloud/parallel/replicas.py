@@ -103,36 +103,21 @@ class Replicas:
         longest = max((averager.max_bytes for averager in averagers), default=0)
         self.links.open(longest, wait_s, under_way)
 
-
-@dataclass(frozen=True)
-class ReplicaCheck:
-    """Whether all ranks that train the same parameters hold them, bit for bit. Every one of them
-    makes the same calls.
-
-    every: updates between two comparisons, 0 = none; the last update is compared too. alike: the
-    ranks of this cloud that hold the same values.
-    """
-
-    of: Replicas
-    every: int
-    alike: RankGroup
-
-    def is_due(self, step: int) -> bool:
-        return step == self.of.last_step or (bool(self.every) and step % self.every == 0)
-
-    def compare(self, step: int) -> None:
-        """After update `step`; 0 = before the first, where frozen parameters are compared too.
+    def compare(self, step: int, alike: RankGroup) -> None:
+        """Whether all ranks that train the same parameters hold them, bit for bit, after update
+        `step`; 0 = before the first, where frozen parameters are compared too. Every one of them
+        makes the same calls. alike: the ranks of this cloud that hold the same values.
 
         Raises ReplicasDiffer naming stage and rank.
         """
-        links, stages = self.of.links, sorted(self.of.stages)
-        parameters = (self.of.stages[stage].parameters() for stage in stages)
+        links, stages = self.links, sorted(self.stages)
+        parameters = (self.stages[stage].parameters() for stage in stages)
         compared = [[p for p in some if p.requires_grad or not step] for some in parameters]
         mine = torch.stack([digest(some) for some in compared])
-        gathered = zip(self.alike.ranks, self.alike.gather(mine), strict=True)
+        gathered = zip(alike.ranks, alike.gather(mine), strict=True)
         theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
         # The others are compared inside their cloud only.
-        if self.of.group.group_rank < links.num_shares:
+        if self.group.group_rank < links.num_shares:
             key = MessageKey(Kind.AVERAGING, step, _CHECK)
             for replica in links.others:
                 links.send(replica, key, (mine,), ("digests of parameters",), 0)
@@ -146,7 +131,7 @@ class ReplicaCheck:
                     when = f"after update {step}" if step else "before the first update"
                     raise ReplicasDiffer(
                         f"{when} the parameters of stage {stage} differ between rank "
-                        f"{self.alike.rank} and {name}; all clouds need the same seed, checkpoint "
+                        f"{alike.rank} and {name}; all clouds need the same seed, checkpoint "
                         "and caches, kind of processor and release of torch"
                     )
 
