@@ -5,7 +5,6 @@ time. No rounds. The inner optimizer is the trainer's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from xcloud.base.settings import settings
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.comm.compression import Chain, seed_from
-from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
+from xcloud.comm.state import OUTER, State, copy_of, fill
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part
 from xcloud.parallel.exchange import RankGroup, Work, are_finite, digest
@@ -260,55 +259,3 @@ class OuterParameters:
         like = self._parameters[0]
         for piece, value in gather_shares(self._group, self._shares, values, like):
             self._parameters[piece.index].copy_(value)
-
-
-@dataclass
-class StepBudget:
-    """How many steps a replica makes between two merges, where clouds are not equally fast: one
-    that has used up its time or tokens leaves out those up to the next multiple of `every`.
-
-    replica: its ranks, of which the first decides. clock: elapsed seconds are part of the state.
-    """
-
-    every: int
-    replica: RankGroup
-    most_s: float | None = None
-    most_tokens: int | None = None
-    clock: Callable[[], float] = time.monotonic
-    _idle_until: int = 0
-    _num_tokens: float = 0.0
-    _started_s: float | None = None
-
-    def is_idle(self, step: int) -> bool:
-        return step <= self._idle_until
-
-    def idle_until(self, step: int) -> None:
-        self._idle_until = max(self._idle_until, step)
-
-    def end_step(self, step: int, num_tokens: float) -> None:
-        """After the merge, if there is one at this step. Every rank of the replica calls it.
-        num_tokens: that the replica trained on."""
-        if self.most_s is None and self.most_tokens is None:
-            return
-        if step % self.every == 0:
-            self._num_tokens, self._started_s = 0.0, self.clock()
-            return
-        if self.is_idle(step):
-            return
-        self._num_tokens += num_tokens
-        if self._started_s is None:  # the first step builds caches: it is not counted
-            self._started_s = self.clock()
-        is_over = self.most_s is not None and self.clock() - self._started_s >= self.most_s
-        is_over |= self.most_tokens is not None and self._num_tokens >= self.most_tokens
-        if bool(self.replica.from_leader(torch.tensor([float(is_over)]))):
-            self.idle_until(step - step % self.every + self.every)
-
-    def state_dict(self) -> State:
-        elapsed_s = 0.0 if self._started_s is None else self.clock() - self._started_s
-        numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
-        return {"idle_until": self._idle_until, "numbers": numbers}
-
-    def load_state_dict(self, state: State) -> None:
-        self._idle_until = whole_number(state, "idle_until")
-        self._num_tokens, elapsed_s = torch.as_tensor(state["numbers"]).tolist()
-        self._started_s = self.clock() - elapsed_s if elapsed_s else None
