@@ -32,8 +32,8 @@ _HANDED_BACK = 1 << 16
 
 @dataclass
 class ReplicaLinks(ABC):
-    """One rank's links, one each way, to its counterparts in the other replicas of the pipeline:
-    the ranks that train the same share of the same stages there.
+    """One rank's links, one each way, to the ranks that train the same share of the same stages in
+    the other replicas of the pipeline.
 
     Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
     apart. All replicas make the same calls, so what another one sends to this one has the same
@@ -59,9 +59,9 @@ class ReplicaLinks(ABC):
 
     @abstractmethod
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
-        """Before the first message. capacity_bytes: of the longest message, frame included; the
-        same in all replicas. wait_s: how long another replica may take, if that is longer than
-        its link. under_way: exchanges that begin before an earlier one ends."""
+        """Before the first message. capacity_bytes: of the longest one, frame included; the same
+        in all replicas. wait_s: that another replica may take, if that is longer than its link.
+        under_way: exchanges that begin before an earlier one ends."""
 
     def send(
         self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
@@ -119,10 +119,8 @@ def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Par
 
 class Merged(NamedTuple):
     """changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
-    what this replica contributed is in one of them. step: where clouds may be late, that the
-    others have reached. values: in place of changes, for a replica that missed too many: see
-    OuterParameters.flat.
-    """
+    this replica's contribution is in one of them. step: where clouds may be late, that the others
+    have reached. values: in place of changes, if it missed too many: see OuterParameters.flat."""
 
     changes: Sequence[list[Tensor]] = ()
     is_counted: bool = True
@@ -135,9 +133,9 @@ class Terms:
     """How one averaging goes, the same in all replicas but for `protect` and `watch`.
 
     channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
-    most_weight: that a replica can have for what it did in so many steps. protect: applied to what
-    this replica contributes before it is encoded. watch: called with each contribution of another
-    replica: step, replica, its decoded tensors by name.
+    most_weight: that a replica can have for so many steps. protect: applied to what this replica
+    contributes before it is encoded. watch: called with each contribution of another replica:
+    step, replica, its decoded tensors by name.
     """
 
     merge: Merge = weighted_sum
@@ -265,8 +263,7 @@ class AllToAll(Averager):
         steps: dict[int, dict[str, list[Tensor]]] = {}
         for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
             step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
-            messages = steps.setdefault(int(step), {})
-            messages.setdefault(name, []).append(torch.as_tensor(own[key]))
+            steps.setdefault(int(step), {}).setdefault(name, []).append(torch.as_tensor(own[key]))
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])

@@ -53,7 +53,7 @@ def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
 
 
 def mean_of(contributions: Iterable[Contribution], count: int) -> list[Tensor]:
-    """weighted_mean of so many that count alike and may be made one after the other."""
+    """weighted_mean of so many that count alike; one is made after the other."""
     return _sum(contributions, [1.0 / count] * count)
 
 
