@@ -81,7 +81,6 @@ class _PerSample(Memory):
         return found
 
     def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:
-        """Each sample's rows with `factor` times what is kept of it."""
         kept_of, total = self._pop if pop else self._get, tensor.clone()
         for sample, span in rows.spans():
             if (kept := kept_of(sample, total[span])) is not None:

@@ -256,7 +256,6 @@ def _marks(positions: Tensor, size: int) -> Tensor:
 
 
 def _marked(marks: Tensor) -> Tensor:
-    """Ascending positions of what is not 0."""
     return marks.view(torch.bool).nonzero().view(-1)
 
 

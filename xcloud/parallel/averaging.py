@@ -295,7 +295,6 @@ class AllToAll(Averager):
         self._links.send(replica, key, message, carries, codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Parts]:
-        """Its weight, and what it sent."""
         return first_part(self._links.recv(replica, key), _WEIGHT, f"replica {replica}")
 
     def _merged(self, step: int) -> list[Tensor]:

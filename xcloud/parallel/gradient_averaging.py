@@ -169,7 +169,6 @@ class AveragedGradients(Exchange):
 
     @property
     def _gradients(self) -> list[Tensor]:
-        """Views of the buffers."""
         return [local_part(p.grad) for p in self._parameters if p.grad is not None]
 
 

@@ -288,7 +288,6 @@ class Hub(_End):
 
 
 def _read(parts: Parts, head: TensorSpec, sender: str) -> tuple[list[float], Parts]:
-    """The numbers that a message begins with, and the rest of it."""
     numbers, rest = first_part(parts, head, sender)
     if not bool((numbers.abs() < _MOST).all()):  # nor is NaN
         raise FrameError(f"{sender} sent {numbers.tolist()} for steps, flags or a weight")

@@ -154,7 +154,6 @@ def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> lis
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    """Of all values together, in float64; not finite if any of them is not."""
     return math.sqrt(sum(map(squared_norm, tensors)))
 
 

@@ -190,7 +190,6 @@ def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict
 
 
 def _labels(notes: Observations) -> Found:
-    """attack -> AUC."""
     if LABEL not in notes.truth:
         return {}  # not known here, or spans or tokens, which are no classes
     truth, texts = notes.truth[LABEL], notes.truth.keys() - {LABEL}

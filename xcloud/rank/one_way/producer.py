@@ -206,7 +206,6 @@ class ProducerRun(StatefulParts):
         return fed
 
     def _learn(self, number: int, fed: Fed) -> None:
-        """Average the gradients over the ranks of this cloud, and update."""
         loss, group = fed.loss, self._rank.group
         is_finite = math.isfinite(loss)
         if self._buffer is not None:
@@ -232,7 +231,6 @@ class ProducerRun(StatefulParts):
             self._report()
 
     def _report(self) -> None:
-        """What was made since the last time: one line for many batches, as it crosses the link."""
         if not self._made:
             return
         figures: dict[str, Any] = dict(self._made)
