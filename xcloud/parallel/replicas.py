@@ -25,7 +25,7 @@ from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_fo
 from xcloud.parallel.exchange import RankGroup, Work, are_finite, digest
 from xcloud.parallel.merging import Piece, gather_shares
 from xcloud.record.reporter import Reporter
-from xcloud.security.defences import CloudPrivacy, private_contribution
+from xcloud.security.defences import Privacy, private_contribution
 
 Shapes = Mapping[str, torch.Size]
 _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
@@ -49,7 +49,7 @@ class Replicas:
     last_step: int
     most_work: Work
     reporter: Reporter
-    privacy: CloudPrivacy | None = None
+    privacy: Privacy | None = None
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
 
     @cached_property
@@ -92,7 +92,7 @@ class Replicas:
         """With what watches and protects this cloud, under whose privacy nothing plain is sent.
         num_fragments: averagings of a rank that together are one contribution."""
         terms = replace(terms, watch=self.watch)
-        if self.privacy is None:
+        if self.privacy is None or self.privacy.unit != "cloud":
             return terms
         num_parts = self.links.num_parts * num_fragments
         return replace(terms, protect=private_contribution(names, self.privacy, num_parts, plain))
