@@ -30,6 +30,17 @@ _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
+class Peer(NamedTuple):
+    """A rank in a replica. ranks: of its cloud."""
+
+    rank: int
+    cloud: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of cloud {self.cloud!r}"
+
+
 @dataclass
 class ReplicaLinks(ABC):
     """One rank's links, one each way, to the ranks that train the same share of the same stages in
@@ -41,10 +52,12 @@ class ReplicaLinks(ABC):
     comes before the one asked for.
 
     replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
-    of a group. num_parts: such ranks of all stages of a replica.
+    of a group. num_parts: such ranks of all stages of a replica. peers: by replica, this rank's
+    own included; none where it has no counterpart.
     """
 
     replica: int
+    peers: Sequence[Peer]
     num_replicas: int
     num_shares: int
     num_parts: int
@@ -94,17 +107,6 @@ class ReplicaLinks(ABC):
         link's profile allows for a message of the largest size), LinkClosed if that rank is gone.
         After a LinkTimeout the same message may be asked for again.
         """
-
-    @abstractmethod
-    def cloud_of(self, replica: int) -> str: ...
-
-    @abstractmethod
-    def ranks_of(self, replica: int) -> Sequence[int]:
-        """Of its cloud."""
-
-    @abstractmethod
-    def name_of(self, replica: int) -> str:
-        """The counterpart there, in words."""
 
 
 def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:

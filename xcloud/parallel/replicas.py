@@ -121,7 +121,7 @@ class Replicas:
             for replica in links.others:
                 links.send(replica, key, (mine,), ("digests of parameters",), 0)
             for replica in links.others:
-                name = links.name_of(replica)
+                name = str(links.peers[replica])
                 found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), name)
                 theirs[name] = found.cpu()
         for name, found in theirs.items():

@@ -92,7 +92,7 @@ def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> Ti
     averager, links = None, wiring.tied
     if links is not None:
         (parameter,) = held.values()
-        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        within = len({peer.cloud for peer in links.peers}) == 1
         averager = AllToAll(
             links, TensorCodec(
                 {TIED: parameter.shape},
