@@ -364,17 +364,15 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
     """The token guessed for each unknown row by a network with one hidden layer."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-    known = rows_ND[is_known_N].float()
-    mean, spread = known.mean(0), known.std(0, correction=0).clamp(min=1e-9)
-    x = ((rows_ND.float() - mean) / spread).numpy()
-    network = MLPClassifier(
-        256, batch_size=256, learning_rate_init=3e-3, max_iter=12, random_state=0
-    )
+    settings = {"batch_size": 256, "learning_rate_init": 3e-3, "max_iter": 12, "random_state": 0}
+    network = make_pipeline(StandardScaler(), MLPClassifier(256, **settings))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # so few epochs are meant
-        network.fit(x[is_known_N.numpy()], tokens_N[is_known_N].numpy())
-    return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
+        network.fit(rows_ND[is_known_N].float().numpy(), tokens_N[is_known_N].numpy())
+    return torch.from_numpy(network.predict(rows_ND[~is_known_N].float().numpy()))
 
 
 def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> None:
