@@ -20,7 +20,7 @@ from xcloud.base.settings import NotNegative, Positive, Seconds, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.averaging import Averager, Merged, Terms
-from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
+from xcloud.parallel.exchange import Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member
 from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
 from xcloud.parallel.replicas import OuterOptimizer, OuterParameters, Replicas, Shapes
@@ -72,15 +72,11 @@ class LocalUpdates(Averaging):
     restart_s: Seconds | None = None
 
     def __post_init__(self) -> None:
-        if self.fragments > self.every:
+        if self.fragments > self.every or self.overlap >= self.every:
             raise ConfigError(
-                f"{NAME}.fragments ({self.fragments}) must be at most {NAME}.every "
-                f"({self.every}): one fragment is merged at a step"
-            )
-        if self.overlap >= self.every:
-            raise ConfigError(
-                f"{NAME}.overlap ({self.overlap}) must be less than {NAME}.every ({self.every}): "
-                "a merge must end before the next one of the same parameters begins"
+                f"{NAME}.fragments ({self.fragments}) must be at most, and {NAME}.overlap "
+                f"({self.overlap}) less than, {NAME}.every ({self.every}): one fragment is merged "
+                "at a step, and ends before the next merge of the same parameters begins"
             )
         if self.restart_s is not None and self.leave == "fail":
             raise ConfigError(f"{NAME}.restart_s needs {NAME}.leave=go_on")
@@ -204,7 +200,6 @@ class LocalRounds(Exchange):
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
         self._settings, self._replicas = averaging, replicas
-        self._inside = AllReduce(dict.fromkeys(replicas.stages, replicas.group))
         self.clock = time.monotonic
         self._idle_until, self._num_tokens = 0, 0.0
         self._started_s: float | None = None  # since the last merge
@@ -232,7 +227,8 @@ class LocalRounds(Exchange):
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        return self._inside.before_update(step, buffers, losses)
+        group = self._replicas.group
+        return {stage: b.sum_over(group, losses[stage]) for stage, b in buffers.items()}
 
     def after_update(self, step: int, work: Work) -> None:
         averaging, is_last = self._settings, step == self._replicas.last_step

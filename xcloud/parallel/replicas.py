@@ -193,9 +193,8 @@ class OuterParameters:
         self._own = [self._parameters[piece.index] for piece in self._mine]
         self._group, self._optimizer = group, optimizer
         self.outer = [p.detach().clone() for p in self._own]
-        self.velocity = [
-            torch.zeros_like(t) if optimizer.momentum else t.new_empty(0) for t in self.outer
-        ]
+        has_momentum = bool(optimizer.momentum)
+        self.velocity = [t.new_zeros(t.shape if has_momentum else 0) for t in self.outer]
 
     @property
     def are_finite(self) -> bool:
