@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # Before hydra looks for plugins: our launcher of sweeps.
 sys.path.append(str(Path(__file__).parent / "xcloud" / "_hydra"))
@@ -28,7 +29,8 @@ composed = False
 def exit_codes() -> Iterator[None]:
     """1: failed, 75: start me again (EX_TEMPFAIL), 130: interrupted."""
     from xcloud.base.errors import XcloudError
-    from xcloud.launch.processes import EXIT_START_AGAIN, RunStopped
+    from xcloud.launch.failures import EXIT_START_AGAIN
+    from xcloud.launch.processes import RunStopped
 
     try:
         yield
@@ -47,12 +49,11 @@ def exit_codes() -> Iterator[None]:
 def main(config: DictConfig) -> None:
     global composed
     composed = True
-    from xcloud.job.overrides import compose_follow_up
-    from xcloud.launch.local import run
-    from xcloud.survive.resume import check_can_go_on
-
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from xcloud.launch.local import run
+        from xcloud.survive.resume import check_can_go_on
+
         # Hydra's own launcher; ours starts a process for each point (xcloud/sweep/runner.py).
         run(config, run_dir, resumes=check_can_go_on, more_follows=True)
         return
@@ -62,20 +63,37 @@ def main(config: DictConfig) -> None:
             from xcloud.planner.planning import planned
 
             chosen = planned(config, run_dir)
-        if chosen is None:  # it was only to be shown
-            return
-        following = compose_follow_up(chosen, CONF, run_dir)
-        run(chosen, run_dir, more_follows=following is not None)
-        if following is not None:
-            run(following, run_dir / "follow_up")
+        if chosen is not None:  # else it was only to be shown
+            carry_out(chosen, run_dir)
+
+
+def carry_out(
+    config: DictConfig, run_dir: Path, resumes: Any = None, has_more: bool = True
+) -> None:
+    """A run, or the rest of one, and the run that follows it. resumes: see launch.local.run."""
+    from xcloud.base.errors import ConfigError
+    from xcloud.launch.local import run
+
+    following = None
+    if config.get("follow_up"):
+        from xcloud.job.overrides import compose_follow_up
+
+        following = compose_follow_up(config, CONF, run_dir, own=resumes is None)
+    if has_more:
+        run(config, run_dir, resumes, more_follows=following is not None)
+    elif following is None:
+        raise ConfigError(
+            f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
+        )
+    if following is not None:
+        run(following, run_dir / "follow_up", resumes)
 
 
 def go_on(words: list[str]) -> None:
     """The rest of a run, and of the one that follows it."""
     with exit_codes():
         from xcloud.base.errors import ConfigError
-        from xcloud.job.overrides import compose_follow_up, resumed
-        from xcloud.launch.local import run
+        from xcloud.job.overrides import resumed
         from xcloud.survive.resume import check_can_go_on
 
         asked = [word for word in words if word.startswith(RESUME)]
@@ -83,17 +101,8 @@ def go_on(words: list[str]) -> None:
         if len(asked) > 1 or any(word.startswith("-") for word in overrides):
             raise ConfigError("to go on with a run: python run.py resume=FOLDER [key=value ...]")
         run_dir = Path(asked[0].removeprefix(RESUME))
-        can_go_on = partial(check_can_go_on, anew=ANEW in words)
         config, has_more = resumed(run_dir, overrides, CONF)
-        following = compose_follow_up(config, CONF, run_dir, own=False)
-        if not has_more and following is None:
-            raise ConfigError(
-                f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
-            )
-        if has_more:
-            run(config, run_dir, can_go_on, following is not None)
-        if following is not None:
-            run(following, run_dir / "follow_up", can_go_on)
+        carry_out(config, run_dir, partial(check_can_go_on, anew=ANEW in words), has_more)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def ours(rank: int, schedule, compression):
     from xcloud.cluster.gloo_link import GlooTransport
     from xcloud.cluster.layout import Cloud, ClusterLayout
     from xcloud.cluster.transport import Meeting
-    from xcloud.comm.boundary import Boundary, BoundaryField
+    from xcloud.comm.channel import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
     from xcloud.contracts.model import Stage, StageOutput
     from xcloud.parallel.pipeline import Pipeline

@@ -13,7 +13,7 @@ import torch
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import weights
 from tests.toy import ToyModel, ToyStage, toy_config
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.summary import read_run
@@ -100,7 +100,7 @@ def _one_way() -> dict[str, Any]:
         training=training,
         more={"launch": {"_target_": "xcloud.job.job.Launch", "max_restarts": 1000}},
     )
-    liveness = {"_target_": "xcloud.cluster.liveness.Liveness"}
+    liveness = {"_target_": "xcloud.cluster.link_profile.Liveness"}
     config["cluster"]["liveness"] = {
         **liveness,
         "interval_s": 1.0,

@@ -12,7 +12,7 @@ from benchmarks.chaos_faults import FAULTS, NotInjected, Repair, Target
 from benchmarks.chaos_record import Fault, Outcome
 from benchmarks.chaos_runs import Run
 from xcloud.base.project import MODEL_DIR
-from xcloud.launch.processes import EXIT_START_AGAIN
+from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.record.events import EVENTS_FILE
 
 MOST_ATTEMPTS = 8  # after one fault

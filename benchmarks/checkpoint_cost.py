@@ -24,7 +24,8 @@ from benchmarks.machine import ran_on
 from tests.pipelines import in_threads
 from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
-from xcloud.cluster.liveness import DEFAULT_LIVENESS, heartbeat
+from xcloud.cluster.link_end import heartbeat
+from xcloud.cluster.link_profile import DEFAULT_LIVENESS
 from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter

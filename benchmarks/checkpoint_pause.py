@@ -40,7 +40,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints, Optimizer
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 WIDTH = 4096
 BYTES_PER_PARAMETER = 18

@@ -34,7 +34,7 @@ from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.cluster.transport import Meeting
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
+from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.parallel.schedule import Action, Schedule
 from xcloud.plan.costs import FREE, Costs, Direction, Transfer
 from xcloud.plan.engine import NEVER, Lines, Moments, Program
@@ -45,7 +45,7 @@ class UniformCosts(Costs):
     def direction(self, message: Transfer) -> Direction:
         return Direction(NUM_BYTES)
 
-    def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
+    def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
         line: LinkProfile = self._line  # type: ignore[attr-defined]
         return line
 

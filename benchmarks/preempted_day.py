@@ -35,7 +35,7 @@ from benchmarks.chaos_runs import LOG, ROOT, Launched, prepare_to_fork
 from benchmarks.machine import ran_on
 from tests.event_lines import steps_done
 from tests.forks import Child
-from xcloud.launch.processes import EXIT_START_AGAIN
+from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.toy import ToyModel
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 
 ROWS, WIDTH = 64, 256  # of a sample

@@ -21,7 +21,7 @@ import torch
 from benchmarks.emulator_rank import HIDDEN, LENGTH, SleepingLayers
 from tests.toy import LENGTH as TOY_LENGTH
 from tests.toy import ToyModel
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 
 SAMPLE_BYTES = 4 * LENGTH * HIDDEN  # of a message, and of what a stage keeps for its backward

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.chaos_runs import Launched, prepare_to_fork
 from benchmarks.machine import ran_on
 from tests.event_lines import steps_done
-from xcloud.launch.processes import EXIT_START_AGAIN
+from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.summary import read_summary
 

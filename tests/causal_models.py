@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import context
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Stage
 from xcloud.models.causal import CausalLM
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tests.in_process_link import InProcessLink
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.comm.boundary import BoundaryField, Message
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import BoundaryField, Codec, Codecs, Message, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId, Compressor
 from xcloud.comm.memory import Memory
 from xcloud.comm.state import State

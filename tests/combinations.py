@@ -29,7 +29,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
 from xcloud.comm.low_rank import PowerSgd, Svd
@@ -41,6 +41,7 @@ from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict, meet_here, table_of
 from xcloud.launch import rank_process
+from xcloud.launch.rank_process import join
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
@@ -49,7 +50,6 @@ from xcloud.parallel.replicas import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.settings import Autopilot
-from xcloud.rank.roles import join
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.state import State
+from xcloud.contracts.model import Scores
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
-from xcloud.contracts.task import Scores
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 ROWS, WIDTH = 8, 6
 

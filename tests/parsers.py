@@ -21,10 +21,9 @@ from tests.local_replicas import MEAN, rounds_of
 from tests.replicas import Post
 from tests.report_desk import DEEP, STEP, Desk
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId, Compressor
 from xcloud.comm.ids import (
     CorruptedTexts,

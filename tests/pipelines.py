@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Chain, Compression, Compressor
 from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
 from xcloud.comm.memory import Memory, NoMemory

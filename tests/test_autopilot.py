@@ -20,7 +20,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
 from xcloud.comm.memory import DeltaCache

@@ -18,7 +18,7 @@ from tests.translation_models import IDS, context, texts
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import TokenIds
 from xcloud.models import backbone
-from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, export_bert, read_weights
+from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, export, read_weights
 from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.pretraining import MaskedLanguageModelling
 
@@ -180,7 +180,7 @@ def test_what_we_export_is_read_by_transformers_and_by_us(tmp_path: Path) -> Non
     found = read_weights(str(tmp_path / "in"))
     ours = Encoder(found.config).eval()
     ours.load_part(found.tensors or {})
-    export_bert(ours, tmp_path / "out", pad=1)
+    export(ours, tmp_path / "out", pad=1)
 
     theirs, loading = BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]

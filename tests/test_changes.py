@@ -295,7 +295,7 @@ def test_each_rank_of_a_sharded_stage_gets_its_own_part_again(tmp_path: Path) ->
     for rank in range(3):
         stage = 0 if rank < 2 else 1
         state: State = {
-            "trainer.num_updates": 5, "guard.num_in_a_row": 0,
+            "trainer.num_updates": 5, "trainer.guard.num_in_a_row": 0,
             f"trainer.stage {stage}.values.w": torch.full((2,), float(rank)),
         }  # fmt: skip
         holder = sharded(tmp_path, rank)

@@ -26,8 +26,7 @@ from tests.nightly import NIGHTLY
 from tests.pipelines import wired
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.boundary import Boundary, BoundaryField
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import Boundary, BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import Chain, ChannelId, Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.comm.low_rank import Svd

@@ -11,8 +11,7 @@ import torch
 
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import Head
-from xcloud.contracts.task import Task, TaskData
+from xcloud.contracts.model import Head, Task, TaskData
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.liveness import Liveness
-from xcloud.contracts.task import Task
+from xcloud.cluster.link_profile import Liveness
+from xcloud.contracts.model import Task
 from xcloud.electra.model import MultilingualElectra
 from xcloud.job import config as configs
 

@@ -34,7 +34,6 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import by_tensor
 from xcloud.parallel.part import StepReport
 from xcloud.parallel.replicas import OuterParameters
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Optimizer, Training
 
 
@@ -125,7 +124,7 @@ def test_skips_in_a_row_have_a_bound_and_a_good_update_starts_anew() -> None:
             hook.remove()
     assert report.skipped is not None and "2 in a row, at most 2" in report.skipped
     with pytest.raises(TrainingDiverged, match="max_skips_in_a_row is 2"):
-        rank.part(DivergenceGuard).skip(6)
+        rank.trainer.guard.leave_out(6, "the loss")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from xcloud.record.files import failure_of
 pytestmark = pytest.mark.slow
 
 LIVENESS = {
-    "_target_": "xcloud.cluster.liveness.Liveness", "interval_s": 0.4, "lost_after_s": 2.5,
+    "_target_": "xcloud.cluster.link_profile.Liveness", "interval_s": 0.4, "lost_after_s": 2.5,
 }  # fmt: skip
 LINE = {
     "_target_": "xcloud.cluster.link_profile.LinkProfile",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.contracts.task import Scores
+from xcloud.contracts.model import Scores
 from xcloud.rank.task_data import write_scores
 
 SCORES = Scores({"bleu": 50.0}, {}, {4: {"prediction": "Él duerme.", "bleu": 50.0, "counts": [2]}})

@@ -31,7 +31,7 @@ from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
 from xcloud.join.agreement import meet_here, table_of
 from xcloud.launch import rank_process
-from xcloud.rank.roles import join
+from xcloud.launch.rank_process import join
 from xcloud.survive.saving import StopSignal
 
 _LENGTH = struct.Struct("<Q")

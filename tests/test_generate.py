@@ -11,7 +11,7 @@ import torch
 
 from tests.causal_models import KINDS, build, saved, where, words
 from xcloud import use
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.causal_stage import CausalStage

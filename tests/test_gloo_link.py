@@ -14,9 +14,8 @@ from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Pair, first_line
 from xcloud.cluster.link import LinkClock
-from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.cluster.link_profile import LinkProfile, LinkWindow
-from xcloud.cluster.liveness import Liveness, PeerLife, heartbeat
+from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, heartbeat
+from xcloud.cluster.link_profile import LinkProfile, LinkWindow, Liveness
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,9 @@ from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, encode_frame, seal_frame
 from xcloud.cluster.gloo_link import GlooInLink
-from xcloud.cluster.link_end import InSettings
-from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.liveness import Liveness, PeerLife
-from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
+from xcloud.cluster.link_end import InSettings, PeerLife
+from xcloud.cluster.link_profile import LinkWindow, Liveness
+from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel
 from xcloud.comm.compression import Chain, ChannelId, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory

@@ -14,7 +14,7 @@ from tests.pipelines import BORDER, D, ToyStage, in_threads, samples
 from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.comm.compression import Chain, Compression, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast

@@ -203,7 +203,7 @@ def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_no
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
 def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
     rank = (
-        "from xcloud.launch.processes import end_with_parent; end_with_parent(); "
+        "from xcloud.launch.rank_process import end_with_parent; end_with_parent(); "
         "import os, time; os.write(1, b'up'); time.sleep(20); os.write(1, b'late')"
     )
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"

@@ -14,7 +14,7 @@ from tests.runs import wait_for
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.gloo_groups import of_this_attempt
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.transport import Meeting, meeting_store
 from xcloud.join import restarts
 from xcloud.join.restarts import FailureDetector, Line, Word, life_of, watch

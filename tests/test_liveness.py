@@ -13,9 +13,8 @@ from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Liveness, PeerLife, heartbeat
+from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, ReceivingEnd, heartbeat
+from xcloud.cluster.link_profile import LinkProfile, Liveness
 from xcloud.join.restarts import Silence
 from xcloud.launch.several_machines import await_monitor
 from xcloud.parallel.control import Control, note_ages

@@ -8,7 +8,7 @@ import pytest
 
 from tests.configs import build
 from xcloud.base.errors import ConfigError, DataError, FrameError
-from xcloud.contracts.task import SPLITS
+from xcloud.contracts.model import SPLITS
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NOTHING, compare_facts
 from xcloud.rank.task_data import load

@@ -28,8 +28,8 @@ def halves(split: Split, basis: Basis | None = None) -> tuple[Any, Any]:
     if basis is None:
         return cut_inside(split, 0, block()), cut_inside(split, 1, block())
     bottom, top = (Projection(split, is_up, H, 8) for is_up in (False, True))
-    basis.start(bottom, is_up=False)
-    basis.start(top, is_up=True)
+    bottom.start(*basis)
+    top.start(*basis)
     return bottom, top
 
 
@@ -63,7 +63,7 @@ def test_full_rank_in_the_attention_is_the_block_without_its_skip() -> None:
 def test_a_projection_of_full_rank_is_the_whole_block(method: Any) -> None:
     rotation = torch.linalg.qr(torch.randn(H, H))[0]
     anchor = torch.randn(8, H)
-    basis = Basis(rotation, rotation.T.contiguous(), anchor)
+    basis = Basis(rotation.T.contiguous(), anchor, rotation)
     bottom, top = halves(Split(0, H, method, anchor="position"), basis)
 
     whole = block()(rows(), PACKING)
@@ -95,7 +95,7 @@ def test_clouds_that_compute_the_factors_apart_agree_on_the_signs() -> None:
 def test_orthonormal_projections_stay_so_while_they_are_trained() -> None:
     rotation = torch.linalg.qr(torch.randn(H, 4))[0].T.contiguous()
     nothing = torch.zeros(8, H)
-    basis = Basis(rotation, rotation.T.contiguous(), nothing)
+    basis = Basis(rotation.T.contiguous(), nothing, rotation)
     bottom, top = halves(Split(0, 4, "orthogonal"), basis)
     torch.testing.assert_close(bottom.linear.weight, rotation, atol=1e-5, rtol=1e-5)
     for parameter in (*bottom.linear.parameters(), *top.linear.parameters()):

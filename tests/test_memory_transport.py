@@ -12,9 +12,8 @@ from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LinkName, LinkRecord
-from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Liveness, PeerLife, heartbeat
+from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, heartbeat
+from xcloud.cluster.link_profile import LinkProfile, Liveness
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.compression import Compression

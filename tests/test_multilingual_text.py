@@ -13,7 +13,7 @@ from tests.electra_reference import feed_context
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.parts import Generator
-from xcloud.models.backbone import PretrainedBackbone, export_bert
+from xcloud.models.backbone import PretrainedBackbone, export
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.text_sources import DemoText, FolderText, HubText
@@ -203,7 +203,7 @@ def test_what_is_reported_names_no_folder(tmp_path: Path, folder: Path) -> None:
     tokenizer = TrainedTokenizer(400).prepare(TEXTS, tmp_path)
     tokenizer.save(tmp_path / "shared.json")
     special = tokenizer.token_ids
-    export_bert(
+    export(
         Encoder(EncoderConfig(special.size, 32, 1, 2, 64, max_positions=32, dropout=0.0)),
         tmp_path / "private_place" / "encoder",
         special.pad,

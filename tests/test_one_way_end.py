@@ -16,8 +16,7 @@ from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer, feed_config
 from tests.one_way_toy import cloud as feed_cloud
 from xcloud.base.errors import LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife, ReceivingEnd, SendingEnd
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import job_from_config
@@ -34,8 +33,8 @@ from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Checkpoints
+from xcloud.training.trainer import DivergenceGuard
 from xcloud.watch.display import ProgressLine
 
 

@@ -20,7 +20,7 @@ from tests.one_way_toy import ToyFeed, feeding
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way import NOBODY, ConsumptionPlan, Feed, Order, unpacked
 from xcloud.rank.one_way.intake import Inbox

@@ -18,10 +18,13 @@ from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Lane, Timeline
-from xcloud.report.figures import COLOURS, ink_on, running_mean, wrapped
 from xcloud.report.pictures import (
+    COLOURS,
     KINDS,
+    ink_on,
+    running_mean,
     short,
+    wrapped,
     write_loss,
     write_pictures,
     write_step_time,
@@ -223,7 +226,7 @@ def test_no_worker_imports_what_draws() -> None:
             libraries = {imported.split(".")[0] for imported in imports(MODULES[name])}
             assert "matplotlib" not in libraries, name
             to_read += own_imports(MODULES[name])
-    assert {"comm.step_clock", "rank.meters", "record.reporter"} <= reached
+    assert {"comm.step_clock", "rank.stage_rank", "record.reporter"} <= reached
     drawing = {"report.pictures", "report.figures", "watch.monitor"}
     assert not reached & drawing
 

@@ -12,7 +12,7 @@ from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import AveragingCodec, BoundaryCodec, CompressorCosts
-from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
+from xcloud.plan.pricing import OverEpochs, Pricer, over_epochs
 from xcloud.plan.search import Space, search
 from xcloud.plan.settings import NO_COMPRESSION, Arranged, Plan
 from xcloud.record.timeline import predicted_of
@@ -38,7 +38,7 @@ def test_kept_rows_make_steps_of_later_epochs_shorter_by_what_fits() -> None:
     plan = Plan("pipeline", (4, 8), GPipe(4), NO_COMPRESSION)
 
     def found(megabytes: int, num_steps: int = 50) -> OverEpochs:
-        told = over_epochs(priced, plan, Keeping(megabytes * 10**6, 200, num_steps))
+        told = over_epochs(priced, plan, megabytes * 10**6, 200, num_steps)
         assert told is not None
         return told
 
@@ -56,8 +56,8 @@ def test_kept_rows_make_steps_of_later_epochs_shorter_by_what_fits() -> None:
     assert short.mean_s == first_s and short.at_the_end is priced
     assert all_kept.at_the_end.step_s(plan) == all_kept.later_epochs_s
     whole = Plan("data_parallel", (8,), GPipe(4), NO_COMPRESSION)
-    assert over_epochs(priced, whole, Keeping(1, 200, 50)) is None
-    assert over_epochs(pricer(COMPRESSORS[NO_COMPRESSION]), plan, Keeping(1, 200, 50)) is None
+    assert over_epochs(priced, whole, 1, 200, 50) is None
+    assert over_epochs(pricer(COMPRESSORS[NO_COMPRESSION]), plan, 1, 200, 50) is None
 
 
 def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
@@ -67,7 +67,7 @@ def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
     plan = Plan("pipeline", (4, 8), GPipe(4), NO_COMPRESSION)
     space = Space(plan, {"pipeline": [plan.ends]}, [4], [NO_COMPRESSION], ["schedule"])
     ranked = search(priced, space, 1)
-    epochs = over_epochs(priced, ranked.best[0].plan, Keeping(10**9, 200, 50))
+    epochs = over_epochs(priced, ranked.best[0].plan, 10**9, 200, 50)
     assert epochs is not None
     report = Report(priced, space, ranked, 0.1, over_epochs={ranked.best[0].plan: epochs})
 

@@ -29,7 +29,7 @@ from xcloud.plan.costs import (
 )
 from xcloud.plan.formulas import exchange_of
 from xcloud.plan.prediction import Simulator
-from xcloud.plan.pricing import Keeping, Pricer, alike, over_epochs
+from xcloud.plan.pricing import Pricer, alike, over_epochs
 from xcloud.plan.search import Space, fastest
 from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, with_micro_batches
 
@@ -243,7 +243,7 @@ def test_kept_rows_make_later_epochs_no_longer_the_more_of_them_fit(seed: int) -
     for plan in some_plans(silent, space, seed, 6):
         if isinstance(plan.schedule, ZeroBubble):
             continue
-        epochs = [over_epochs(silent, plan, Keeping(n * 10**7, 64, 100)) for n in (0, 1, 3, 99)]
+        epochs = [over_epochs(silent, plan, n * 10**7, 64, 100) for n in (0, 1, 3, 99)]
         if plan.strategy != "pipeline":
             assert epochs == [None] * 4
             continue

@@ -146,11 +146,11 @@ def test_the_report_names_the_best_the_own_and_what_to_change(tmp_path: Path) ->
     assert report.best == ranked.best[0].plan
     assert [entry.micro_batches for entry in report.over_micro_batches] == [1, 2, 4]
 
-    file = write_plan(tmp_path, report, ranked.best[0])
+    write_plan(tmp_path, report, ranked.best[0])
     assert write_plan_picture(tmp_path / "plan.png", report)
 
-    table = json.loads(file.read_text())
-    assert file.name == PLAN_FILE and table["chosen"]["compression"] == "int4"
+    table = json.loads((tmp_path / PLAN_FILE).read_text())
+    assert table["chosen"]["compression"] == "int4"
     assert table["own"]["schedule"] == "gpipe" and table["own"]["split"] == "1 | 7 blocks"
     assert "less" in table["own"]["change_next"], "one change that gains most"
     assert all(plan["change_next"] for plan in table["plans"])

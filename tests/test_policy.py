@@ -215,7 +215,7 @@ def test_attack_6_nothing_is_built_of_a_file_that_would_take_long(
     file = tmp_path / "experiment.yaml"
     file.write_text(text)
     if said != "duplicate key":
-        monkeypatch.setattr(configs.OmegaConf, "load", None)
+        monkeypatch.setattr(configs.OmegaConf, "create", None)
 
     assert said in refused(read, file)
 

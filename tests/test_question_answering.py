@@ -13,8 +13,7 @@ import torch
 
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import Head
-from xcloud.contracts.task import Task, TaskData
+from xcloud.contracts.model import Head, Task, TaskData
 from xcloud.tasks.question_answering import (
     DemoQuestionAnswering,
     FolderQuestionAnswering,

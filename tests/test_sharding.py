@@ -42,7 +42,7 @@ from xcloud.parallel.within_cloud import (
 from xcloud.rank.export import whole
 from xcloud.record.reporter import Reporter
 from xcloud.training.settings import Optimizer
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]
 

@@ -16,7 +16,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, SnapshotBuffer, Timing, bytes_to_copy
 from xcloud.training.settings import Checkpoints, Optimizer
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 NEVER = threading.Event()
 

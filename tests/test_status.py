@@ -18,7 +18,7 @@ from tests.runs import start, wait_for
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.parallel.exchange import RankGroup
 from xcloud.record.files import (

@@ -13,7 +13,7 @@ from tests.channels import same_state, stored
 from tests.trainers import LAYOUTS, SKIP, ranks, spoil, update
 from xcloud.base.errors import DataError
 from xcloud.training.settings import Optimizer
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 
 def trained(**changes: Any) -> TrainedModule:

@@ -13,8 +13,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import TokenIds
-from xcloud.contracts.task import SPLITS, Task, TaskData
+from xcloud.contracts.model import SPLITS, Task, TaskData, TokenIds
 from xcloud.tasks.rows import Corpus
 from xcloud.tasks.text_task import PairTable, TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer

@@ -8,7 +8,7 @@ from xcloud.cluster.link import LinkRecord
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import StepReport
-from xcloud.rank.meters import WanMeter
+from xcloud.rank.stage_rank import WanMeter
 from xcloud.rank.task_data import gather_predictions
 from xcloud.record.reporter import Reporter
 

@@ -15,7 +15,7 @@ from tests.wiretap import Tapped, read_tape
 from xcloud.base.errors import DataError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
 from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.launch.local import run
 from xcloud.rank.one_way import CARRIES, noting

@@ -24,7 +24,6 @@ from xcloud.job.job import Job
 from xcloud.join import agreement
 from xcloud.join.agreement import Verdict
 from xcloud.launch import failures, rank_process, several_machines
-from xcloud.rank import roles
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
@@ -104,7 +103,7 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
     monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
     monkeypatch.setattr(rank_process, "meet_here", lambda *all: called.append("join"))
-    monkeypatch.setattr(roles, "agree", agree)
+    monkeypatch.setattr(rank_process, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
     configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
     CheckpointFolder(tmp_path).write(1, 0, {}, {})

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.pipelines import D, ToyStage
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import Batch, StageOutput
 
 

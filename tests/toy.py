@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput, TokenIds
-from xcloud.contracts.task import Scores
+from xcloud.comm.channel import Boundary, BoundaryField, Message
+from xcloud.contracts.model import Batch, BuildContext, Scores, Stage, StageOutput, TokenIds
 
 VOCABULARY = 16
 LENGTH = 6

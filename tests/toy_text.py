@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.toy import toy_config
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.contracts.model import Batch, BuildContext, Head, Stage, StageOutput, TokenIds
-from xcloud.contracts.task import Scores
+from xcloud.comm.channel import Boundary, BoundaryField, Message
+from xcloud.contracts.model import Batch, BuildContext, Head, Scores, Stage, StageOutput, TokenIds
 
 FIRST, NUM_WORDS, LONGEST = 20_011, 40, 10
 PAD, BOS, EOS = 0, 19_001, 19_002

@@ -11,7 +11,7 @@ import torch
 from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wired
 from xcloud.base.errors import TrainingDiverged
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.boundary import Boundary
+from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
@@ -27,7 +27,6 @@ from xcloud.rank.gradient_parts import PrivateGradients, join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
 from xcloud.training.batch_plan import BatchPlan, Feed
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.wiring import Wiring
@@ -68,7 +67,7 @@ class Rank:
     @property
     def stateful(self) -> dict[str, Stateful]:
         own = {"trainer": self.trainer, "channels": self.wiring}
-        return own | {p.name: p for p in self.parts if p.name in ("tied", "guard")}
+        return own | {p.name: p for p in self.parts if p.name in ("tied",)}
 
     def state_dict(self) -> State:
         return states_of(self.stateful)
@@ -125,8 +124,7 @@ def ranks(
                 place.replica > 0 and (is_private or not strategy.traits.is_apart), is_private
             ),
         )  # fmt: skip
-        guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
-        parts: list[Part] = [guard]
+        parts: list[Part] = []
         if privacy is not None and privacy.unit == "sample":
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:

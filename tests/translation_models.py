@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import Batch, BuildContext, SplitModel, Stage, TokenIds
 from xcloud.models.encoder import Packing
 from xcloud.models.transformer import TargetStage

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import Batch, BuildContext, Head, Stage, TokenIds
 from xcloud.models.backbone import PublicBackbone
 from xcloud.models.low_rank_split import LowRankSplit

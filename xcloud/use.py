@@ -24,7 +24,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment

@@ -25,8 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.namespaces import ADDRESSES
-from xcloud.contracts.model import Batch, Stage
-from xcloud.contracts.task import TaskData
+from xcloud.contracts.model import Batch, Stage, TaskData
 from xcloud.job.config import job_from_config, read_config
 from xcloud.rank.task_data import context_of
 

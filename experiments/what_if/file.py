@@ -20,7 +20,7 @@ from xcloud.base.settings import NotNegativeFloat, Positive, settings
 from xcloud.base.wording import unknown_key
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.comm.compression import Compression, Compressor
 from xcloud.comm.compression_plans import Phased
 from xcloud.plan.costs import (

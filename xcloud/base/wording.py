@@ -127,3 +127,19 @@ def unknown_key(
     if elsewhere and said == ".":
         said = f"; did you mean {elsewhere!r}?"
     return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")
+
+
+def does_not_fit(message: str, settings: Mapping[str, object]) -> str:
+    """For a setting that follows from one of another group, where the chosen option lacks it.
+    message: OmegaConf's. settings: by dotted name, not resolved."""
+    source = message.split("'")[1] if "'" in message else ""
+    taking = [key for key, value in settings.items() if f"${{{source}}}" in str(value)]
+    group = source.split(".")[0]
+    if not taking or group == source:
+        return message
+    chosen = str(settings.get(f"{group}._target_")).rsplit(".", 1)[-1]
+    taker = taking[0].split(".")[0]
+    return (
+        f"{taking[0]} follows from {source}, which the chosen {group} ({chosen}) does not have: "
+        f"this {taker} and this {group} do not fit together; choose another of the two"
+    )

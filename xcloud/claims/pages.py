@@ -26,7 +26,7 @@ from xcloud.claims.claims import (
     read_claims,
 )
 from xcloud.claims.reproduce import FOLDER, Record
-from xcloud.report.figures import LINES, canvas, plain, save
+from xcloud.report.pictures import LINES, canvas, plain, save
 from xcloud.report.tables import Page, Picture, Table, rendered, write_site
 
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
@@ -101,7 +101,7 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
         facts += [("Note", record.note)] * bool(record.note)
     tables = [Table("Rules", rules)]
     tables += [Table("Every run", pd.DataFrame(rows, dtype=object))] * bool(rows)
-    pictures = [Picture(str(picture), claim.title)] if picture else []
+    pictures = [Picture(picture, claim.title)] if picture else []
     return Page(claim.name, claim.title, facts, claim.command, pictures, tables, up="All claims")
 
 
@@ -110,7 +110,7 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
             for name, claim in claims.items()]  # fmt: skip
     cells = pd.DataFrame(rows, columns=["claim", "state", "source", "machine minutes"])
     pictures = [
-        Picture(str(path), claims[name].title, f"{name}.html")
+        Picture(path, claims[name].title, f"{name}.html")
         for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)
     ][:NUM_HEADLINES]  # those whose claim says what its picture shows
     table = Table("Claims", cells, [f"{name}.html" for name in claims])

@@ -10,7 +10,6 @@ after each message, so that averaging links, which are idle for most of a step, 
 from __future__ import annotations
 
 import os
-import queue
 import re
 import threading
 import time
@@ -116,23 +115,21 @@ class GlooOutLink(SendingEnd):
         return not self._thread.is_alive()
 
     def _put(self, item: Outgoing | None) -> None:
-        started_s = time.monotonic()
+        started_s, settings, life = time.monotonic(), self._settings, self._settings.life
         num_bytes = 0 if item is None else item.frame.numel()
-        settings, life = self._settings, self._settings.life
-        in_step = life.beats and item is not None and item.key.kind in _OF_A_STEP
-        until = life.step_deadline_s if in_step else life.deadline_s
-        while True:
+
+        def put(timeout_s: float) -> bool:
             if self._failure is not None:
                 raise self._failure
-            try:
-                return self._queue.put(item, num_bytes, timeout_s=1.0)
-            except queue.Full:
-                if time.monotonic() > until(started_s, settings.overdue_s):
-                    raise LinkTimeout(
-                        f"{self.peer_name} has taken none of the waiting messages for "
-                        f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
-                        f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
-                    ) from None
+            return self._queue.put(item, num_bytes, timeout_s)
+
+        in_step = life.beats and item is not None and item.key.kind in _OF_A_STEP
+        if not life.wait(put, settings.overdue_s, in_step):
+            raise LinkTimeout(
+                f"{self.peer_name} has taken none of the waiting messages for "
+                f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
+                f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
+            )
 
     def _run(self) -> None:
         settings = self._settings

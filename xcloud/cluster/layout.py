@@ -20,8 +20,7 @@ from pydantic import Field, SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.cluster.link_profile import BUDGET_BYTES, FREE, REAL, Wan
-from xcloud.cluster.liveness import Liveness
+from xcloud.cluster.link_profile import BUDGET_BYTES, FREE, REAL, Liveness, Wan
 
 if TYPE_CHECKING:
     from xcloud.cluster.transport import Meeting, Transport

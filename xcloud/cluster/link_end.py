@@ -1,14 +1,21 @@
 """What both ends of a link do whatever carries the frames: check, number, count, record, hand to
-whoever waits. What carries them is a subclass's: gloo (gloo_link.py) or memory.
+whoever waits, and give up a peer that is silent. What carries them is a subclass's: gloo
+(gloo_link.py) or memory.
+
+Ranks of a pipeline send a heartbeat every few seconds, from a thread, whatever else they do, so
+no limit on an evaluation or an export is needed. Every message counts as a heartbeat. Inside a
+step a message has a deadline too (`overdue_s`), which the link or the policy sets.
 """
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,8 +24,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame
 from xcloud.cluster.link import LinkClock, LinkRecord, Parts
-from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_profile import DEFAULT_LIVENESS, LinkWindow, Liveness
 
 T = TypeVar("T")
 
@@ -33,20 +39,24 @@ class ByteQueue(Generic[T]):
         self._num_bytes = 0
         self._changed = threading.Condition()
 
-    def put(self, item: T, num_bytes: int, timeout_s: float | None = None) -> None:
-        """Raises queue.Full if there is no room within timeout_s seconds (None: wait for ever)."""
+    def put(self, item: T, num_bytes: int, timeout_s: float | None = None) -> bool:
+        """Whether there was room within timeout_s seconds (None: wait for ever)."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._has_room(num_bytes), timeout_s):
-                raise queue.Full
-            self._items.append((item, num_bytes))
-            self._num_bytes += num_bytes
-            self._changed.notify_all()
+            has_room = self._changed.wait_for(lambda: self._has_room(num_bytes), timeout_s)
+            if has_room:
+                self._items.append((item, num_bytes))
+                self._num_bytes += num_bytes
+                self._changed.notify_all()
+            return has_room
 
-    def get(self, timeout_s: float | None = None) -> T:
-        """Raises queue.Empty if nothing arrives within timeout_s seconds (None: wait for ever)."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether there is an item within timeout_s seconds (None: wait for ever)."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._items) > 0, timeout_s):
-                raise queue.Empty
+            return self._changed.wait_for(lambda: bool(self._items), timeout_s)
+
+    def get(self) -> T:
+        with self._changed:
+            self.wait()
             item, num_bytes = self._items.popleft()
             self._num_bytes -= num_bytes
             self._changed.notify_all()
@@ -59,6 +69,93 @@ class ByteQueue(Generic[T]):
     def _has_room(self, num_bytes: int) -> bool:
         room = self.max_bytes - self._num_bytes
         return num_bytes <= room or not (num_bytes and self._num_bytes)
+
+
+class PeerLife:
+    """When one peer last sent a heartbeat, by this machine's monotonic clock. Thread-safe."""
+
+    def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
+        self.policy = policy
+        self.beats = False  # heartbeats come all the time: silence is a loss, in a step too
+        self._lock = threading.Lock()
+        self._last_s = float("-inf")
+        self._awaited: tuple[object, float] | None = None  # message, since when
+        self._arrived_s = float("-inf")
+
+    def note(self, at_s: float | None = None) -> None:
+        """at_s: default now; in the future for a message that an emulated link holds back."""
+        with self._lock:
+            self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
+
+    @contextmanager
+    def awaiting(self, message: object) -> Iterator[None]:
+        """While the block lasts this rank waits for `message` of the peer. Who looks for the same
+        one again within a second has waited since the first time."""
+        now_s, before = time.monotonic(), self._awaited
+        if before is None or before[0] != message or now_s - self._arrived_s > 1.0:
+            self._awaited = (message, now_s)
+        self._arrived_s = float("inf")
+        try:
+            yield
+        finally:
+            self._arrived_s = time.monotonic()
+
+    @property
+    def awaited(self) -> tuple[object, float] | None:
+        """The message that this rank waits for now, and for how many seconds; None for none."""
+        found, now_s = self._awaited, time.monotonic()
+        if found is None or now_s - self._arrived_s > 0.5:
+            return None
+        return found[0], now_s - found[1]
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat, infinite before the first."""
+        with self._lock:
+            return max(0.0, time.monotonic() - self._last_s)
+
+    def deadline_s(self, started_s: float, overdue_s: float) -> float:
+        """Until when to wait, having started at started_s: lost_after_s after the last sign of
+        life, but at least overdue_s if the peer does not give them all the time."""
+        with self._lock:
+            patience_s = self.policy.lost_after_s if self.beats else overdue_s
+            return max(started_s + patience_s, self._last_s + self.policy.lost_after_s)
+
+    def wait(
+        self, attempt: Callable[[float], bool], overdue_s: float, in_step: bool = False
+    ) -> bool:
+        """Call attempt(seconds), which waits no longer than that, until it returns True. False
+        once the deadline is over; a message of a step must be there in overdue_s anyway."""
+        started_s = time.monotonic()
+        while True:
+            until_s = self.deadline_s(started_s, overdue_s)
+            if in_step:
+                until_s = min(until_s, started_s + overdue_s)
+            left_s = until_s - time.monotonic()
+            if attempt(min(1.0, max(0.0, left_s))):
+                return True
+            if left_s <= 0:
+                return False
+
+
+@contextmanager
+def heartbeat(interval_s: float, beat: Callable[[], object]) -> Iterator[None]:
+    """While the block lasts beat() is called in the background every interval_s seconds, until it
+    raises LinkError (which the main thread will meet itself)."""
+    stop = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(LinkError):
+            while not stop.wait(interval_s):
+                beat()
+
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def ignore(*told: object) -> None:
@@ -115,8 +212,8 @@ class Outgoing(NamedTuple):
     queued_at_s: float
 
 
-class SendingEnd:
-    """The sending end. A subclass carries the frames: `_put` and `close`.
+class SendingEnd(ABC):
+    """The sending end. A subclass carries the frames.
 
     `send` returns before delivery; it raises LinkClosed if the peer is gone.
     """
@@ -144,19 +241,19 @@ class SendingEnd:
         finally:
             self._sending.release()
 
+    @abstractmethod
     def close(self, timeout_s: float) -> None:
         """Deliver what is under way and say goodbye. Raises LinkTimeout when nothing was taken,
         and the peer was silent, for timeout_s."""
-        raise NotImplementedError
 
     @property
     def _is_idle(self) -> bool:
         """Nothing waits here to be sent."""
         return True
 
+    @abstractmethod
     def _put(self, item: Outgoing) -> None:
         """Have it carried, in the order of the calls."""
-        raise NotImplementedError
 
     def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
         settings = self._settings
@@ -197,28 +294,17 @@ class ReceivingEnd:
         Raises LinkTimeout after overdue_s seconds (in an evaluation: not while the peer gives
         heartbeats), LinkClosed if the peer is gone, FrameError if something else came.
         """
-        with self._settings.life.awaiting(key):
-            return self._recv(key, overdue_s)
-
-    def _recv(self, key: MessageKey, overdue_s: float) -> Parts:
         life, started_s = self._settings.life, time.monotonic()
-        in_step = key.kind is not Kind.EVALUATION
-        until = life.step_deadline_s if in_step else life.deadline_s
-        deadline_s = started_s + min(overdue_s, life.policy.lost_after_s)
-        while True:
-            try:
-                found = self._inbox.get(max(0.0, deadline_s - time.monotonic()))
-                break
-            except queue.Empty:
-                deadline_s = until(started_s, overdue_s)
-                if time.monotonic() < deadline_s:
-                    continue
-                waited_s = time.monotonic() - started_s
-                seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." * life.beats
-                raise LinkTimeout(
-                    f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
-                    f"alive? {self._settings.advice}".rstrip()
-                ) from None
+        with life.awaiting(key):
+            is_there = life.wait(self._inbox.wait, overdue_s, key.kind is not Kind.EVALUATION)
+        if not is_there:
+            waited_s = time.monotonic() - started_s
+            seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." * life.beats
+            raise LinkTimeout(
+                f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
+                f"alive? {self._settings.advice}".rstrip()
+            )
+        found = self._inbox.get()
         if isinstance(found, LinkError):
             self._inbox.put(found, 0)  # whoever asks next shall hear it too
             raise found
@@ -282,11 +368,7 @@ def await_peer(
 ) -> None:
     """Until wait(seconds) returns True. Raises LinkTimeout for a peer that was silent for
     timeout_s, saying what it failed to do."""
-    started_s = time.monotonic()
-    while (left_s := end.life.deadline_s(started_s, timeout_s) - time.monotonic()) > 0:
-        if wait(left_s):
-            return
-    if not wait(0.0):
+    if not end.life.wait(wait, timeout_s):
         raise LinkTimeout(
             f"{end.peer_name} {failing} and sent no heartbeat for {timeout_s:.0f} s. Is that rank "
             "stopped, or its link down?"

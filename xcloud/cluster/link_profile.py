@@ -1,5 +1,5 @@
-"""Bandwidth, latency and faults of a link between two clouds, and how much may be in flight on it.
-Pure arithmetic; sends nothing.
+"""Bandwidth, latency and faults of a link between two clouds, how much may be in flight on it, and
+how long its ends may be silent. Pure arithmetic; sends nothing.
 
 Times in seconds, bandwidth in bits per second of the line, packet headers included.
 """
@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
 from xcloud.cluster.unsteady_line import UnsteadyLine
 
@@ -176,3 +177,31 @@ class LinkWindow:
         """
         num_posted = max(MIN_POSTED, min(num_under_way, budget_bytes // frame_bytes))
         return cls(num_posted, max(budget_bytes, num_under_way * frame_bytes))
+
+
+@settings("cluster.liveness")
+class Liveness:
+    """When a silent rank counts as lost.
+
+    interval_s: how often a rank sends a heartbeat.
+    lost_after_s: a rank is lost this many seconds after its last heartbeat.
+    overdue_after_s: how long a rank that lives may take for one message inside a step, where no
+        emulated link says it.
+    join_within_s: how long ranks that torchrun has not started yet are waited for.
+    """
+
+    interval_s: PositiveFloat = 5.0
+    lost_after_s: PositiveFloat = 20.0
+    overdue_after_s: PositiveFloat = 300.0
+    join_within_s: PositiveFloat = 43_200.0
+
+    def __post_init__(self) -> None:
+        if self.lost_after_s < 3 * self.interval_s:
+            raise ConfigError(
+                f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least three "
+                f"times cluster.liveness.interval_s ({self.interval_s:g}): heartbeats that "
+                "rank 0 passes on come up to two intervals late"
+            )
+
+
+DEFAULT_LIVENESS = Liveness()

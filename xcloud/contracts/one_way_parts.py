@@ -14,8 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from xcloud.comm.state import Stateful
-from xcloud.contracts.model import BuildPlace
-from xcloud.contracts.task import Scores
+from xcloud.contracts.model import BuildPlace, Scores
 
 COUNTS = ("true_positives", "false_positives", "false_negatives")
 SUMS = ("loss_sum", "weight", "samples", "tokens", *COUNTS)

@@ -51,9 +51,8 @@ class MultilingualElectra:
         for text in (network.text for network in (*networks, self.discriminator.backbone)):
             if isinstance(text, MultilingualText) and text.source.public_texts() is None:
                 raise ConfigError(
-                    "a PublicBackbone is pretrained on public text in every cloud, and "
-                    f"{text.describe()} is not public; use a SeededBackbone or a "
-                    "PretrainedBackbone"
+                    "a PublicBackbone is pretrained on public text in every cloud; use another, "
+                    f"as {text.describe()} is not public"
                 )
 
     @property
@@ -67,9 +66,8 @@ class MultilingualElectra:
 
     def describe(self) -> str:
         generators = ", ".join(
-            f"{name} ({'+'.join(generator.parts)}; {generator.backbone.describe()}"
-            f"{', frozen' if generator.frozen else ''})"
-            for name, generator in self.generators.items()
+            f"{name} ({'+'.join(of.parts)}; {of.backbone.describe()}{', frozen' * of.frozen})"
+            for name, of in self.generators.items()
         )
         size = self.discriminator.backbone.describe()
         return f"{self.text.describe()}; generators {generators} → discriminator {size}"
@@ -83,10 +81,8 @@ class MultilingualElectra:
 
     def check(self, producers: Sequence[str]) -> None:
         if set(producers) != set(self.generators):
-            raise ConfigError(
-                f"the producing clouds are {', '.join(producers)}, but model.generators has "
-                f"{', '.join(self.generators)}; each cloud needs one"
-            )
+            said = f"model.generators has {', '.join(self.generators)}; each cloud needs one"
+            raise ConfigError(f"the producing clouds are {', '.join(producers)}, but {said}")
         for generator in self.generators.values():
             self.text.of(generator.source).check(generator.parts)
 
@@ -111,11 +107,9 @@ class MultilingualElectra:
     def consumer(self, context: OneWayContext) -> DiscriminatorRank:
         settings, tokenizer = self.discriminator, self._tokenizer(context)
         encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
-        if encoder.config.activation != "gelu":
-            raise ConfigError(
-                f"discriminator.backbone {settings.backbone.describe()} uses "
-                f"{encoder.config.activation!r}; a discriminator is exported with gelu only"
-            )
+        if (used := encoder.config.activation) != "gelu":
+            said = f"uses {used!r}; a discriminator is exported with gelu only"
+            raise ConfigError(f"discriminator.backbone {settings.backbone.describe()} {said}")
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
         network.encoder = encoder
@@ -133,21 +127,16 @@ class MultilingualElectra:
 
     def _tokenizer(self, context: OneWayContext) -> Tokenizer:
         tokenizer = self.text.load_tokenizer(context.cache_dir)
-        if tokenizer.token_ids.size > MAX_VOCABULARY:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.token_ids.size:,} ids; the maximum is "
-                f"{MAX_VOCABULARY:,}"
-            )
+        if (num := tokenizer.token_ids.size) > MAX_VOCABULARY:
+            raise ConfigError(f"the tokenizer has {num:,} ids; the maximum is {MAX_VOCABULARY:,}")
         return tokenizer
 
     def _packing(self, tokenizer: Tokenizer | None) -> IdPacking:
         """tokenizer: None before it is known."""
         choice, most = self.text.tokenizer, max(g.batch_size for g in self.generators.values())
         size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
-        digest = 0
-        if tokenizer is not None:
-            size, digest = tokenizer.token_ids.size, tokenizer.digest
-        return IdPacking(size, most, self.text.max_length - 2, digest, self.coding)
+        known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
+        return IdPacking(known[0], most, self.text.max_length - 2, known[1], self.coding)
 
     def _encoder(
         self, backbone: Network, name: str, tokenizer: Tokenizer, context: OneWayContext
@@ -172,9 +161,8 @@ class MultilingualElectra:
         assert weights.tensors is not None
         if generates and not weights.have_head:
             raise ConfigError(
-                f"{name}.backbone {backbone.describe()} has no masked-language head; "
-                "use a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
-                "PublicBackbone"
+                f"{name}.backbone {backbone.describe()} has no masked-language head; use a "
+                "checkpoint with one (BERT, RoBERTa, XLM-R), a SeededBackbone or a PublicBackbone"
             )
         with seeded(context.seed, name):
             encoder = Encoder(weights.config, head=generates)

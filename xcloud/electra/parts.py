@@ -1,6 +1,5 @@
 """Settings, networks and one rank each of ELECTRA's generators (a Producer: mask, fill, train,
 pack) and discriminator (a Consumer: unpack, train, count, export). Clark et al., arXiv:2003.10555.
-No networking, no averaging.
 
 Text, gradients and masks stay in a generator's cloud; corrupted ids and replaced flags leave it.
 Nothing is sent back. Differences: the networks share no embeddings, because only ids pass between
@@ -29,16 +28,9 @@ from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.ids import CorruptedTexts, IdPacking
 from xcloud.comm.state import State, Stateful, StatefulParts
-from xcloud.contracts.model import TokenIds
+from xcloud.contracts.model import Scores, TokenIds
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
-from xcloud.contracts.task import Scores
-from xcloud.models.backbone import (
-    PretrainedBackbone,
-    PublicBackbone,
-    SeededBackbone,
-    export_bert,
-    export_electra,
-)
+from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone, export
 from xcloud.models.encoder import Encoder, EncoderConfig, Packing
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.stages import seed_of, seeded_on
@@ -46,9 +38,8 @@ from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.text_sources import TextSource
 from xcloud.tasks.tokenizer import Tokenizer
-from xcloud.training.divergence import diverged
 from xcloud.training.settings import Optimizer, autocast_for
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule, diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
@@ -90,10 +81,8 @@ class Generator:
         if twice := [part for part in self.parts if self.parts.count(part) > 1]:
             raise ConfigError(f"generator.languages and generator.pairs name {twice[0]} twice")
         if self.frozen and not self.backbone.is_checkpoint:
-            raise ConfigError(
-                "generator.frozen needs a PretrainedBackbone: a randomly initialised network "
-                "cannot fill masks"
-            )
+            said = "a randomly initialised network cannot fill masks"
+            raise ConfigError(f"generator.frozen needs a PretrainedBackbone: {said}")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -122,9 +111,8 @@ def corrupt(
     draw: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Mask these rows, sample replacements from the generator: ids [R], and the mean cross-entropy
-    of the masked tokens, with graph. draw: a CPU generator, so that random numbers do not depend
-    on the device.
-    """
+    of the masked tokens, with graph. draw: on the CPU, so that no random number depends on the
+    device."""
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
     # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
@@ -137,8 +125,7 @@ def sample_words(
     scores_MV: Tensor, special: TokenIds, temperature: float, draw: torch.Generator
 ) -> Tensor:
     """Sample one id per row from softmax(scores / temperature), int64 [M], by inverse CDF: one
-    random number per row. Special ids, and ids beyond the tokenizer's, are never drawn.
-    """
+    random number per row. Special ids, and ids beyond the tokenizer's, are never drawn."""
     forbidden_V = torch.arange(scores_MV.shape[1], device=scores_MV.device) >= special.size
     forbidden_V[[special.pad, special.bos, special.eos, special.mask]] = True
     random_M = torch.rand(len(scores_MV), generator=draw).to(scores_MV.device)
@@ -155,10 +142,8 @@ def sample_words(
 
 
 class Discriminator(nn.Module):
-    """Encoder without a masked-language head, and a score per token; positive means replaced.
-
-    score = w . gelu(dense(x)) + b
-    """
+    """Encoder without a masked-language head, and a score per token, w . gelu(dense(x)) + b;
+    positive means replaced."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -230,9 +215,9 @@ class _Learner(StatefulParts):
         return {"network": self._trained}
 
     def _learn(self, number: int) -> None:
-        rule: Optimizer = self.settings.optimizer
         if self._optimizer is None:
             return
+        rule: Optimizer = self.settings.optimizer
         if rule.clip_norm:
             nn.utils.clip_grad_norm_(self.network.parameters(), rule.clip_norm)
         for group in self._optimizer.param_groups:
@@ -248,8 +233,8 @@ class GeneratorRank(_Learner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        words = self.tokenizer.word_starts() if self.settings.whole_words else None
-        self._starts_V = None if words is None else torch.tensor(words)
+        words = self.settings.whole_words
+        self._starts_V = torch.tensor(self.tokenizer.word_starts()) if words else None
 
     @property
     def parameters_module(self) -> nn.Module | None:
@@ -293,7 +278,7 @@ class GeneratorRank(_Learner):
         if self.settings.frozen:
             return
         folder = run_dir / MODEL_DIR / f"generator_{self.context.cloud}"
-        export_bert(self.network, folder, self.tokenizer.token_ids.pad)
+        export(self.network, folder, self.tokenizer.token_ids.pad)
         self.tokenizer.save_pretrained(folder, self.network.config.max_positions)
 
     def _random(self, what: str, number: int) -> int:
@@ -311,7 +296,7 @@ class DiscriminatorRank(_Learner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._step_sums: Counter[str] = Counter()
-        self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
+        self._recent: deque[list[float]] = deque(maxlen=SCORED_STEPS)  # SUMS of each step
 
     @property
     def module(self) -> nn.Module:
@@ -343,37 +328,40 @@ class DiscriminatorRank(_Learner):
             if parameter.grad is not None:
                 parameter.grad.mul_(self.settings.loss_weight / weight)
         self._learn(step)
-        self._recent.append(self._step_sums)
+        self._recent.append([self._step_sums[name] for name in SUMS])
         self._step_sums = Counter()
 
     def skip(self, step: int) -> None:
         self._step_sums = Counter()
 
     def own(self) -> State:
-        recent = [[sums[name] for name in SUMS] for sums in self._recent]
-        return {"recent": torch.tensor(recent, dtype=torch.float64).view(-1, len(SUMS))}
+        return {"recent": self._recent_sums()}
+
+    def _recent_sums(self) -> Tensor:
+        """Of each step by SUMS."""
+        return torch.tensor([*self._recent], dtype=torch.float64).view(-1, len(SUMS))
 
     def take(self, own: State) -> None:
         recent = own.get("recent")
-        if not isinstance(recent, Tensor) or recent.dim() != 2 or recent.shape[1] != len(SUMS):
+        if not isinstance(recent, Tensor) or recent.shape[1:] != (len(SUMS),):
             raise ValueError(
                 f"the state of a discriminator needs 'recent', {len(SUMS)} sums of each step, got "
                 f"{sorted(own)}; it was saved with other settings"
             )
-        rows = [Counter(dict(zip(SUMS, row, strict=True))) for row in recent.tolist()]
-        self._recent = deque(rows, maxlen=SCORED_STEPS)
+        self._recent = deque(recent.tolist(), maxlen=SCORED_STEPS)
 
     def export(self, run_dir: Path) -> None:
         """Write model/discriminator, a checkpoint with its tokenizer."""
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
         network, pad = self.network, self.tokenizer.token_ids.pad
-        export_electra(network.encoder, network.dense, network.score, folder, pad)
+        heads = {"dense": network.dense, "dense_prediction": network.score}
+        export(network.encoder, folder, pad, **heads)
         self.tokenizer.save_pretrained(folder, network.encoder.config.max_positions)
 
     def evaluate(self) -> Scores:
         """Replaced-token detection over this rank's batches of the last steps: percent, and
         nats per token. Errors are over these batches."""
-        of = {name: torch.tensor([sums[name] for sums in self._recent]).double() for name in SUMS}
+        of = dict(zip(SUMS, self._recent_sums().T, strict=True))
         hits = of["true_positives"]
         detected, replaced = hits + of["false_positives"], hits + of["false_negatives"]
         ratios = {

@@ -6,7 +6,6 @@ Hydra and OmegaConf end here: workers, tests and notebooks see only the job.
 from __future__ import annotations
 
 import inspect
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,18 +19,12 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
-from xcloud.base.wording import unknown_key
+from xcloud.base.wording import does_not_fit, unknown_key
 from xcloud.job.job import Job
-from xcloud.security.policy import POLICY_FILE, Policy
+from xcloud.security.policy import POLICY_FILE, Policy, plain_text
 
 EXPERIMENT_FILE = "experiment.yaml"
 NOT_RUN = ("hydra", "plan")  # of a composed config what no run needs, and no file of one holds
-
-
-MAX_BYTES = 128_000  # the largest experiment of conf/ has 7,000
-MAX_VALUES = 4_000  # keys included; it has 500. OmegaConf takes 0.1 ms for each
-MAX_LENGTH = 10_000  # characters of one value
-MAX_DEPTH = 32  # it has 7
 
 
 def job_from_config(config: DictConfig) -> Job:
@@ -40,7 +33,8 @@ def job_from_config(config: DictConfig) -> Job:
     try:
         OmegaConf.resolve(plain)
     except InterpolationKeyError as error:
-        raise ConfigError(_does_not_fit(plain, error)) from error
+        raw = OmegaConf.to_container(plain)
+        raise ConfigError(does_not_fit(_lines(error)[0], dict(dotted(raw, "")))) from error
     except OmegaConfBaseException as error:
         raise ConfigError(_lines(error)[0]) from error
     missing = sorted(OmegaConf.missing_keys(plain))
@@ -60,23 +54,6 @@ def job_from_config(config: DictConfig) -> Job:
             named = not where or str(cause).startswith((f"{where}.", f"{where} "))
             raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
         raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
-
-
-def _does_not_fit(config: DictConfig, error: InterpolationKeyError) -> str:
-    """For a setting that follows from one of another group, where the chosen option lacks it."""
-    (message,) = _lines(error)
-    source = message.split("'")[1] if "'" in message else ""
-    raw = OmegaConf.to_container(config)
-    taking = [key for key, value in dotted(raw, "") if f"${{{source}}}" in str(value)]
-    group = source.split(".")[0]
-    if not taking or group == source:
-        return message
-    chosen = str(OmegaConf.select(config, f"{group}._target_")).rsplit(".", 1)[-1]
-    taker = taking[0].split(".")[0]
-    return (
-        f"{taking[0]} follows from {source}, which the chosen {group} ({chosen}) does not have: "
-        f"this {taker} and this {group} do not fit together; choose another of the two"
-    )
 
 
 def check_keys(node: Any, path: str) -> None:
@@ -111,24 +88,34 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
-def read_plain(path: Path) -> Any:
-    """A YAML file as plain containers. Raises ConfigError."""
-    return OmegaConf.to_container(read_data(path))
-
-
 def write(config: DictConfig, path: Path) -> None:
     """The resolved experiment file: everything a worker on another machine needs."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key not in NOT_RUN])
     OmegaConf.save(plain, path, resolve=True)
 
 
+def load(path: Path) -> DictConfig:
+    """An experiment file that this machine's own `write` has just made."""
+    return cast(DictConfig, OmegaConf.load(path))
+
+
+def read_plain(path: Path) -> Any:
+    """A YAML file that may come from elsewhere, as plain containers (policy.plain_text). Raises
+    ConfigError."""
+    text = plain_text(path)
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+
+
 def read_config(path: Path) -> DictConfig:
     """As data: nothing in it is imported or resolved. Raises ConfigError if it is missing or no
     experiment file. Whoever builds it says whose it is: job_from_config, read_job, shared_job."""
-    loaded = read_data(path)
-    if not isinstance(loaded, DictConfig) or "_target_" not in loaded:
+    loaded = read_plain(path)
+    if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
-    return loaded
+    return OmegaConf.create(loaded)
 
 
 def this_clouds_policy() -> Policy:
@@ -191,46 +178,3 @@ def dotted(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _lines(error: BaseException) -> list[str]:
     return str(error).strip().splitlines() or [type(error).__name__]
-
-
-def read_data(path: Path) -> Any:
-    """Mappings, lists, strings and numbers of a YAML file that may come from elsewhere.
-
-    No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
-    (which reads environment variables of this machine), and bounds that large experiments keep by
-    far. Raises ConfigError naming the file and, where a value is the reason, its line.
-    """
-    if not path.is_file():  # a pipe might never end
-        raise ConfigError(f"there is no file {path}")
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes")
-        text = data.decode()
-        _check_data(text, path)
-        return OmegaConf.load(io.StringIO(text))
-    except ConfigError:
-        raise
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-
-
-def _check_data(text: str, path: Path) -> None:
-    depth = num_values = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        num_values += isinstance(event, yaml.NodeEvent)
-        value = event.value if isinstance(event, yaml.ScalarEvent) else ""
-        for is_there, what in (
-            (getattr(event, "anchor", None), "an anchor or alias (& or *)"),
-            (getattr(event, "tag", None), "a tag (!)"),
-            ("${" in value, "an interpolation (${...}; run.py --resolve writes without)"),
-            (depth > MAX_DEPTH, f"more than {MAX_DEPTH} values in each other"),
-            (num_values > MAX_VALUES, f"more than {MAX_VALUES} keys and values"),
-            (len(value) > MAX_LENGTH, f"more than {MAX_LENGTH} characters in a value"),
-        ):
-            if is_there:
-                line = event.start_mark.line + 1
-                raise ConfigError(f"{path}, line {line}: {what} is not read; plain values are")

@@ -176,7 +176,8 @@ class Experiment(PipelineJob):
                     f"compression.boundary_{boundary}: there is no such boundary; this cluster "
                     f"has {layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
                 )
-        self.security.check(tuple(layout.clouds), self.held_by)
+        if self.security.holders or self.security.weights:
+            self.security.check(tuple(layout.clouds), self.held_by)
         for feature in FEATURES:
             feature.check(self)
         if self.autopilot is not None:
@@ -190,7 +191,8 @@ class Experiment(PipelineJob):
         in_force = self._compression_in_force
         boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
         acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
-        compression, defences = in_force, security.defences_label
+        compression = in_force
+        defences = security.defences_label if any(security.defences.values()) else ""
         if in_force == "off" and not self.compression.is_identity:
             compression += (
                 f" (no boundary between clouds, so {self.compression.label} does not act)"

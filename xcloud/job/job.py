@@ -18,10 +18,9 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import NotNegative, settings
 from xcloud.cluster.layout import ClusterLayout, Layout
-from xcloud.comm.boundary import Boundary
+from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
-from xcloud.contracts.model import SplitModel
-from xcloud.contracts.task import Task
+from xcloud.contracts.model import SplitModel, Task
 from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
@@ -297,7 +296,7 @@ class PipelineJob(Job):
             self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
         )
         leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
-        return {way: d for way, d in self.security.chosen_defences.items() if leaves[way]}
+        return {w: d for w, d in self.security.defences.items() if d is not None and leaves[w]}
 
     @property
     def boundaries(self) -> dict[int, Boundary]:

@@ -33,7 +33,7 @@ from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.gloo_groups import of_this_attempt
 from xcloud.cluster.gloo_link import Pair
 from xcloud.cluster.layout import Layout
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.transport import FOREVER, Meeting
 from xcloud.job.job import Job
 from xcloud.join.agreement import meet_here

@@ -19,6 +19,7 @@ from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
+EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 
 

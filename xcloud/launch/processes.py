@@ -6,7 +6,6 @@ no orphans (each child asks the kernel to end it with its parent).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,14 +18,13 @@ import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
-from xcloud.launch.failures import first_cause, lost_clouds, own_failures
+from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, lost_clouds, own_failures
 from xcloud.record.files import error_file, ready_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
-EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 _STOPPED_CODES = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal before it could be handled
 MEMORY_SETTINGS = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
@@ -53,13 +51,6 @@ def start_process(
             env=environment,
             start_new_session=True,  # Ctrl+C reaches the parent alone
         )
-
-
-def end_with_parent() -> None:
-    """In a rank: the kernel ends it with the process that has started it. Linux only."""
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class LocalRanks:

@@ -1,4 +1,4 @@
-"""One rank as a process, whatever starts it and whatever its role (rank/roles.py): it joins the
+"""One rank as a process, whatever starts it and whatever its role: it joins the
 others, compares with them what is to run, lives, and leaves its last words, a record of what it
 sent, and why it failed.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,21 +29,54 @@ from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
+from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.join.agreement import Table, Verdict, meet_here, table_of
-from xcloud.launch.failures import EXIT_FAILED, failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN, end_with_parent
+from xcloud.job.one_way import OneWayExperiment
+from xcloud.join.agreement import Table, Verdict, agree, meet_here, table_of
+from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_failure
+from xcloud.rank.one_way.consumer import ConsumerRank
+from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.roles import join, role_of
+from xcloud.rank.stage_rank import StageRank
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import error_file, has_events
+from xcloud.record.files import CheckpointSteps, has_events
 from xcloud.record.intake import Intake
 from xcloud.record.reporter import EventFile, RankState, Reporter
-from xcloud.security.wire_audit import audit_file, write_rank_audit
+from xcloud.security.wire_audit import write_rank_audit
+from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
 
 DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
 LAST_WORDS_S = 0.3
+
+
+def join(
+    job: Job, table: Table, rank: int, run_dir: Path, meet: Callable[[], Meeting]
+) -> tuple[Meeting, Verdict]:
+    """Compare with the others what is to run and what it goes on from. table: what this rank runs.
+    meet: with the others, in a place that is called once this one has read its checkpoints. Raises
+    ConfigError in a rank that cannot go on."""
+    held = {}
+    if CheckpointSteps(run_dir).steps():
+        held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
+    meeting = meet()
+    return meeting, agree(job, meeting, table, held, newest_common)
+
+
+@singledispatch
+def role_of(job: Job, rank: int) -> type[Role[Any]]:
+    """A further kind of job registers its own."""
+    raise TypeError(f"a {type(job).__name__} has no roles")
+
+
+@role_of.register
+def _(job: Experiment, rank: int) -> type[Role[Any]]:
+    return StageRank
+
+
+@role_of.register
+def _(job: OneWayExperiment, rank: int) -> type[Role[Any]]:
+    return ConsumerRank if job.cluster.placement(rank).producer is None else ProducerRank
 
 
 class Process:
@@ -173,8 +208,8 @@ class RankProcess(Process):
     def __init__(self, file: Path, run_dir: Path, rank: int, says: bool = False) -> None:
         self.file, self.run_dir, self.rank = file, run_dir, rank
         run_dir.mkdir(parents=True, exist_ok=True)
-        for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
-            stale.unlink(missing_ok=True)  # of an earlier run in this folder
+        for stale in ("error", "wire"):  # of an earlier run in this folder
+            (run_dir / f"rank{rank}.{stale}.json").unlink(missing_ok=True)
         state = RankState(run_dir, rank, type(self) is not RankProcess, says=says)
         super().__init__(StopSignal(), state)
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
@@ -198,8 +233,8 @@ class RankProcess(Process):
 
     def run(self) -> bool:
         """Returns whether the run has ended early, as asked."""
-        config = configs.read_config(self.file)
-        job, table = self.read(config), table_of(configs.plain_settings(config))
+        config = self.read()
+        job, table = self.build(config), table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
         meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
         self.begin(job, config)
@@ -212,7 +247,10 @@ class RankProcess(Process):
         self.end(is_stopped)
         return is_stopped
 
-    def read(self, config: Any) -> Job:
+    def read(self) -> Any:
+        return configs.load(self.file)
+
+    def build(self, config: Any) -> Job:
         return configs.job_from_config(config)
 
     def meet(self, job: Job) -> Meeting:
@@ -258,3 +296,10 @@ def _tie_to_parent(parent: int) -> None:
     end_with_parent()
     if sys.platform == "linux" and os.getppid() != parent:
         sys.exit("the parent is gone")
+
+
+def end_with_parent() -> None:
+    """The kernel ends this rank with the process that has started it. Linux only."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

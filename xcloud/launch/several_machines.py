@@ -22,9 +22,9 @@ from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
-from xcloud.launch.failures import failed, write_failure
-from xcloud.launch.processes import EXIT_START_AGAIN, MEMORY_SETTINGS, end_with_parent
-from xcloud.launch.rank_process import RankProcess
+from xcloud.launch.failures import EXIT_START_AGAIN, failed, write_failure
+from xcloud.launch.processes import MEMORY_SETTINGS
+from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import read_summary
 
@@ -45,8 +45,11 @@ class TorchrunProcess(RankProcess):
         self._monitor: subprocess.Popen[bytes] | None = None
         self._detector: FailureDetector | None = None
 
-    def read(self, config: Any) -> Job:
-        job = configs.shared_job(config, self.run_dir)  # the file comes from elsewhere
+    def read(self) -> Any:
+        return configs.read_config(self.file)  # it comes from elsewhere
+
+    def build(self, config: Any) -> Job:
+        job = configs.shared_job(config, self.run_dir)
         _check_cloud(job, self.rank, self._cloud)
         return job
 

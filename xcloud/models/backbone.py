@@ -75,11 +75,10 @@ class Weights:
 
 
 class Source:
-    """Gives the network's weights for a side, named by its text field; its width, which the other
-    cloud needs to know too; and its depth.
+    """Gives a network's width, depth, and weights for the texts of a field.
 
-    needs_sentences: whether building any part of it requires the field's texts. is_checkpoint:
-    whether it comes from a file, which may be out of reach here. text: public ones, to pretrain.
+    needs_sentences: to build any part of it. is_checkpoint: it comes from a file, which may be
+    out of reach here. text: public ones, to pretrain.
     """
 
     needs_sentences: ClassVar[bool] = False
@@ -140,32 +139,29 @@ class OwnBackbone(OwnSizes):
         if name not in context.vocabularies:
             raise ConfigError(
                 f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see "
-                f"them. Make {name!r} visible to it, move these layers to a cloud that sees it "
+                f"them: make {name!r} visible to it, move these layers to a cloud that sees it "
                 "(model.encoder_layers_per_stage), or use a PretrainedBackbone"
             )
         sentences, ids = context.sentences(name), context.vocabularies[name]
         config = self.config(ids, context.max_length, self.type_vocab_size)
-        whose, pretraining = f"backbone for {name!r}", asdict(self.pretraining)
+        whose, settings = f"backbone for {name!r}", self.pretraining
+
+        def report(line: str) -> None:
+            context.report(f"{whose}: pretraining {line}")
 
         def build(path: Path, unfinished: Path) -> None:
-            with seeded(self.pretraining.seed, "backbone"):
+            with seeded(settings.seed, "backbone"):
                 encoder = Encoder(config).to(context.device)
-            score = pretrain(
-                encoder,
-                sentences,
-                ids,
-                self.pretraining,
-                lambda line: context.report(f"{whose}: pretraining {line}"),
-                unfinished,
-                f"{context.setting}.pretraining",
-            )
+            setting = f"{context.setting}.pretraining"
+            score = pretrain(encoder, sentences, ids, settings, report, unfinished, setting)
             tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
             save_file(tensors, path, {k: str(v) for k, v in asdict(score).items()})
 
-        if self.pretraining.max_epochs is None:  # the key from before this setting existed
-            del pretraining["max_epochs"]
+        given = asdict(settings)
+        if settings.max_epochs is None:  # the key from before this setting existed
+            del given["max_epochs"]
         described = {"code": CODE_VERSION, "config": asdict(config), "ids": asdict(ids)}
-        key = key_of(described | {"pretraining": pretraining}, bytes_of(sentences))
+        key = key_of(described | {"pretraining": given}, bytes_of(sentences))
         path, made = made_once(f"backbones/{key}.safetensors", context, build)
         if context.group_rank == 0:
             with safe_open(path, framework="pt") as kept:
@@ -233,53 +229,45 @@ class PretrainedBackbone(Source):
     def describe(self) -> str:
         return self.name_or_path
 
-    @property
-    def _config(self) -> EncoderConfig:
-        return read_config(resolve(self.name_or_path))[0]
-
     def width(self) -> int:
-        return self.hidden or self._config.hidden
+        return self.hidden or self._read()[0].hidden
 
     def depth(self) -> int | None:
-        # The checkpoint may be out of reach here.
-        return None if self.hidden is not None else self._config.num_layers
+        return None if self.hidden is not None else self._read()[0].num_layers
 
     def check_length(self, max_length: int) -> None:
-        if self.hidden is None:
-            self._check(None, max_length)
+        if self.hidden is None and max_length > (most := self._read()[0].max_positions):
+            raise ConfigError(
+                f"the task's max_length is {max_length}, but {self.name_or_path!r} has {most} "
+                "positions"
+            )
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         if context.group_rank == 0:
             context.report(f"backbone for {name!r}: reading {self.name_or_path}")
-        self._check(context.vocabularies.get(name), context.max_length)
+        config, theirs = self._read()
+        replace(self, hidden=None).check_length(context.max_length)
+        if self.hidden not in (None, config.hidden):
+            raise ConfigError(
+                f"PretrainedBackbone.hidden is {self.hidden}, but {self.name_or_path!r} has "
+                f"{config.hidden}"
+            )
+        ids, pad = context.vocabularies.get(name), theirs.pad_token_id  # middle layers have none
+        if ids and (ids.size > config.vocab_size or pad not in (None, ids.pad)):
+            raise ConfigError(
+                f"{self.name_or_path!r} has {config.vocab_size} token ids and pads with {pad}, "
+                f"the task's has {ids.size} and {ids.pad}: use the checkpoint's own tokenizer"
+            )
         return read_weights(resolve(self.name_or_path))
 
     def pooler(self) -> Mapping[str, Tensor] | None:
-        name = resolve(self.name_or_path)
-        files, (_, theirs) = WeightFiles(name), read_config(name)
+        files, (_, theirs) = WeightFiles(resolve(self.name_or_path)), self._read()
         if not any(there.endswith("pooler.dense.weight") for there in files):
             return None
         return {k: _tensor(files, f"pooler.dense.{k}", theirs) for k in ("weight", "bias")}
 
-    def _check(self, ids: TokenIds | None, max_length: int) -> None:
-        """ids None: middle layers have no vocabulary."""
-        (config, theirs), name = read_config(resolve(self.name_or_path)), self.name_or_path
-        if self.hidden not in (None, config.hidden):
-            raise ConfigError(
-                f"PretrainedBackbone.hidden is {self.hidden}, but {name!r} has {config.hidden}"
-            )
-        if max_length > config.max_positions:
-            raise ConfigError(
-                f"the task's max_length is {max_length}, but {name!r} has {config.max_positions} "
-                "positions"
-            )
-        pad = theirs.pad_token_id
-        if ids and (ids.size > config.vocab_size or pad not in (None, ids.pad)):
-            raise ConfigError(
-                f"{name!r} has {config.vocab_size} token ids and pads with {pad}, but the task's "
-                f"tokenizer has {ids.size} and pads with {ids.pad}: use the checkpoint's own "
-                "tokenizer"
-            )
+    def _read(self) -> tuple[EncoderConfig, Any]:
+        return read_config(resolve(self.name_or_path))
 
 
 def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
@@ -359,40 +347,23 @@ def _names(num_layers: int, head: Sequence[str] | None = None) -> dict[str, list
     return names
 
 
-def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
-    """Write a whole Encoder as a folder of transformers' BertForMaskedLM, without a tokenizer."""
-    about = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "pad_token_id": pad}
-    _export(encoder, folder, about, HEAD_NAMES[0], {})
-
-
-def export_electra(
-    encoder: Encoder, dense: nn.Linear, score: nn.Linear, folder: Path, pad: int
-) -> None:
-    """Write an Encoder and its replaced-token head as a folder of transformers'
-    ElectraForPreTraining, without a tokenizer."""
-    about: dict[str, Any] = {"model_type": "electra", "architectures": ["ElectraForPreTraining"]}
-    about |= {"pad_token_id": pad, "embedding_size": encoder.config.hidden}
-    prefix = "discriminator_predictions.dense"
-    head = dense.state_dict(prefix=f"{prefix}.") | score.state_dict(prefix=f"{prefix}_prediction.")
-    _export(encoder, folder, about, None, head)
-
-
-def _export(
-    encoder: Encoder,
-    folder: Path,
-    about: Mapping[str, Any],
-    head_names: Sequence[str] | None,
-    head: Mapping[str, Tensor],
-) -> None:
-    """about: of the config, beside sizes. head_names: of the encoder's own head, to go with it.
-    head: another one, named as theirs."""
-    weights, theirs, config = encoder.state_dict(), dict(head), encoder.config
-    for ours, names in _names(config.num_layers, head_names).items():
-        inside = "" if ours.startswith("head.") else f"{about['model_type']}."
+def export(encoder: Encoder, folder: Path, pad: int, **replaced: nn.Linear) -> None:
+    """Write a whole Encoder as a folder of transformers without a tokenizer: of BertForMaskedLM,
+    or of ElectraForPreTraining, with its replaced-token head (dense, dense_prediction)."""
+    config, kind = encoder.config, "electra" if replaced else "bert"
+    described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
+    described |= {"dtype": "float32", "model_type": kind, "pad_token_id": pad}
+    described["architectures"] = ["ElectraForPreTraining" if replaced else "BertForMaskedLM"]
+    if replaced:
+        described["embedding_size"] = config.hidden
+    theirs: dict[str, Tensor] = {}
+    for name, layer in replaced.items():
+        theirs |= layer.state_dict(prefix=f"discriminator_predictions.{name}.")
+    weights = encoder.state_dict()
+    for ours, names in _names(config.num_layers, None if replaced else HEAD_NAMES[0]).items():
+        inside = "" if ours.startswith("head.") else f"{kind}."
         parts = weights[ours].chunk(len(names))
         theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
-    described = {name: getattr(config, ours) for ours, name in CONFIG_NAMES.items()}
-    described |= {"dtype": "float32", **about}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}

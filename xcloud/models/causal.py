@@ -11,12 +11,12 @@ hidden rows [R, H]; back come their gradients, where something below them is tra
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import Architecture, BuildContext, Stage
 from xcloud.models.causal_network import (
     HEAD,
@@ -104,15 +104,10 @@ class CausalLM(TextModel):
                 )
 
     def describe(self) -> str:
-        name = self.checkpoint or self._own.describe()
+        name = self.checkpoint if self.own is None else self.own.describe()
         trained = "all weights" if self.lora is None else f"LoRA r={self.lora.r}"
         cut = "" if self.split.layer is None else f", {self.split.describe()}"
         return f"{name}, {trained}{cut}"
-
-    @property
-    def _own(self) -> OwnCausal:
-        assert self.own is not None
-        return self.own
 
     @property
     def _public_text(self) -> PublicTexts | None:
@@ -125,16 +120,14 @@ class CausalLM(TextModel):
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
-        part = self._part(config, stage, num_stages)
+        below = range(self._parts(config, num_stages)[stage].blocks.stop)
         whole = int(config.hidden_size)
-        if self._freezes(stage):
+        draws = any(getattr(config, name, 0) for name in DROPOUTS)
+        trains = self.embeddings != "freeze" or len(below) > 0
+        if self.lora is not None:  # beside which a narrow cut trains its projections
+            trains = self.split.rank is not None or self.lora.adapts(config, below)
+        if stage == 0 and self.split.freeze_bottom:
             trains = draws = False
-        else:
-            draws = any(getattr(config, name, 0) for name in DROPOUTS)
-            below = range(part.blocks.stop)
-            trains = self.embeddings != "freeze" or len(below) > 0
-            if self.lora is not None:  # beside which a narrow cut trains its projections
-                trains = self.split.rank is not None or self.lora.adapts(config, below)
         return rows_boundary(
             self.split.width(whole) if stage == 0 else whole,
             max_length,
@@ -151,11 +144,11 @@ class CausalLM(TextModel):
             context = replace(context, max_length=int(about["max_length"]))
             if self.lora is None:
                 config = config_of(about["config"])
-                part = self._part(config, stage, num_stages)
+                part = self._parts(config, num_stages)[stage]
                 return self._stage(network_of(config, part), part, stage, "", context)
         # Checked before anything is made.
-        self._part(self._config(context.max_length), stage, num_stages)
-        name = self.checkpoint or str(self._own.folder(context))
+        self._parts(self._config(context.max_length), num_stages)
+        name = str(self.checkpoint if self.own is None else self.own.folder(context))
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
         config = read_config(name)
@@ -165,7 +158,7 @@ class CausalLM(TextModel):
                 f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
                 f"{ids.size}: use the checkpoint's own tokenizer"
             )
-        part = self._part(config, stage, num_stages)
+        part = self._parts(config, num_stages)[stage]
         network = laid_out(config, part)
         built = self._stage(network, part, stage, name, context)
 
@@ -217,8 +210,7 @@ class CausalLM(TextModel):
         config = read_config(name)
         part = Part(range(self.split.block + 1), True, False)
         load_weights(network := laid_out(config, part), name)
-        about = {"lora": False, "config": json.loads(config.to_json_string())}
-        return CausalStage(network, part, self.vocabulary_chunk, about)
+        return CausalStage(network, part, self.vocabulary_chunk, {"lora": False})
 
     def _stage(
         self, network: Any, part: Part, stage: int, name: str, context: BuildContext
@@ -242,18 +234,14 @@ class CausalLM(TextModel):
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
-        about = {
-            "lora": self.lora is not None,
-            "config": json.loads(config.to_json_string()),
-            "max_length": context.max_length,
-        }
+        about = {"lora": self.lora is not None, "max_length": context.max_length}
         is_tied = self.embeddings == "tie" and part.is_first != part.is_last
-        frozen, chunk = self._freezes(stage), self.vocabulary_chunk
+        frozen, chunk = stage == 0 and self.split.freeze_bottom, self.vocabulary_chunk
         return CausalStage(network, part, chunk, about, cut, handed, frozen, is_tied)
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
-        config = read_config(self.checkpoint) if self.checkpoint else self._own.config(max_length)
+        config = self.own.config(max_length) if self.own else read_config(str(self.checkpoint))
         positions = min(MAX_LENGTH, config.max_position_embeddings)
         if max_length > positions:
             whose = f"{self.describe()} has {positions} positions"
@@ -267,8 +255,8 @@ class CausalLM(TextModel):
             )
         return config
 
-    def _part(self, config: Any, stage: int, num_stages: int) -> Part:
-        assert 0 <= stage < num_stages
+    def _parts(self, config: Any, num_stages: int) -> list[Part]:
+        """What each stage holds."""
         trained_twice = self.lora is None and self.embeddings is None and num_stages > 1
         if trained_twice and config.tie_word_embeddings:
             raise ConfigError(
@@ -278,37 +266,28 @@ class CausalLM(TextModel):
             )
         if self.split.layer is not None and num_stages == 1:
             raise ConfigError("model.split cuts the model, and this cluster has one stage")
-        self.split.check(config.num_hidden_layers, int(config.hidden_size))
-        ends = self._ends(config.num_hidden_layers, num_stages)
-        start = ends[stage - 1] if stage else 0
-        return Part(range(start, ends[stage]), stage == 0, stage == num_stages - 1)
-
-    def _ends(self, num_blocks: int, num_stages: int) -> list[int]:
-        """The block after each stage's last."""
-        counts = self.blocks_per_stage
+        num_blocks, counts = config.num_hidden_layers, self.blocks_per_stage
+        self.split.check(num_blocks, int(config.hidden_size))
+        starts = [0] if self.split.layer is None else [0, self.split.layer + 1]
         if counts is None:
-            first = [] if self.split.layer is None else [self.split.layer + 1]
-            start, spread = sum(first), num_stages - len(first)
-            rest = num_blocks - start
-            return first + [start + rest * (n + 1) // spread for n in range(spread)]
-        if len(counts) != num_stages - 1 or sum(counts) > num_blocks:
+            spread, rest = num_stages - len(starts) + 1, num_blocks - starts[-1]
+            starts += [starts[-1] + rest * (n + 1) // spread for n in range(spread)]
+        elif len(counts) != num_stages - 1 or sum(counts) > num_blocks:
             raise ConfigError(
                 f"model.blocks_per_stage must be {num_stages - 1} counts (one for each stage but "
                 f"the last) that add up to {num_blocks} blocks at most, got {list(counts)}"
             )
-        return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
+        else:
+            starts = [*accumulate(counts, initial=0), num_blocks]
+        last = num_stages - 1
+        return [Part(range(*ends), n == 0, n == last) for n, ends in enumerate(pairwise(starts))]
 
     def num_blocks(self, max_length: int) -> int:
         is_free = self.split.layer is None
         return int(self._config(max_length).num_hidden_layers) if is_free else 0
 
     def block_counts(self, num_stages: int, max_length: int) -> list[int]:
-        config = self._config(max_length)
-        return [len(self._part(config, s, num_stages).blocks) for s in range(num_stages)]
+        return [len(part.blocks) for part in self._parts(self._config(max_length), num_stages)]
 
     def with_block_counts(self, counts: Sequence[int]) -> CausalLM:
         return replace(self, blocks_per_stage=tuple(counts[:-1]))
-
-    def _freezes(self, stage: int) -> bool:
-        """Whether the stage is the bottom of a cut, and frozen: without dropout too."""
-        return stage == 0 and self.split.freeze_bottom

@@ -10,6 +10,7 @@ V token ids, C of them in a piece of the loss.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
@@ -21,9 +22,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, Positive, PositiveFloat, settings
-from xcloud.comm.boundary import Message
+from xcloud.comm.channel import Message
 from xcloud.contracts.model import (
     NO_LABEL,
     NO_TOKEN,
@@ -81,7 +82,8 @@ class CausalStage(Stage):
         frozen: bool = False,
         is_tied: bool = False,
     ) -> None:
-        super().__init__(architecture, handed_over, frozen)
+        config = {"config": json.loads(network.config.to_json_string())}
+        super().__init__({**architecture, **config}, handed_over, frozen)
         self.network = network
         self._part, self._chunk = part, chunk
         self._softcap: float | None = getattr(network.config, "final_logit_softcapping", None)
@@ -339,11 +341,7 @@ class OwnCausal:
 
     def __post_init__(self) -> None:
         check_heads("OwnCausal.num_heads", self.num_heads, self.hidden)
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"OwnCausal.num_kv_heads must divide num_heads {self.num_heads}, got "
-                f"{self.num_kv_heads}"
-            )
+        check_heads("OwnCausal.num_kv_heads", self.num_kv_heads or 1, self.num_heads, "num_heads")
 
     def describe(self) -> str:
         return f"own {self.kind} {self.num_layers} x {self.hidden}"

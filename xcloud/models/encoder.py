@@ -221,10 +221,10 @@ class EncoderConfig:
         check_heads("EncoderConfig.num_heads", self.num_heads, self.hidden)
 
 
-def check_heads(name: str, num_heads: int, hidden: int) -> None:
-    """Raise ConfigError unless the features divide evenly over the heads."""
-    if hidden % num_heads:
-        raise ConfigError(f"{name} must divide the hidden size {hidden}, got {num_heads}")
+def check_heads(name: str, num_heads: int, whole: int, what: str = "the hidden size") -> None:
+    """Raise ConfigError unless the whole divides evenly over the heads."""
+    if whole % num_heads:
+        raise ConfigError(f"{name} must divide {what} {whole}, got {num_heads}")
 
 
 class Embeddings(nn.Module):

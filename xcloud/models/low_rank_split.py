@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import NO_TOKEN, BuildContext, Head, Stage
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing
@@ -117,63 +117,57 @@ class LowRankSplit(TextModel):
         if stage == 2:  # a separate head needs only the encoder's width
             hidden = self.backbone.width() if given is None else int(given["hidden"])
             split.check(None, hidden)
-            way = way_to_head(hidden, split.head_rank, context.seed)[1]
-            return UpperStage(
-                about | {"hidden": hidden}, {}, None, way, self._answer(hidden, context)
-            )
+            widen = way_to_head(hidden, split.head_rank, context.seed)[1]
+            answer = self._answer(hidden, context)
+            return UpperStage(about | {"hidden": hidden}, {}, None, widen, answer)
         if given is not None:
             weights = Weights(EncoderConfig(**given["backbone"]), None)
         else:
             weights = self.backbone.weights(TEXT, context)
-        num_blocks, hidden = weights.config.num_layers, weights.config.hidden
+        config = weights.config
+        num_blocks, hidden = config.num_layers, config.hidden
         split.check(num_blocks, hidden)
-        about["backbone"] = asdict(weights.config)
+        about["backbone"] = asdict(config)
         blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
-        encoder = self._part(weights, blocks, embeddings=stage == 0)
+        encoder = self._part(weights, blocks, stage == 0)
         layers, cut_block = dict(encoder.layers), encoder.layer(split.block)
         if stage or split.is_inside:
             del layers[str(split.block)]  # the stage below or the cut has it
-        cut, handed = self._cut(stage, weights, cut_block, context)
+        handed: tuple[Tensor, ...] = ()
+        if split.is_inside:
+            cut: nn.Module | None = cut_inside(split, stage, cut_block)
+        else:
+            sizes, lower = (config.vocab_size, hidden), partial(self.lower, weights)
+            cut, handed = projection_at(split, stage, sizes, lower, self.public_text, context)
+        ends = {} if cut is None else {"cut": cut}
         if stage == 0:
-            layers |= {} if cut is None else {"cut": cut}
             # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
-            has_types, pad = weights.config.type_vocab_size > 1, context.vocabularies[TEXT].pad
+            has_types, pad = config.type_vocab_size > 1, context.vocabularies[TEXT].pad
             words, frozen = encoder.embeddings, split.freeze_bottom
-            return RowsStage(about, words, layers, TEXT, pad, has_types, handed, frozen)
-        layers = layers if cut is None else {"cut": cut, **layers}
+            return RowsStage(about, words, layers | ends, TEXT, pad, has_types, handed, frozen)
         way, widen = way_to_head(hidden, split.head_rank, context.seed)
-        answer = None
+        end: TextHead | None = None
         if num_stages == 2:
-            way, answer = nn.Sequential(way, widen), self._answer(hidden, context)
+            way, end = nn.Sequential(way, widen), self._answer(hidden, context)
         pooling = self.pooling if self.output == "sample" else None
-        return UpperStage(about, layers, pooling, way, answer)
+        return UpperStage(about, ends | layers, pooling, way, end)
 
     def lower(self, weights: Weights) -> Stage:
         """All up to the cut block and with it, for texts that end with NO_TOKEN."""
-        encoder = self._part(weights, range(self.split.block + 1), embeddings=True)
+        encoder = self._part(weights, range(self.split.block + 1), True)
         about, has_types = {"backbone": asdict(weights.config)}, weights.config.type_vocab_size > 1
         layers = dict(encoder.layers)
         return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
 
-    def _part(self, weights: Weights, blocks: range, *, embeddings: bool) -> Encoder:
-        dropout = 0.0 if embeddings and self.split.freeze_bottom else self.dropout
+    def _part(self, weights: Weights, blocks: range, is_bottom: bool) -> Encoder:
+        dropout = 0.0 if is_bottom and self.split.freeze_bottom else self.dropout
         attention_dropout = self.attention_dropout if dropout else 0.0
         config = replace(weights.config, dropout=dropout, attention_dropout=attention_dropout)
         with seeded(0, "replaced by the backbone's weights"):
-            encoder = Encoder(config, blocks, embeddings=embeddings, head=False)
+            encoder = Encoder(config, blocks, embeddings=is_bottom, head=False)
         if weights.tensors is not None:
             encoder.load_part(weights.tensors)
         return encoder
-
-    def _cut(
-        self, stage: int, weights: Weights, block: EncoderLayer, context: BuildContext
-    ) -> tuple[nn.Module | None, tuple[Tensor, ...]]:
-        """What stands at the boundary on this side, and what the stage hands over."""
-        if self.split.is_inside:
-            return cut_inside(self.split, stage, block), ()
-        config, lower = weights.config, partial(self.lower, weights)
-        sizes = config.vocab_size, config.hidden
-        return projection_at(self.split, stage, sizes, lower, self.public_text, context)
 
     def _answer(self, hidden: int, context: BuildContext) -> TextHead:
         head = context.head
@@ -199,12 +193,16 @@ def way_to_head(hidden: int, rank: int | None, seed: int) -> tuple[nn.Module, nn
     if rank is None:
         return nn.Identity(), nn.Identity()
     rows_KH = orthonormal_rows(rank, hidden, seed, "way to the head")
-    down, up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, hidden)
-    with torch.no_grad():
-        down.weight.copy_(rows_KH)
-        up.weight.copy_(rows_KH.T)
-        nn.init.zeros_(up.bias)
-    return down, up
+    return filled(rows_KH), filled(rows_KH.T, torch.zeros(hidden))
+
+
+@torch.no_grad()
+def filled(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+    return linear
 
 
 def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
@@ -215,7 +213,7 @@ def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
         return SvdTop(block, split.rank, in_attention)
     if not in_attention:
         return FeedForwardBottom(block, split.rank)
-    block.attention.output = _first_factor(block.attention.output, split.rank)
+    block.attention.output = filled(factors(block.attention.output.weight, split.rank)[2])
     return block.attention
 
 
@@ -225,7 +223,7 @@ class FeedForwardBottom(nn.Module):
     def __init__(self, block: EncoderLayer, rank: int) -> None:
         super().__init__()
         self.block = block
-        block.down = _first_factor(block.down, rank)
+        block.down = filled(factors(block.down.weight, rank)[2])
         del block.norm
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
@@ -241,13 +239,8 @@ class SvdTop(nn.Module):
     def __init__(self, block: EncoderLayer, rank: int, in_attention: bool) -> None:
         super().__init__()
         linear = block.attention.output if in_attention else block.down
-        self.s = nn.Linear(rank, rank, bias=False)
-        self.u = nn.Linear(rank, linear.out_features)
         u, s, _ = factors(linear.weight, rank)
-        with torch.no_grad():
-            self.u.weight.copy_(u)
-            self.u.bias.copy_(linear.bias)
-            self.s.weight.copy_(s)
+        self.s, self.u = filled(s), filled(u, linear.bias)
         del block.attention
         if not in_attention:
             del block.attention_norm, block.up, block.down
@@ -274,11 +267,3 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         torch.diag(s[:rank]).float(),
         (v[:rank] * sign[:, None]).float().contiguous(),
     )
-
-
-def _first_factor(linear: nn.Linear, rank: int) -> nn.Linear:
-    """V of a layer W."""
-    v = nn.Linear(linear.in_features, rank, bias=False)
-    with torch.no_grad():
-        v.weight.copy_(factors(linear.weight, rank)[2])
-    return v

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -38,7 +38,7 @@ from xcloud.models.encoder import Encoder, Packing
 from xcloud.models.stages import seed_of, seeded_on
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Optimizer
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import TrainedModule
 
 FIRST_REPORT_S = 2.0  # by then the time of a step is known
 REPORT_EVERY_S = 30.0
@@ -114,8 +114,7 @@ class Descent:
         if first:
             load_states(parts, folder.read(first, 0), "an unfinished backbone")
             report(f"resumed after step {first} of {self.steps}, where it was interrupted")
-        for _ in range(first):
-            next(batches)
+        batches = islice(batches, first, None)
         began_at_s = saved_at_s = time.monotonic()
         report_at_s = began_at_s + FIRST_REPORT_S
         for step in range(first, self.steps):
@@ -147,15 +146,16 @@ class _Generators:
     """Torch's own random generators, from which dropout draws on this device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._all = [torch.default_generator]
-        if device.type == "cuda":
-            self._all.append(torch.cuda.default_generators[device.index or 0])
+        on_gpu = (
+            [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+        )
+        self._all = dict(enumerate([torch.default_generator, *on_gpu]))
 
     def state_dict(self) -> State:
-        return {str(number): one.get_state() for number, one in enumerate(self._all)}
+        return {str(number): one.get_state() for number, one in self._all.items()}
 
     def load_state_dict(self, state: State) -> None:
-        for number, one in enumerate(self._all):
+        for number, one in self._all.items():
             one.set_state(torch.as_tensor(state[str(number)]))
 
 
@@ -247,10 +247,8 @@ def pretrain(
 
     score = partial(evaluate, encoder, held_out, ids, settings)
     modes = _evenly(settings.causal_share)
-    batches = (
-        _guesses(batch, ids, settings.mask_share, draw, next(modes))
-        for batch in _batches(train, settings.batch_tokens, draw)
-    )
+    several = _batches(train, settings.batch_tokens, draw)
+    batches = (_guesses(texts, ids, settings.mask_share, draw, next(modes)) for texts in several)
     best = None if settings.max_epochs is None else _Best(encoder)
     with seeded_on(device, seed_of(settings.seed, "dropout")):
         steps = settings.descend(
@@ -333,25 +331,22 @@ def _guesses(
     draw: torch.Generator,
     causal: bool = False,
 ) -> _Guesses:
-    truth_R = torch.cat(list(texts))
-    lengths = torch.tensor([len(text) for text in texts])
-    if causal:
-        is_last_R = torch.zeros(len(truth_R), dtype=torch.bool)
-        is_last_R[lengths.cumsum(0) - 1] = True
-        from_M = (~is_last_R).nonzero().flatten()
-        return _Guesses(truth_R, lengths, from_M, truth_R[from_M + 1], True)
-    seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
-    return _Guesses(seen_R, lengths, from_M, truth_R[from_M], False)
+    truth_R, lengths = torch.cat(list(texts)), torch.tensor([len(text) for text in texts])
+    if not causal:
+        seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
+        return _Guesses(seen_R, lengths, from_M, truth_R[from_M], False)
+    has_next_R = torch.ones_like(truth_R).index_fill_(0, lengths.cumsum(0) - 1, 0)
+    from_M = has_next_R.nonzero()[:, 0]
+    return _Guesses(truth_R, lengths, from_M, truth_R[from_M + 1], True)
 
 
 def _loss(encoder: Encoder, batch: _Guesses) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of the predicted tokens, and how many are right."""
     device = next(encoder.parameters()).device
-    packing = Packing(batch.lengths.to(device))
-    rows = encoder(batch.seen_R.to(device), packing, causal=batch.causal)
+    seen_R, lengths, from_M, truth_M = (tensor.to(device) for tensor in batch[:4])
+    rows = encoder(seen_R, Packing(lengths), causal=batch.causal)
     # These rows only: the head is most of the work in a small network.
-    scores = encoder.logits(rows.index_select(0, batch.from_M.to(device)))
-    truth_M = batch.truth_M.to(device)
+    scores = encoder.logits(rows.index_select(0, from_M))
     return F.cross_entropy(scores.float(), truth_M), (scores.argmax(1) == truth_M).sum()
 
 

@@ -10,9 +10,9 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -167,11 +167,19 @@ class Orthonormal(nn.Module):
         return weight
 
 
+class Basis(NamedTuple):
+    """What projections start from: D [H, K], anchor [P, H], E [K, H]. P is 0 without an anchor."""
+
+    decode: Tensor
+    anchor: Tensor
+    encode: Tensor
+
+
 class Projection(nn.Module):
     """Down: E h - E anchor; up: D z + anchor, which is trained. The matrix stays orthonormal if
     the split's method says so. Arbitrary values before `start`.
 
-    shift: [P, out_features], one for all rows or for each position; P is 0 without an anchor.
+    shift: [P, out_features], one for all rows or for each position.
     """
 
     def __init__(self, split: Split, is_up: bool, hidden: int, max_length: int) -> None:
@@ -181,11 +189,16 @@ class Projection(nn.Module):
         if split.method == "orthogonal":
             register_parametrization(self.linear, "weight", Orthonormal())
         shift = torch.zeros(split.num_places(max_length), ends[1])
-        is_trained = is_up and len(shift) > 0
+        self._is_up, is_trained = is_up, is_up and len(shift) > 0
         self.shift = nn.Parameter(shift) if is_trained else nn.Buffer(shift)
 
     @torch.no_grad()
-    def start(self, weight: Tensor, shift: Tensor) -> None:
+    def start(self, decode: Tensor, anchor: Tensor, encode: Tensor | None = None) -> None:
+        """From a Basis, of which the far side of the owner's text is given no E."""
+        weight, shift = decode, anchor
+        if not self._is_up:
+            assert encode is not None
+            weight, shift = encode, -anchor @ encode.T
         if is_parametrized(self.linear):
             self.linear.weight = weight  # through the parametrization
         else:
@@ -197,21 +210,6 @@ class Projection(nn.Module):
         if len(self.shift) < 2:
             return rows + self.shift if len(self.shift) else rows
         return rows + self.shift[packing.positions]
-
-
-@dataclass(frozen=True)
-class Basis:
-    """What projections start from: E [K, H], D [H, K], anchor [P, H]. P is 0 without an anchor."""
-
-    encode: Tensor
-    decode: Tensor
-    anchor: Tensor
-
-    def start(self, cut: Projection, is_up: bool) -> None:
-        if is_up:
-            cut.start(self.decode, self.anchor)
-        else:
-            cut.start(self.encode, -self.anchor @ self.encode.T)
 
 
 def projection_at(
@@ -243,8 +241,8 @@ def projection_at(
         basis = measured_basis(split, lower(), sizes, text, context)
     else:
         encode = orthonormal_rows(split.width(hidden), hidden, context.seed, "cut", split.block)
-        basis = Basis(encode, encode.T.contiguous(), torch.zeros(0, hidden))
-    basis.start(cut, is_up=bool(stage))
+        basis = Basis(encode.T.contiguous(), torch.zeros(0, hidden), encode)
+    cut.start(*basis)
     return cut, (basis.decode, basis.anchor) if specs else ()
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.boundary import Boundary, BoundaryField, Message
+from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
 from xcloud.models.encoder import Packing
 

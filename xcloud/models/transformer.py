@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
-from xcloud.comm.boundary import Boundary, Message
+from xcloud.comm.channel import Boundary, Message
 from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput, TokenIds
 from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
@@ -186,16 +186,12 @@ class EncoderDecoder:
         """Of a stage: as encoder_layers_per_stage says, else evenly, the first ones one more."""
         num_parts, counts = num_stages - 1, self.encoder_layers_per_stage
         if counts is None:
-            if num_parts > num_layers:
-                raise ConfigError(
-                    f"{num_layers} encoder layers cannot be spread over {num_parts} stages"
-                )
             share, over = divmod(num_layers, num_parts)
             counts = [share + (part < over) for part in range(num_parts)]
-        if len(counts) != num_parts or sum(counts) != num_layers:
+        if len(counts) != num_parts or sum(counts) != num_layers or 0 in counts:
             raise ConfigError(
-                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts (no "
-                f"last stage's) that add up to {num_layers} layers, got {list(counts)}"
+                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts >= 1 "
+                f"(no last stage's) that add up to {num_layers} layers, got {list(counts)}"
             )
         first = sum(counts[:stage])
         return range(first, first + counts[stage])

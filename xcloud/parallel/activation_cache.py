@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.comm.boundary import BoundaryField, Message, Samples
-from xcloud.comm.channel import NOTHING_KNOWN, ReceiveChannel
+from xcloud.comm.channel import NOTHING_KNOWN, BoundaryField, Message, ReceiveChannel, Samples
 from xcloud.comm.compression import Compressor
 from xcloud.contracts.model import Batch
 from xcloud.parallel.part import Part

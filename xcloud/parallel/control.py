@@ -20,8 +20,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife, ReceivingEnd, SendingEnd
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.transport import Collectives
 from xcloud.comm.state import StatefulParts
 

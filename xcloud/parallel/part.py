@@ -62,10 +62,6 @@ class Part(StatefulParts):
         """What all ranks do after this update. Asked in the first rank of each replica."""
         return Signal.GO_ON
 
-    def skip(self, step: int) -> str | None:
-        """Loss or gradient of the update are not finite: why it is left out, for the user. Raises
-        TrainingDiverged where it may not be."""
-
     def after_update(self, step: int, report: StepReport) -> None:
         """The optimizer has made or skipped it, and the step's time is over."""
 
@@ -90,12 +86,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _of_all(hook: F) -> F:
-    """Calls all parts in their order; what one of them, which alone says anything, answers."""
+    """Calls all parts in their order."""
 
     @functools.wraps(hook)
-    def call(self: Parts, *args: Any, **kwargs: Any) -> Any:
-        said = [getattr(part, hook.__name__)(*args, **kwargs) for part in self._parts]
-        return next((answer for answer in said if answer is not None), None)
+    def call(self: Parts, *args: Any, **kwargs: Any) -> None:
+        for part in self._parts:
+            getattr(part, hook.__name__)(*args, **kwargs)
 
     return cast(F, call)
 
@@ -115,7 +111,6 @@ class Parts(Part):
     after_micro_batch = _of_all(Part.after_micro_batch)
     after_backward = _of_all(Part.after_backward)
     after_exchange = _of_all(Part.after_exchange)
-    skip = _of_all(Part.skip)
     after_update = _of_all(Part.after_update)
     finish = _of_all(Part.finish)
     settle = _of_all(Part.settle)

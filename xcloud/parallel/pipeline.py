@@ -16,8 +16,7 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.boundary import Boundary, Message
-from xcloud.comm.channel import Receiver, Sender
+from xcloud.comm.channel import Boundary, Message, Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.schedule import (

@@ -23,6 +23,9 @@ from xcloud.plan.settings import Autopilot
 DIRECTIONS = ("forward", "backward")
 
 
+_Codec = Mapping[tuple[int, str], Direction]  # by boundary and direction
+
+
 @dataclass(frozen=True)
 class Measured:
     """Since the last look, for one update. compute_s: forward and backward of a stage's rank
@@ -55,19 +58,19 @@ class Forecast:
         schedules: Sequence[Schedule],
         layout: ClusterLayout,
         num_passes: int,
-        codecs: Sequence[Mapping[tuple[int, str], Direction]],
+        codecs: Sequence[_Codec],
     ) -> None:
         self._programs = [Simulator(s, layout, num_passes=num_passes) for s in schedules]
-        self._schedules, self._layout, self.codecs = schedules, layout, codecs
-        self._num_passes = num_passes
+        self.codecs = codecs
         self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
 
     def step_s(self, measured: Measured, in_force: int) -> list[float]:
-        now = self._schedules[in_force // len(self.codecs)].num_micro_batches
+        shape, own = divmod(in_force, len(self.codecs))
+        now = self._programs[shape].schedule.num_micro_batches
         self._compute_s[now] = measured.compute_s
         simulated = [
-            program.run(self._costs(measured, in_force, schedule.num_micro_batches, codec)).step_s
-            for schedule, program in zip(self._schedules, self._programs, strict=True)
+            program.run(self._costs(measured, now, self.codecs[own], program, codec)).step_s
+            for program in self._programs
             for codec in self.codecs
         ]
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]
@@ -82,23 +85,20 @@ class Forecast:
         return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
 
     def _costs(
-        self, measured: Measured, in_force: int, then: int,
-        codec: Mapping[tuple[int, str], Direction],
-    ) -> Costs:  # fmt: skip
-        """then: the number of micro-batches."""
-        layout, (shape, own) = self._layout, divmod(in_force, len(self.codecs))
-        now = self._schedules[shape].num_micro_batches
+        self, measured: Measured, now: int, own: _Codec, program: Simulator, codec: _Codec
+    ) -> Costs:
+        then, stages = program.schedule.num_micro_batches, range(program.num_stages)
+        ranks = [len(program.layout.ranks_of(stage)) for stage in stages]
         each_s = [
-            self._computing_s(s, now, then) * len(layout.ranks_of(s)) / self._num_passes / then / 3
-            for s in range(layout.num_stages)
+            self._computing_s(s, now, then) * ranks[s] / program.num_passes / then / 3
+            for s in stages
         ]
         ways = {
-            key: codec[key].times(size / self.codecs[own][key].num_bytes * now / then)
+            key: codec[key].times(size / own[key].num_bytes * now / then)
             for key, size in measured.sent_bytes.items()
         }
         forward, backward = (  # free inside a cloud
-            [ways.get((b, way), Direction()) for b in range(layout.num_stages - 1)]
-            for way in DIRECTIONS
+            [ways.get((b, way), Direction()) for b in stages[:-1]] for way in DIRECTIONS
         )
         lines = {"-".join(way): line for way, line in measured.lines.items()}
         return Costs(each_s, [2 * s for s in each_s], forward, backward, lines=lines)

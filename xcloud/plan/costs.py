@@ -33,26 +33,15 @@ from xcloud.parallel.schedule import Action
 FREE = LinkProfile(1e18)  # as good as no time
 
 
-def lines_of(
-    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
-) -> dict[str, LinkProfile]:
-    """Between every two clouds, by "a-b", and inside one, by "a-a", where it is given.
-    given: by pair, or "*" for all between clouds; comes before the layout's own.
-    bandwidth: in place of theirs. Raises ConfigError for a line that nobody describes."""
-    found = {}
-    for here, there in permutations(layout.clouds, 2):
-        pair, turned = f"{here}-{there}", f"{there}-{here}"
-        own = layout.wan_of(here, there)
-        line = _profile(given.get(pair, given.get(turned, given.get("*", own))), here, there)
-        if bandwidth is not None:
-            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
-        found[pair] = line
-    inside = {f"{name}-{name}" for name in layout.clouds} & set(given)
-    return found | {pair: given[pair] for pair in inside}
-
-
-def _profile(wan: Wan, here: str, there: str) -> LinkProfile:
-    """Raises ConfigError for a real network, which has no numbers."""
+def line_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], here: str, there: str
+) -> LinkProfile:
+    """From a cloud to another, or inside one. given: by "a-b", or "*" for all between clouds;
+    before the layout's own. Raises ConfigError for a real network, which has no numbers."""
+    if here == there:
+        return given.get(f"{here}-{here}", FREE)
+    names = (f"{here}-{there}", f"{there}-{here}", "*")
+    wan: Wan = next((given[n] for n in names if n in given), layout.wan_of(here, there))
     if not wan.has_numbers:
         raise ConfigError(
             f"nobody says what the real network from {here!r} to {there!r} can do; choose a "
@@ -60,6 +49,20 @@ def _profile(wan: Wan, here: str, there: str) -> LinkProfile:
             f"'{here}-{there}' or \"*\""
         )
     return wan.profile or FREE
+
+
+def lines_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
+) -> dict[str, LinkProfile]:
+    """Between every two clouds, by "a-b", and inside one, by "a-a", where it is given.
+    bandwidth: in place of those between clouds. Raises ConfigError, see line_of."""
+    found = {f"{a}-{a}": given[f"{a}-{a}"] for a in layout.clouds if f"{a}-{a}" in given}
+    for here, there in permutations(layout.clouds, 2):
+        line = line_of(layout, given, here, there)
+        if bandwidth is not None:
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+        found[f"{here}-{there}"] = line
+    return found
 
 
 class Transfer(NamedTuple):
@@ -99,6 +102,9 @@ class Direction:
         return Direction(size, factor * self.compress_s, factor * self.decompress_s)
 
 
+NOTHING = Direction()
+
+
 @dataclass(frozen=True)
 class Costs:
     """The same for every micro-batch. A backward is all of it, also what may be put off; bytes are
@@ -109,9 +115,8 @@ class Costs:
     backward_s that may be put off. Missing ones cost nothing.
     slowdown: rank -> how many times longer it computes and updates; 1 for the others.
     control_bytes: of a message of the agreement on the gradient norm.
-    lines: "a-b" -> the line from cloud a to cloud b, or inside a cloud as "a-a". It carries one
-        message at a time, first come, first served; time 0 is the start of the simulation. Where
-        none is named, the layout says what joins two clouds, and messages inside a cloud are free.
+    lines: see line_of. A line carries one message at a time, first come, first served; time 0 is
+        the start of the simulation.
     """
 
     forward_s: Sequence[float]
@@ -130,13 +135,10 @@ class Costs:
 
     def direction(self, message: Transfer) -> Direction:
         table = self.forward if message.direction == "forward" else self.backward
-        return table[message.boundary] if table else _NOTHING
+        return table[message.boundary] if table else NOTHING
 
-    def line(self, here: str, there: str, wan: Wan | None) -> LinkProfile:
-        """wan: of the layout; None inside a cloud."""
-        if (found := self.lines.get(f"{here}-{there}")) is not None:
-            return found
-        return FREE if wan is None else _profile(wan, here, there)
+    def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
+        return line_of(layout, self.lines, here, there)
 
     def update(self, rank: int, stages: Sequence[int]) -> Update:
         factor = self.slowdown.get(rank, 1.0)
@@ -147,9 +149,6 @@ class Costs:
             factor * sum(entry.norm_s for entry in mine),
             factor * sum(entry.optimizer_s for entry in mine),
         )
-
-
-_NOTHING = Direction()
 
 
 # Of a job.

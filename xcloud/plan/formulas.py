@@ -95,7 +95,10 @@ def exchange_of(
     lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
     num_replicas, traits = layout.num_replicas, averaging.traits
     slowest, num_bytes = Exchange(), defaultdict[str, float](float)
-    for clouds, stages in _together(layout, len(shares)).items():
+    together = defaultdict[tuple[str, ...], list[int]](list)  # stages that share lines, by clouds
+    for stage in range(len(shares)):
+        together[tuple(layout.stage_cloud(stage, r) for r in range(num_replicas))].append(stage)
+    for clouds, stages in together.items():
         num_ranks = min(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
             for replica in range(num_replicas)
@@ -132,15 +135,6 @@ def exchange_of(
                 codec_s, wire_s, {}, traits.per_step, traits.hidden_steps, "-".join(where)
             )
     return replace(slowest, num_bytes=dict(num_bytes))
-
-
-def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], list[int]]:
-    """Stages whose replicas stand in the same clouds, so that they share lines."""
-    found = defaultdict[tuple[str, ...], list[int]](list)
-    for stage in range(num_shares):
-        clouds = tuple(layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
-        found[clouds].append(stage)
-    return found
 
 
 class Work(NamedTuple):

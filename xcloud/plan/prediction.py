@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from xcloud.plan.costs import Costs
-from xcloud.plan.engine import Moments, Parcel, run
-from xcloud.plan.step_program import CONTROL, Op, StepProgram
+from xcloud.plan.engine import Moments, run
+from xcloud.plan.step_program import CONTROL, Route, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 
 _FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
@@ -59,7 +59,7 @@ class Prediction:
     def step_s(self) -> float:
         """From when the last rank has begun the last step simulated to when the last one has ended
         it, as a run counts it."""
-        return max(map(self._ended_s, self._all)) - self._since_s
+        return max(self._end_s(rank, -1) for rank in self._all) - self._since_s
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -83,17 +83,13 @@ class Prediction:
     @cached_property
     def links(self) -> list[LineUse]:
         """Between clouds, by direction."""
-        found = {
-            index: LineUse(route.here, route.there, 0, 0.0)
-            for index, route in enumerate(self.step.routes)
-            if route.here != route.there
-        }
+        found = {route: LineUse(*route, 0, 0.0) for route in self.step.routes}
         for number in self._parcels():
-            passage, index = self.moments.passages[number], self._parcel(number).route
-            if (use := found.get(index)) is not None:
-                size, busy_s = use.num_bytes, use.busy_s + passage.until_s - passage.from_s
-                found[index] = use._replace(num_bytes=size + self.num_bytes[number], busy_s=busy_s)
-        return list(found.values())
+            route, passage = self._route(number), self.moments.passages[number]
+            _, _, num_bytes, busy_s = found[route]
+            busy_s += passage.until_s - passage.from_s
+            found[route] = LineUse(*route, num_bytes + self.num_bytes[number], busy_s)
+        return [use for use in found.values() if use.here != use.there]
 
     @cached_property
     def critical_s(self) -> dict[str, float]:
@@ -101,7 +97,7 @@ class Prediction:
         "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
         "latency a to b", "update", "averaging". They add up to step_s.
         Largest first."""
-        rank, since_s = max(self._all, key=self._ended_s), self._since_s
+        rank, since_s = max(self._all, key=lambda r: self._end_s(r, -1)), self._since_s
         spent = defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
             spent[cause] += max(0.0, until_s - max(from_s, since_s))
@@ -123,23 +119,22 @@ class Prediction:
             spans = (Box(s.what, *s.place, us(s.from_s), us(s.until_s)) for s in self._spans(rank))
             boxes = tuple(box for box in spans if box.until_us > box.from_us)
             lanes.append(Lane(rank, cloud, us(from_s), us(from_s + self._span_s(rank)), boxes))
-        flights = defaultdict[tuple[str, str], list[Flight]](list)
+        flights = defaultdict[Route, list[Flight]](list)
         for number in self._parcels():
-            parcel = self._parcel(number)
-            route = self.step.routes[parcel.route]
+            route, parcel = self._route(number), self.step.program.parcels[number]
             if route.here == route.there:
                 continue
             transfer = self.step.transfers[number % len(self.step.transfers)]
             moments = (us(moment) for moment in self.moments.passages[number])
-            flights[route.here, route.there].append(
+            flights[route].append(
                 Flight(
                     parcel.sender, parcel.receiver, _FLIGHT_KIND[transfer.direction],
                     transfer.micro_batch, self.num_bytes[number], *moments,
                 )
             )  # fmt: skip
         ordered = {
-            direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
-            for direction in sorted(flights)
+            (way.here, way.there): tuple(sorted(some, key=lambda f: f.from_us))
+            for way, some in sorted(flights.items())
         }
         return Timeline(self.step.num_steps, tuple(lanes), ordered, "predicted")
 
@@ -164,14 +159,11 @@ class Prediction:
         first = self._first(rank)
         return self._end_s(rank, first - 1) if first else 0.0
 
-    def _ended_s(self, rank: int) -> float:
-        return self._end_s(rank, len(self.seconds[rank]) - 1)
-
     def _span_s(self, rank: int) -> float:
         """The rank's part of the step. A step that stands alone ends for all at once."""
         if self.step.num_steps == 1:
             return self.step_s
-        return self._ended_s(rank) - self._started_s(rank)
+        return self._end_s(rank, -1) - self._started_s(rank)
 
     def _spans(self, rank: int) -> Iterator[_Span]:
         at_s, first = self._started_s(rank), self._first(rank)
@@ -197,8 +189,8 @@ class Prediction:
         each = len(self.step.transfers)
         return range(each * (self.step.num_steps - 1), each * self.step.num_steps)
 
-    def _parcel(self, number: int) -> Parcel:
-        return self.step.program.parcels[number]
+    def _route(self, parcel: int) -> Route:
+        return self.step.routes[self.step.program.parcels[parcel].route]
 
     # The chain of causes, from the end on.
 
@@ -209,28 +201,24 @@ class Prediction:
         while index >= 0:
             op = self.step.ops[rank][index % len(self.step.ops[rank])]
             begin_s = moments.begin_s[rank][index]
-            yield from self._own_causes(rank, op, begin_s)
+            before, own, behind = self.step.parts_s(self.costs, rank, op)
+            middle_s = begin_s + before + own
+            if op.action is None:
+                yield "averaging" if op.what == "average" else "update", begin_s, middle_s
+            else:
+                stage = op.action.stage
+                yield f"codec of stage {stage}", middle_s, middle_s + behind
+                yield f"compute of stage {stage}", begin_s + before, middle_s
+                yield f"codec of stage {stage}", begin_s, begin_s + before
             free_s = self._end_s(rank, index - 1) if index else 0.0
             if begin_s <= free_s:
                 index -= 1
                 continue
             rank, index, parcel = moments.causes[program.needs[rank][index]]
             if parcel >= 0:
-                route = self.step.routes[self._parcel(parcel).route]
-                way, passage = f"{route.here} to {route.there}", moments.passages[parcel]
+                way, passage = " to ".join(self._route(parcel)), moments.passages[parcel]
                 yield f"latency {way}", passage.until_s, passage.arrived_s
                 yield f"link {way}", passage.queued_s, passage.until_s
-
-    def _own_causes(self, rank: int, op: Op, begin_s: float) -> Iterator[tuple[str, float, float]]:
-        before, own, behind = self.step.parts_s(self.costs, rank, op)
-        middle_s = begin_s + before + own
-        if op.action is not None:
-            stage = op.action.stage
-            yield f"codec of stage {stage}", middle_s, middle_s + behind
-            yield f"compute of stage {stage}", begin_s + before, middle_s
-            yield f"codec of stage {stage}", begin_s, begin_s + before
-        else:
-            yield "averaging" if op.what == "average" else "update", begin_s, middle_s
 
 
 _OUTSIDE = "", -1, -1
@@ -271,10 +259,7 @@ class Simulator(StepProgram):
             costs.control_bytes if transfer is CONTROL else costs.direction(transfer).num_bytes
             for transfer in self.transfers
         ] * self.num_steps
-        lines = [
-            costs.line(route.here, route.there, self.layout.wan_between(*route.sample))
-            for route in self.routes
-        ]
+        lines = [costs.line(self.layout, route.here, route.there) for route in self.routes]
         moments = self.engine(self.program, seconds, num_bytes, lines)
         if not all(moments.has_ended(self.program, rank) for rank in range(len(seconds))):
             raise self.deadlock()

@@ -300,16 +300,6 @@ def alike(
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """max_bytes: that a rank keeps of each boundary. num_samples: of an epoch. num_steps: of the
-    run."""
-
-    max_bytes: int
-    num_samples: int
-    num_steps: int
-
-
-@dataclass(frozen=True)
 class OverEpochs:
     """Seconds of a step in the first epoch, in later ones, and on average over the run.
 
@@ -332,8 +322,11 @@ class OverEpochs:
         return {**own, "mean_s": self.mean_s}
 
 
-def over_epochs(pricer: Pricer, plan: Plan, keeping: Keeping) -> OverEpochs | None:
-    """None if the plan has no boundary between clouds with nothing trained before it."""
+def over_epochs(
+    pricer: Pricer, plan: Plan, max_bytes: int, num_samples: int, num_steps: int
+) -> OverEpochs | None:
+    """None if the plan has no boundary between clouds with nothing trained before it. max_bytes:
+    that a rank keeps of each boundary. num_samples: of an epoch. num_steps: of the run."""
     if pricer.arranged[plan.strategy].is_whole:
         return None
     layout = pricer.arranged[plan.strategy].replicas[0]
@@ -343,14 +336,14 @@ def over_epochs(pricer: Pricer, plan: Plan, keeping: Keeping) -> OverEpochs | No
             continue
         rows, _ = pricer.directions_at(NO_COMPRESSION, plan.ends[stage], b)  # kept as decoded
         num_ranks = len(layout.ranks_of(stage + 1)) * len(pricer.arranged[plan.strategy].replicas)
-        fitting = num_ranks * keeping.max_bytes / max(1.0, rows.num_bytes / b)
-        missing[stage] = max(0.0, 1 - fitting / keeping.num_samples)
+        fitting = num_ranks * max_bytes / max(1.0, rows.num_bytes / b)
+        missing[stage] = max(0.0, 1 - fitting / num_samples)
     if not missing:
         return None
     # What those that still cross take is their share of what all take, though messages get fewer
     # only where none is left.
     later = replace(pricer, crossing=missing)
-    first_share = min(1.0, keeping.num_samples / (pricer.batch_size * keeping.num_steps))
+    first_share = min(1.0, num_samples / (pricer.batch_size * num_steps))
     return OverEpochs(
         pricer.step_s(plan), later.step_s(plan), 1 - max(missing.values()), first_share,
         later if first_share < 1 else pricer,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
 from xcloud.parallel.schedule import Schedule
@@ -70,13 +70,17 @@ class Space:
         fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
         return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
 
+    def schedules_for(self, num_stages: int, num_micro_batches: int) -> list[Schedule]:
+        """Every one to be tried."""
+        if "schedule" not in self.varies or num_stages == 1:
+            return [with_micro_batches(self.own.schedule, num_micro_batches)]
+        kinds = [*self.schedules, self.own.schedule]
+        each = (variants_of(kind, num_stages, num_micro_batches) for kind in kinds)
+        return list(dict.fromkeys(chain.from_iterable(each)))
+
     def with_schedules(self, plan: Plan) -> list[Plan]:
         """The plan with every schedule to be tried."""
-        if "schedule" not in self.varies or len(plan.ends) == 1:
-            return [plan]
-        p, m = len(plan.ends), plan.micro_batches
-        kinds = [*self.schedules, self.own.schedule]
-        tried = dict.fromkeys(s for kind in kinds for s in variants_of(kind, p, m))
+        tried = self.schedules_for(len(plan.ends), plan.micro_batches)
         return [plan._replace(schedule=schedule) for schedule in tried]
 
 
@@ -150,6 +154,9 @@ def _even_split(
     return best(len(slowness) - 1, len(pieces))[1]
 
 
+_Timed = tuple[float, int, str, str, Plan]  # seconds, and what comes first if they are equal
+
+
 class Fastest(NamedTuple):
     """best: the fastest first. num_plans: in the space; num_simulated: of these."""
 
@@ -168,16 +175,17 @@ def fastest(
     Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
     simulated with the first schedule that fits, and the fastest `refined` of them with all."""
 
-    @cache
-    def shapes(num_stages: int, num_micro_batches: int) -> list[Schedule]:
-        schedule = with_micro_batches(space.own.schedule, num_micro_batches)
-        plan = space.own._replace(ends=(0,) * num_stages, schedule=schedule)
-        return [option.schedule for option in space.with_schedules(plan)]
+    shapes = cache(space.schedules_for)
 
     def options(plan: Plan) -> Iterator[Plan]:
         """With all schedules that fit."""
         schedules = shapes(len(plan.ends), plan.micro_batches)
         return filter(fits, (plan._replace(schedule=schedule) for schedule in schedules))
+
+    def order(plan: Plan) -> _Timed:
+        """Of plans that take equally long: fewer micro-batches."""
+        label = plan.schedule.label
+        return pricer.step_s(plan), plan.micro_batches, plan.compression, label, plan
 
     pairs: dict[tuple[str, str], list[Plan]] = {}
     for plan in space.groups(pricer.arranged):
@@ -188,23 +196,15 @@ def fastest(
         num_plans += sum(len(shapes(len(plan.ends), plan.micro_batches)) for plan in groups)
         likely = (next(options(plan), None) for plan in sorted(groups, key=pricer.estimate_s))
         firsts = list(islice(filter(None, likely), tries))
-        timed = sorted(_timed(pricer, plan) for plan in firsts)
-        others = [other for *_, plan in timed[:refined] for other in options(plan)]
-        timed += [_timed(pricer, plan) for plan in dict.fromkeys(others) if plan not in firsts]
+        timed = sorted(map(order, firsts))
+        others = dict.fromkeys(other for *_, plan in timed[:refined] for other in options(plan))
+        timed += [order(plan) for plan in others if plan not in firsts]
         num_simulated += len(timed)
         best: dict[object, _Timed] = {}
         for entry in sorted(timed):  # one for each cut and number of micro-batches
-            best.setdefault((entry[2].ends, entry[2].micro_batches), entry)
+            best.setdefault((entry[-1].ends, entry[1]), entry)
         found += [*best.values()][: 1 if len(pairs) > 1 else keep]
     return Fastest([plan for *_, plan in sorted(found)[:keep]], num_plans, num_simulated)
-
-
-_Timed = tuple[float, tuple[int, str, str], Plan]
-
-
-def _timed(pricer: Pricer, plan: Plan) -> _Timed:
-    """Of plans that take equally long: fewer micro-batches."""
-    return pricer.step_s(plan), (plan.micro_batches, plan.compression, plan.schedule.label), plan
 
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
@@ -294,22 +294,18 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
     for m in counts:
         at_m = plan._replace(schedule=with_micro_batches(plan.schedule, m))
         step = pricer.predict(at_m)
-        layout = step.step.layout
+        layout, costs = step.step.layout, step.costs
         p, own_m = len(plan.ends), step.step.schedule.num_micro_batches
-        tf, tb = (sum(part) / p for part in (step.costs.forward_s, step.costs.backward_s))
-        sent_s, latency_s = [0.0], 0.0
-        for boundary in range(p - 1):
-            here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
-            if here == there:
-                continue
-            for a, b, way in (
-                (here, there, step.costs.forward[boundary]),
-                (there, here, step.costs.backward[boundary]),
-            ):
-                line = pricer.line(plan.strategy, a, b)
-                sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
-                latency_s = max(latency_s, line.latency_s)
-        tt = sum(sent_s) / max(1, len(sent_s) - 1)
+        tf, tb = (sum(part) / p for part in (costs.forward_s, costs.backward_s))
+        sent_s, latency_s = list[float](), 0.0
+        for boundary, ways in enumerate(zip(costs.forward, costs.backward, strict=True)):
+            clouds = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
+            for (a, b), way in zip((clouds, clouds[::-1]), ways, strict=True):
+                if a != b:
+                    line = pricer.line(plan.strategy, a, b)
+                    sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
+                    latency_s = max(latency_s, line.latency_s)
+        tt = sum(sent_s) / max(1, len(sent_s))
         whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s)
         work_s = own_m * (tf + tb)
         found.append(

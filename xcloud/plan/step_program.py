@@ -28,7 +28,6 @@ class Op(NamedTuple):
 class Route(NamedTuple):
     here: str
     there: str
-    sample: tuple[int, int]  # a sender and a receiver on it
 
 
 MARKS = ("arrive", "answer", "shared")
@@ -70,10 +69,6 @@ class StepProgram:
         self.num_passes, self.num_steps = num_passes, num_steps
         self._without = {"forward": without_rows, "backward": without_gradient}
         self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
-        self.ranks_of: dict[int, list[int]] = defaultdict(list)
-        for placement in self.placements:
-            for stage in placement.stages:
-                self.ranks_of[stage].append(placement.rank)
         # Of one step; the program repeats it.
         self.ops: list[list[Op]] = [[] for _ in self.placements]
         self.transfers: list[Transfer] = []  # by parcel; CONTROL where it is none of the pipeline
@@ -101,8 +96,8 @@ class StepProgram:
         return before, own_s, behind
 
     def owner(self, stage: int, micro_batch: int) -> int:
-        """layout.owner, from ranks that were looked up once. micro_batch: of the schedule."""
-        ranks = self.ranks_of[stage]
+        """As layout.owner, of the one replica. micro_batch: of the schedule."""
+        ranks = self.layout.ranks_of(stage)
         return ranks[micro_batch % len(ranks)]
 
     def _orders(self) -> list[list[Action]]:
@@ -151,7 +146,7 @@ class StepProgram:
     def _build_update(self, agrees: bool) -> None:
         gathered: dict[tuple[int, ...], int] = {}
         for placement in self.placements:
-            mates = tuple(self.ranks_of[placement.stages[0]])
+            mates = self.layout.ranks_of(placement.stages[0])
             if len(mates) > 1:
                 if mates not in gathered:
                     gathered[mates] = self._one.token(len(mates))
@@ -166,8 +161,8 @@ class StepProgram:
     def _build_agreement(self) -> None:
         """Leaders tell rank 0, rank 0 answers, leaders pass it on to the ranks of their stages."""
         program = self._one
-        leader_of = [self.ranks_of[p.stages[0]][0] for p in self.placements]
-        others = sorted({ranks[0] for ranks in self.ranks_of.values()} - {0})
+        leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
+        others = sorted({*self.layout.leader_of()} - {0})
         all_told = program.token(len(others)) if others else -1
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
@@ -194,7 +189,7 @@ class StepProgram:
         shared = (here, there) if here != there else (sender, receiver)
         if shared not in self._route_of:
             self._route_of[shared] = self._one.route()
-            self.routes.append(Route(here, there, (sender, receiver)))
+            self.routes.append(Route(here, there))
         self.transfers.append(transfer)
         return self._one.parcel(sender, receiver, self._route_of[shared], token)
 

@@ -18,7 +18,7 @@ from xcloud.job.job import PipelineJob
 from xcloud.parallel.activation_cache import MEGABYTE
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan.costs import Profile, lines_of, read_profile
-from xcloud.plan.pricing import Keeping, OverEpochs, Pricer, over_epochs
+from xcloud.plan.pricing import OverEpochs, Pricer, over_epochs
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.settings import (
     NO_COMPRESSION,
@@ -213,6 +213,6 @@ class Planner:
         if not training.activation_cache_mb or not num_samples:
             return {}
         max_bytes = training.activation_cache_mb * MEGABYTE
-        keeping = Keeping(max_bytes, num_samples, training.max_steps)
-        found = {plan: over_epochs(pricer, plan, keeping) for plan in plans}
+        of_run = max_bytes, num_samples, training.max_steps
+        found = {plan: over_epochs(pricer, plan, *of_run) for plan in plans}
         return {plan: epochs for plan, epochs in found.items() if epochs is not None}

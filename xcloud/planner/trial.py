@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,7 @@ class TrialRun:
             return read_profile(file)
         num_steps = sum(each._num_updates for each in runs)
         print(f"trial: {num_steps} updates of the job over a free line …", flush=True)
-        found = self.measured()
-        write_profile(file, found)
+        write_profile(file, found := self.measured())
         print(f"profile: {file}", flush=True)
         return found
 
@@ -166,10 +165,10 @@ class TrialRun:
         own = dict([next(iter(self.candidates.items()))])
         return [replace(self, candidates=own, num_steps=-(-self.num_steps // 2), cut=cut)]
 
-    @cached_property
+    @property
     def blocks(self) -> list[int]:
         """Of each stage of the trial."""
-        return [count for part in self.parts for count in part]
+        return list(chain.from_iterable(self.parts))
 
     @cached_property
     def layout(self) -> ClusterLayout:
@@ -298,7 +297,7 @@ class TrialRun:
     def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
         """The steps that all have recorded; the number of the leg before each."""
         steps: dict[int, list[dict[str, Any]]] = {}
-        for event in (event for rank in ranks for event in rank["events"]):
+        for event in chain.from_iterable(rank["events"] for rank in ranks):
             steps.setdefault(event["step"], []).append(event)
         for step, events in sorted(steps.items()):
             timeline = timeline_of(events)

@@ -20,7 +20,7 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
-from xcloud.comm.boundary import Boundary
+from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from xcloud.base.errors import RunFailed
 from xcloud.base.project import MODEL_DIR
-from xcloud.contracts.model import Stage
-from xcloud.contracts.task import TaskData
+from xcloud.contracts.model import Stage, TaskData
 
 
 def export_stage(

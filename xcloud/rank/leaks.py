@@ -18,10 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.comm.boundary import Message, Samples
-from xcloud.comm.channel import NOTHING_KNOWN
-from xcloud.contracts.model import NO_LABEL, Batch, Stage
-from xcloud.contracts.task import TaskData
+from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples
+from xcloud.contracts.model import NO_LABEL, Batch, Stage, TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import BoundaryPorts

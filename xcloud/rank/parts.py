@@ -12,14 +12,13 @@ import torch
 
 from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
-from xcloud.contracts.model import BuildContext, Stage
-from xcloud.contracts.task import TaskData
+from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.restarts import StoreFacts, parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
-from xcloud.parallel.part import Parts
+from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.within_cloud import OverlappedSums, Sharder, sharders
@@ -27,12 +26,10 @@ from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.meters import WanMeter
 from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.record.files import ready_file
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
@@ -122,16 +119,15 @@ class Features:
         trainer: Trainer,
         leaks: LeakObservers | None,
         evaluator: Evaluator,
-        meter: WanMeter,
+        meter: Part,
         facts: Mapping[str, str],
     ) -> Parts:
         """All parts of this rank, in the order in which an update calls them. facts: of the data,
         which must be those that a checkpoint was made with."""
         job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
-        privacy, training, choose = job.security.privacy, job.training, job.compression.for_tensor
+        privacy, choose = job.security.privacy, job.compression.for_tensor
         changing = Parts(
             [
-                DivergenceGuard(training.on_divergence, training.max_skips_in_a_row),
                 *(own.join(context) for own in job.parts.values()),
                 PrivateGradients(privacy, trainer)
                 if privacy is not None and privacy.unit == "sample"

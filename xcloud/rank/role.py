@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.link import LinkRecord
-from xcloud.cluster.liveness import PeerLife, heartbeat
+from xcloud.cluster.link_end import PeerLife, heartbeat
 from xcloud.cluster.transport import Transport
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict

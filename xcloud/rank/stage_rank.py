@@ -1,24 +1,30 @@
 """A rank of a pipeline: load what its cloud may see, build its stages, train them with the other
-ranks, export, evaluate. `train` is the loop over updates; features are in parts.py.
+ranks, export, evaluate. `train` is the loop over updates; features are in parts.py. What the rank
+measures of each step is here too: its times, its loss, and what it sent between clouds by the
+counters of its links, which only grow.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from xcloud.contracts.task import TaskData
+from xcloud.cluster.frame import Kind
+from xcloud.contracts.model import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal
-from xcloud.parallel.part import Parts
+from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.rank.export import export_stage, whole
-from xcloud.rank.meters import WanMeter
 from xcloud.rank.parts import Features, step_clock
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.task_data import Evaluator, context_of, fetcher, load, note_data
+from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
+from xcloud.record.reporter import Reporter
 from xcloud.training.batch_plan import Feed
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.ends import Ends
-from xcloud.wire.wiring import wire
+from xcloud.wire.wiring import Wiring, wire
 
 
 @dataclass(frozen=True)
@@ -145,3 +151,72 @@ class StageRank(Role[Experiment]):
         """Every rank that shares an update knows; the first of them reports it."""
         leaders = self.job.cluster.leaders(self.placement.replica)
         return self.rank == (leaders[0] if self.job.strategy.traits.is_apart else 0)
+
+
+class WanMeter(Part):
+    """One rank's view: what it sent to other clouds since it last looked. tells_skips: it reports
+    the updates that were skipped; every rank that shares one knows."""
+
+    def __init__(self, wiring: Wiring, reporter: Reporter, tells_skips: bool) -> None:
+        self._wiring, self._reporter, self._tells_skips = wiring, reporter, tells_skips
+        self._last = self._read()
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._reporter.event("step", **self.describe(report))
+        if report.skipped is not None and self._tells_skips:
+            self._reporter.event("skipped_update", step=step)
+            self._reporter.note(report.skipped)
+
+    def forget(self) -> None:
+        """What crossed since the last step belongs to no step (an evaluation)."""
+        self._last = self._read()
+
+    def describe(self, report: StepReport) -> dict[str, Any]:
+        """The step's event: times in seconds, bytes on the wire with headers, FP32 bytes meant."""
+        now = self._read()
+        sent, raw, line_s = (
+            {name: value - before[name] for name, value in after.items()}
+            for before, after in zip(self._last, now, strict=True)
+        )
+        self._last = now
+        event: dict[str, Any] = {
+            "step": report.step,
+            "step_s": round(report.step_s, 6),
+            **{name: round(seconds, 6) for name, seconds in report.clock.seconds.items()},
+            "sent": sent,
+            "raw": raw,
+            "samples": report.num_samples,
+            "tokens": report.num_tokens,
+        }
+        if self._wiring.ends.is_emulated:
+            event["line_busy_s"] = {
+                name: {to: round(s, 6) for (kind, to), s in line_s.items() if kind == name and s}
+                for name in raw
+            }
+        if report.loss is not None:
+            event["loss"] = report.loss
+            event["learning_rate"] = report.learning_rate
+            if report.grad_norm is not None:
+                event["grad_norm"] = report.grad_norm
+        return event
+
+    def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
+        """Bytes sent, and FP32 bytes of the tensors in them, by the name of the traffic, which for
+        a boundary's tensors is the direction of their channel; seconds on the emulated line to
+        each cloud, by (name, cloud)."""
+        replicas = self._wiring.replicas
+        averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
+        more = (AVERAGING,) if averaging else ()
+        sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
+        raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
+        line_s: Counter[tuple[str, str]] = Counter()
+        for record in self._wiring.ends.records:
+            for kind in Kind:  # other threads may add to what has been sent
+                if (name := kind.traffic) is not None and name in sent:
+                    sent[name] += record.num_bytes[kind]
+                    line_s[name, str(record.to)] += record.line_s[kind]
+        for channel in self._wiring.boundaries.wan_sends:
+            raw[channel.identity.direction] += channel.raw_bytes
+        for ends in averaging:
+            raw[AVERAGING] += ends.raw_bytes
+        return sent, raw, line_s

@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError, FrameError
-from xcloud.contracts.model import Batch, BuildContext
-from xcloud.contracts.task import SPLITS, Scores, Split, TaskData, asks_for_sizes, with_sizes
+from xcloud.contracts.model import (
+    SPLITS,
+    Batch,
+    BuildContext,
+    Scores,
+    Split,
+    TaskData,
+    asks_for_sizes,
+    with_sizes,
+)
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Signal, compare_facts
@@ -62,7 +70,7 @@ def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskD
         return data
     data = task.load(fields, seed)
     _check_fields(data, fields)
-    for defence in experiment.security.chosen_defences.values():
+    for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:
             defence.check_labels(data.head.kind, data.head.num_outputs)
         elif "label" in fields:  # for each token

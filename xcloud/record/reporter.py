@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.record import files
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.files import replace_text, state_file

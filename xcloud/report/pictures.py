@@ -1,48 +1,64 @@
-"""The pictures of a run: loss.png, step_time.png and timeline.png.
+"""The pictures of a run, loss.png, step_time.png and timeline.png; canvas, colours and habits that
+all pictures share.
 
 The timeline is of one step, with a lane for each rank and each direction between two clouds:
 clouds from top to bottom, the links of a cloud below its ranks. Boxes carry micro-batch numbers
 where they fit. Waiting is light: the light parts of the ranks' lanes are the bubble.
+
+Figures are made without pyplot, whose state is global: runs of a sweep may end concurrently.
+matplotlib takes half a second to import, so whoever follows a run imports this at its end, and a
+rank never.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from xcloud.record.events import OWN
 from xcloud.record.summary import RunStatistics, num_warmup_steps
 from xcloud.record.timeline import Flight, Lane, Timeline, rows_of
-from xcloud.report.figures import (
-    COLOURS,
-    FAINT,
-    INK,
-    PARTS,
-    TITLE_POINTS,
-    canvas,
-    column,
-    ink_on,
-    over_steps,
-    plain,
-    save,
-    smoothed,
-    stacked,
-)
 
-LOSS_PICTURE = "loss.png"
-STEP_TIME_PICTURE = "step_time.png"
-TIMELINE_PICTURE = "timeline.png"
-_MAX_POINTS = 2000
+LOSS_PICTURE, STEP_TIME_PICTURE, TIMELINE_PICTURE = "loss.png", "step_time.png", "timeline.png"
 
+# Okabe and Ito's colours, safe for colour-blind readers (jfly.uni-koeln.de/color); light where a
+# rank is, or may be, idle: averaging begins with waiting for the other ranks of the stage.
+COLOURS = {
+    "forward": "#0072B2",
+    "backward": "#E69F00",
+    "weights": "#F0E442",
+    "codec": "#CC79A7",
+    "waiting": "#E3E3E3",
+    "averaging": "#8FD3BE",
+    "optimizer": "#6B4C3B",
+    "other": "#FFFFFF",
+}
+# What the main thread of a rank did in a step.
+PARTS = {
+    "compute_s": ("computing", COLOURS["forward"]),
+    "codec_s": ("compressing", COLOURS["codec"]),
+    "waiting_s": ("waiting", COLOURS["waiting"]),
+    "sync_s": ("averaging", COLOURS["averaging"]),
+}
+# For lines and marks that stand for settings.
+LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", ":", "-.")
+INK, FAINT = "#222222", "#8A8A8A"
+TITLE_POINTS = 10
 # what -> (colour, name in the legend)
 KINDS = {
     "forward": (COLOURS["forward"], "forward"),
@@ -57,16 +73,12 @@ KINDS = {
     "fetch": (COLOURS["optimizer"], "optimizer, clipping, data"),
 }
 # A message has the colour of the action that made it, lighter.
-FLIGHTS = {
-    "activation": "#8FC1DE", "gradient": "#F6D28F", "averaging": COLOURS["averaging"]
-}  # fmt: skip
+FLIGHTS = {"activation": "#8FC1DE", "gradient": "#F6D28F", "averaging": COLOURS["averaging"]}
 OTHER_FLIGHT = "#BDBDBD"
 
 _WIDTH_IN, _LANE_IN, _MARGIN_IN = 13.0, 0.42, 1.75
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _CHARACTER_IN = 0.075  # at 8 points, generously
-_NARROW_IN = 0.03
-_TAIL = 0.05  # height, of a lane
 
 
 def write_pictures(
@@ -77,13 +89,11 @@ def write_pictures(
     predicted: Timeline | None = None,
 ) -> list[Path]:
     """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
-    drawn = [
-        None
-        if timeline is None
-        else write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted),
-        write_loss(run_dir / LOSS_PICTURE, run, title),
-        write_step_time(run_dir / STEP_TIME_PICTURE, run, title),
-    ]
+    drawn: list[Path | None] = []
+    if timeline is not None:
+        drawn.append(write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted))
+    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
+    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
     return [path for path in drawn if path is not None]
 
 
@@ -100,8 +110,7 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     mean, window = smoothed(loss)
     if window > 1:
         panels[0].plot(step, loss, color="#9CC3DD", linewidth=0.6, label="each step")
-        label = f"mean of {window} steps"
-        panels[0].plot(step, mean, color=COLOURS["forward"], label=label)
+        panels[0].plot(step, mean, color=COLOURS["forward"], label=f"mean of {window} steps")
         panels[0].legend(frameon=False)
     else:
         panels[0].plot(step, loss, color=COLOURS["forward"], marker=".", linewidth=1)
@@ -111,9 +120,7 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
         panels[1].set_prop_cycle(color=[COLOURS[kind] for kind in kinds])
         for metric, points in quality.items():
             at, scores, errors = zip(*points, strict=True)
-            panels[1].errorbar(
-                at, scores, errors, marker="o", markersize=3, elinewidth=0.7, label=metric
-            )
+            panels[1].errorbar(at, scores, errors, marker="o", ms=3, elinewidth=0.7, label=metric)
         panels[1].set_ylabel("dev quality")
         panels[1].legend(frameon=False)
     panels[-1].set_xlabel("step")
@@ -146,7 +153,7 @@ def _draw_times(
     axes: Axes, step: NDArray[np.int64], taken: NDArray[np.float64], unit: str
 ) -> None:
     """Step time over the run. taken: by step, in `unit`."""
-    every = math.ceil(len(step) / _MAX_POINTS)
+    every = math.ceil(len(step) / 2000)
     axes.plot(step, taken, ".", markersize=4, markevery=every, color=INK, alpha=0.5)
     low, median, high = np.percentile(taken, [10, 50, 90])
     axes.axhline(median, color=COLOURS["forward"], label=f"median {short(median)} {unit}")
@@ -157,10 +164,8 @@ def _draw_times(
     axes.set_ylim(0, top)
     if num_above := int((taken > top).sum()):
         text = f"{num_above} above, up to {short(taken.max())} {unit}"
-        corner = axes.transAxes
-        axes.text(0.99, 0.99, text, ha="right", va="top", fontsize=8, transform=corner)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"step time in {unit}")
+        axes.text(0.99, 0.99, text, ha="right", va="top", fontsize=8, transform=axes.transAxes)
+    axes.set(xlabel="step", ylabel=f"step time in {unit}")
     axes.legend(ncols=2, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
     over_steps(axes)
 
@@ -203,7 +208,9 @@ def write_timeline(
     figure = canvas(title, _WIDTH_IN, height_in)
     panels = column(figure, [len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
-        bars = [bar for y, (_, content) in enumerate(rows) for bar in _bars(y, content)]
+        bars = [bar for y, (_, content) in enumerate(rows) for bar in (
+            _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
+        )]  # fmt: skip
         _draw(axes, bars, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
         axes.set_title(_headed(one, one is predicted), fontsize=TITLE_POINTS, loc="left")
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
@@ -222,13 +229,12 @@ def write_timeline(
 
 
 def _headed(timeline: Timeline, is_predicted: bool) -> str:
-    took = f"{1e-3 * timeline.step_us:.4g} ms"
-    text = f"predicted: {took}" if is_predicted else f"step {timeline.step}: {took}"
-    bubble = timeline.bubble_ratio
-    if bubble is None:
+    named = "predicted" if is_predicted else f"step {timeline.step}"
+    text = f"{named}: {1e-3 * timeline.step_us:.4g} ms"
+    if timeline.bubble_ratio is None:
         return text
     more = "" if is_predicted else " (waiting / computing, averaging left out)"
-    return f"{text}, bubble ratio {bubble:.2f}{more}"
+    return f"{text}, bubble ratio {timeline.bubble_ratio:.2f}{more}"
 
 
 def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
@@ -277,10 +283,6 @@ class _Bar(NamedTuple):
     text: str = ""
 
 
-def _bars(y: int, content: Lane | Sequence[Flight]) -> Iterator[_Bar]:
-    return _bars_of_rank(y, content) if isinstance(content, Lane) else _bars_of_link(y, content)
-
-
 def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
     yield _Bar(y, 0.72, lane.from_us, lane.until_us, "white", FAINT)
     several = len({box.stage for box in lane.boxes if box.direction}) > 1
@@ -304,7 +306,7 @@ def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
                 text = str(flight.micro_batch)
             yield _Bar(middle, height, flight.from_us, flight.until_us, colour, "white", text)
             tail = middle + 0.38 * height
-            yield _Bar(tail, _TAIL, flight.until_us, flight.arrived_us, colour)
+            yield _Bar(tail, 0.05, flight.until_us, flight.arrived_us, colour)
 
 
 def _draw(axes: Axes, bars: Sequence[_Bar], per_us: float, inches_per_unit: float) -> None:
@@ -314,10 +316,84 @@ def _draw(axes: Axes, bars: Sequence[_Bar], per_us: float, inches_per_unit: floa
         left, width = per_us * bar.from_us, per_us * (bar.until_us - bar.from_us)
         rectangles.append(Rectangle((left, bar.y - bar.height / 2), width, bar.height))
         # An edge would hide a very narrow box.
-        edges.append("none" if width * inches_per_unit < _NARROW_IN else bar.edge)
+        edges.append("none" if width * inches_per_unit < 0.03 else bar.edge)
         if bar.text and width * inches_per_unit > _CHARACTER_IN * len(bar.text) + 0.03:
             axes.text(left + width / 2, bar.y, bar.text, ha="center", va="center", fontsize=8,
                       color=ink_on(bar.colour))  # fmt: skip
     colours = [bar.colour for bar in bars]
     drawn = PatchCollection(rectangles, facecolors=colours, edgecolors=edges, linewidths=0.4)
     axes.add_collection(drawn)
+
+
+# What all pictures share.
+
+
+def canvas(title: str, width_in: float, height_in: float) -> Figure:
+    figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
+    if title:
+        figure.suptitle(wrapped(title, width_in), fontsize=TITLE_POINTS)
+    return figure
+
+
+def column(figure: Figure, heights: Sequence[float]) -> list[Axes]:
+    """Panels below each other, of these relative heights, with one x axis."""
+    ratios: dict[str, Any] = {"height_ratios": list(heights)}
+    return list(figure.subplots(len(heights), sharex=True, squeeze=False, **ratios)[:, 0])
+
+
+def save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def plain(axes: Axes, grid: Any = "y") -> None:
+    """Faint lines behind what is drawn, no box. grid: across "x", "y" or "both"."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="#EEEEEE")
+    axes.set_axisbelow(True)
+
+
+def over_steps(axes: Axes) -> None:
+    """Steps along x are whole numbers."""
+    plain(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def stacked(
+    axes: Axes, labels: Sequence[str], parts: Sequence[tuple[str, NDArray[np.float64], str]]
+) -> list[tuple[BarContainer, NDArray[np.float64]]]:
+    """A bar for each label, the first at the top, of these parts: name, lengths, colour. Returns
+    what was drawn of each part, and its lengths."""
+    drawn, ends = [], np.zeros(len(labels))
+    edge: dict[str, Any] = {"edgecolor": FAINT, "lw": 0.5}
+    for name, lengths, colour in parts:
+        bars = axes.barh(range(len(labels)), lengths, 0.7, ends, color=colour, label=name, **edge)
+        drawn.append((bars, lengths))
+        ends = ends + lengths
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    return drawn
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is more legible on `colour` ("#RRGGBB")."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "#FFFFFF"
+
+
+def wrapped(title: str, width_in: float) -> str:
+    """Of 11.5 characters an inch, at TITLE_POINTS."""
+    return "\n".join(textwrap.wrap(title, int(11.5 * width_in)))
+
+
+def smoothed(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
+    """Mean over a fiftieth of a run around each step, and how many steps that is."""
+    window = max(1, round(len(values) / 50))
+    return running_mean(values, window), window
+
+
+def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Centred mean over `window` values, fewer at the ends."""
+    whole, ones = np.ones(window), np.ones(len(values))
+    return np.convolve(values, whole, "same") / np.convolve(ones, whole, "same")

@@ -28,7 +28,7 @@ from xcloud.plan.search import (
 )
 from xcloud.plan.settings import NO_COMPRESSION, Plan, Priced
 from xcloud.record.timeline import PLAN_FILE
-from xcloud.report.figures import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
+from xcloud.report.pictures import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
 from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, epochs_text, print_table, say
 
 if TYPE_CHECKING:
@@ -73,22 +73,18 @@ class Report:
 
     @cached_property
     def crossings(self) -> dict[str, float]:
-        return crossings(self._step_at, self._compressions)
+        return crossings(*self._over_lines)
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """By compressor, bandwidth and step."""
-        return over_bandwidth(self._step_at, self._compressions)
+        return over_bandwidth(*self._over_lines)
 
     @cached_property
-    def _step_at(self) -> StepAt:
-        return step_at(self.pricer, self.best)
-
-    @property
-    def _compressions(self) -> Sequence[str]:
-        """None where there is one cloud, and no line."""
-        layout = self.pricer.arranged[self.best.strategy].layout
-        return self.space.compressions if layout.crosses_clouds else ()
+    def _over_lines(self) -> tuple[StepAt, Sequence[str]]:
+        """No compressors where there is one cloud, and no line."""
+        has_lines = self.pricer.arranged[self.best.strategy].layout.crosses_clouds
+        return step_at(self.pricer, self.best), self.space.compressions if has_lines else ()
 
     def split(self, plan: Plan) -> str:
         """Such as "3 | 5 blocks"; "whole" where every rank has all."""
@@ -108,6 +104,7 @@ class Report:
         epochs = self.over_epochs.get(plan)
         averaging = self.pricer.arranged[plan.strategy].strategy.averaging
         changes = averaging is not None and averaging.traits.changes_results
+        touches = {"compression": plan.compression != NO_COMPRESSION, "strategy": changes}
         return {
             "strategy": plan.strategy,
             "split": self.split(plan),
@@ -122,8 +119,7 @@ class Report:
             "bound": priced.bound,
             "spent_s": dict(priced.spent_s),
             "change_next": advice,
-            "touches_quality": ["compression"] * (plan.compression != NO_COMPRESSION)
-            + ["strategy"] * changes,
+            "touches_quality": [name for name, does in touches.items() if does],
         }
 
     @cached_property
@@ -168,11 +164,10 @@ class Report:
         }  # fmt: skip
 
 
-def write_plan(folder: Path, report: Report, chosen: Priced | None) -> Path:
+def write_plan(folder: Path, report: Report, chosen: Priced | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / PLAN_FILE
-    path.write_text(json.dumps(report.as_table(chosen), indent=2) + "\n", encoding="utf-8")
-    return path
+    text = json.dumps(report.as_table(chosen), indent=2) + "\n"
+    (folder / PLAN_FILE).write_text(text, encoding="utf-8")
 
 
 # In the terminal.
@@ -190,7 +185,7 @@ def print_plans(report: Report, console: Console | None = None) -> None:
         say(console, f"the profile may not hold: {why}", "yellow")
     rows = {str(i): row for i, row in enumerate(report.rows, 1)} | {"yours": report.own_row}
     last = [Column(name, right=False, wraps=True) for name in ("bound by", "next")]
-    columns: list[Column | str] = [*NAMES, "step", "bubble", "bytes", "memory", *last]
+    columns = [*NAMES, "step", "bubble", "bytes", "memory", *last]
     print_table(console, columns, [_cells(name, row) for name, row in rows.items()])
     for line in _notes(report, rows):
         say(console, line)

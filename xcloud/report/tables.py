@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -252,7 +252,7 @@ def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
 class Picture(NamedTuple):
     """file: copied beside the pages. text: what it shows, for those who cannot see it too."""
 
-    file: str
+    file: Path
     text: str
     link: str = ""
 
@@ -305,18 +305,11 @@ def rendered(template: Path, **values: Any) -> str:
 
 
 def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:
-    """Write index.html and a page for each study, with copies of their pictures; returns the
-    index. The folder may hold an older site, whose files of the same names are replaced."""
+    """Write the front page and a page for each study, with copies of their pictures; returns the
+    front page. The folder may hold an older site, whose files of the same names are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    for page in (replace(front, name="index"), *studies):
-        pictures = [_copied(picture, page.name, folder) for picture in page.pictures]
-        text = rendered(PAGE, page=replace(page, pictures=pictures))
-        (folder / f"{page.name}.html").write_text(text, encoding="utf-8")
-    return folder / "index.html"
-
-
-def _copied(picture: Picture, page: str, folder: Path) -> Picture:
-    source = Path(picture.file)
-    target = folder / f"{page}-{source.name}"
-    shutil.copyfile(source, target)
-    return picture._replace(file=target.name)
+    for page in (front, *studies):
+        for picture in page.pictures:
+            shutil.copyfile(picture.file, folder / f"{page.name}-{picture.file.name}")
+        (folder / f"{page.name}.html").write_text(rendered(PAGE, page=page), encoding="utf-8")
+    return folder / f"{front.name}.html"

@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml  # type: ignore[import-untyped]
+
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Positive, settings
@@ -25,7 +27,7 @@ CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
     for name in """
 base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
-cluster.link_profile.LinkProfile cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud
+cluster.link_profile.LinkProfile cluster.link_profile.Liveness cluster.one_way_layout.OneWayCloud
 cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
 comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
 comm.compression.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
@@ -255,3 +257,50 @@ def _lies_below(value: str, folders: Sequence[str], reads: bool) -> bool:
     if reads and is_inside and not os.path.exists(places[0]):
         del places[0]
     return all(any(place.is_relative_to(folder) for folder in below) for place in places)
+
+
+MAX_BYTES = 128_000  # the largest experiment of conf/ has 7,000
+MAX_VALUES = 4_000  # keys included; it has 500. OmegaConf takes 0.1 ms for each
+MAX_LENGTH = 10_000  # characters of one value
+MAX_DEPTH = 32  # it has 7
+
+
+def plain_text(path: Path) -> str:
+    """A YAML file that may come from elsewhere, if it holds mappings, lists, texts and numbers.
+
+    No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
+    (which reads environment variables of this machine), and bounds that large experiments keep by
+    far. Raises ConfigError naming the file and, where a value is the reason, its line.
+    """
+    if not path.is_file():  # a pipe might never end
+        raise ConfigError(f"there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes")
+        text = data.decode()
+        _check_data(text, path)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    return text
+
+
+def _check_data(text: str, path: Path) -> None:
+    depth = num_values = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        num_values += isinstance(event, yaml.NodeEvent)
+        value = event.value if isinstance(event, yaml.ScalarEvent) else ""
+        for is_there, what in (
+            (getattr(event, "anchor", None), "an anchor or alias (& or *)"),
+            (getattr(event, "tag", None), "a tag (!)"),
+            ("${" in value, "an interpolation (${...}; run.py --resolve writes without)"),
+            (depth > MAX_DEPTH, f"more than {MAX_DEPTH} values in each other"),
+            (num_values > MAX_VALUES, f"more than {MAX_VALUES} keys and values"),
+            (len(value) > MAX_LENGTH, f"more than {MAX_LENGTH} characters in a value"),
+        ):
+            if is_there:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{path}, line {line}: {what} is not read; plain values are")

@@ -170,7 +170,7 @@ def _in_words(
     return list(said)
 
 
-_SHARED = ("trainer.num_updates", "guard.")
+_SHARED = ("trainer.num_updates", "trainer.guard.")
 
 
 @dataclass(frozen=True)

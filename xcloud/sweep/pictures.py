@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from xcloud.base.units import LESS_IS_BETTER, score_name
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_run
-from xcloud.report.figures import (
+from xcloud.report.pictures import (
     DASHES,
     INK,
     LINES,

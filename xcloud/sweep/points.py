@@ -269,12 +269,11 @@ class SweepState:
             folder = by_identity.get(point.identity) or next(alike, None)
             if folder is None:
                 folder = _free_name(point.folder, taken)
+                taken.add(folder)
                 decisions.append(Decision(point, "run", folder))
             else:
                 changed = differences(ran.get(folder) or point.settings, point.settings)
                 decisions.append(self._judge(point, folder, changed, accept_changes))
-            taken.add(folder)
-            by_identity[point.identity] = folder
         return decisions
 
     def begin(self, decision: Decision, parallel: int) -> Path:

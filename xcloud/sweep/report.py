@@ -293,7 +293,7 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
         for number, setting in enumerate(cells.setting)
     ]
     settings = Table("Settings, best first", cells, [f"{link}.html" for link in links])
-    shown = [Picture(str(p), p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
+    shown = [Picture(p, p.stem.replace("_", " ")) for p in files if p.suffix == ".png"]
     facts = [("Note", line) for line in remarks_of(results)]
     pages = [
         _setting_page(link, results, results.of_row[number])

@@ -270,16 +270,16 @@ def swept_of(results: Results) -> Swept | None:
     lines = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
     values = pd.DataFrame(lines, scored.index, keys, dtype=object)
     words = values.map(repr).assign(sweep=scored.sweep)
-    # For each setting, of the rows that have it as a number: those that differ in it alone.
-    groups = {
-        key: [list(group.index) for _, group in words[values[key].map(is_number)].groupby(
-            [name for name in words if name != key], sort=False)]
+    # For each setting, of the rows that have it as a number: the most that differ in it alone.
+    alike = {
+        key: words[values[key].map(is_number)].groupby([*words.columns.drop(key)]).size().max()
         for key in keys
-    }  # fmt: skip
-    setting = max(keys, key=lambda key: max(map(len, groups[key]), default=0), default="")
-    if not setting or max(map(len, groups[setting]), default=0) < 2:
+    }
+    most = pd.Series(alike, dtype=float)
+    if not most.max() >= 2:
         return None
-    shown = scored.loc[[number for group in groups[setting] for number in group]]
+    setting = str(most.idxmax())
+    shown = scored[values[setting].map(is_number)]
     others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
     shown = shown.assign(
         value=values.loc[shown.index, setting].astype(float),
@@ -331,17 +331,14 @@ def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
     return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
 
 
-def known_sweeps(newest: int | None = None) -> list[str]:
+def known_sweeps() -> list[str]:
     """Of multirun/, a line each, the newest last: name, date, points."""
-    states = sorted(
-        Path("multirun").glob(f"*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime
-    )
-    lines = []
-    for path in states[-newest if newest else 0 :]:
-        date = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        num = len([*path.parent.glob(f"*/{EXPERIMENT_FILE}")])
-        lines.append(f"{path.parent.name}  {date}  {num} points")
-    return lines
+    made_s = {path: path.stat().st_mtime for path in Path("multirun").glob(f"*/{STATE_FILE}")}
+    return [
+        f"{path.parent.name}  {datetime.fromtimestamp(made_s[path]):%Y-%m-%d %H:%M}  "
+        f"{len([*path.parent.glob(f'*/{EXPERIMENT_FILE}')])} points"
+        for path in sorted(made_s, key=lambda path: made_s[path])
+    ]
 
 
 def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
@@ -351,8 +348,8 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
     if not results and store is not None:
         results = from_store(store, folder.name)
     if not results:
-        known = known_sweeps(10)
-        hint = f"known sweeps: {'; '.join(known)}" if known else "there are none yet"
+        newest = known_sweeps()[-10:]
+        hint = f"known sweeps: {'; '.join(newest)}" if newest else "there are none yet"
         raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
     return folder, results
 

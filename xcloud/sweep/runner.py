@@ -18,9 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,8 +111,7 @@ class Processes:
 
     def _terminate(self, within_s: float | None) -> None:
         for process in self._running:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()  # those that have ended are left alone
         for process in self._running:
             try:
                 process.wait(within_s)
@@ -139,13 +138,13 @@ class Sweep:
         points, wrong = _composed(asked, compose)
         if wrong:
             self._forget_folder()
-            return refuse(_reasons(wrong, asked))
+            return refuse(*_reasons(wrong, asked))
         try:
             state = SweepState(self.folder)
-            with state.lock(), stop_signals_as_interrupt():
+            with state.lock():
                 return self._run(points, state)
         except ConfigError as error:
-            return refuse([str(error)])
+            return refuse(str(error))
 
     def _run(self, points: list[Point], state: SweepState) -> int:
         from xcloud.sweep.report import close_sweep, page_in_mlflow
@@ -198,10 +197,9 @@ class Sweep:
 
     def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
         todo, done = self._todo, len(decisions) - len(self._todo)
-        parts = [f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"]
-        parts += [f"{len(todo)} to run"] + [f"{done} finished before"] * bool(done)
-        parts += [f"{num_others} more recorded by other commands"] * bool(num_others)
-        say(", ".join(parts))
+        text = f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"
+        text += f", {len(todo)} to run" + f", {done} finished before" * bool(done)
+        say(text + f", {num_others} more recorded by other commands" * bool(num_others))
         for decision in decisions:
             if decision.why:
                 say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
@@ -261,7 +259,7 @@ class Sweep:
             self.folder.rmdir()
 
 
-def refuse(reasons: Sequence[str]) -> int:
+def refuse(*reasons: str) -> int:
     for reason in reasons:
         print(f"xcloud: {reason}", file=sys.stderr, flush=True)
     return REFUSED
@@ -269,49 +267,41 @@ def refuse(reasons: Sequence[str]) -> int:
 
 def _composed(
     asked: Sequence[Overrides], compose: Compose
-) -> tuple[list[Point], list[tuple[Overrides, str]]]:
-    """All points without duplicates; and the invalid ones, each with the reason."""
+) -> tuple[list[Point], dict[str, list[Overrides]]]:
+    """All points without duplicates; and by reason the invalid ones."""
     points: dict[str, Point] = {}
-    wrong = []
+    wrong: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share a reason
     for overrides in asked:
         try:
             point = Point.of(overrides, compose(overrides))
-            if point.identity not in points:
+            if points.setdefault(point.identity, point) is point:
                 point.experiment.check()
         except XcloudError as error:
-            wrong.append((overrides, _one_line(error)))
-        else:
-            points.setdefault(point.identity, point)
-    if len({point.config.sweep for point in points.values()}) > 1:
-        wrong.append((("sweep=...",), "all points of a sweep have one sweep=NAME"))
+            wrong.setdefault(_one_line(error), []).append(overrides)
     return list(points.values()), wrong
 
 
-def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides]) -> list[str]:
-    shared = set(asked[0]).intersection(*asked)
-    by_reason: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share one
-    for overrides, reason in wrong:
-        by_reason.setdefault(reason, []).append(overrides)
-    lines = [f"the sweep is refused, nothing was started; {len(wrong)} of {len(asked)} points:"]
-    for reason, (first, *others) in list(by_reason.items())[:MOST_REASONS]:
+def _reasons(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides]) -> list[str]:
+    shared, num = set(asked[0]).intersection(*asked), sum(map(len, wrong.values()))
+    lines = [f"the sweep is refused, nothing was started; {num} of {len(asked)} points:"]
+    for reason, (first, *others) in list(wrong.items())[:MOST_REASONS]:
         own = " ".join(word for word in first if word not in shared) or " ".join(first)
         lines.append(f"  {own}{f' (and {len(others)} more)' if others else ''}: {reason}")
-    if len(by_reason) > MOST_REASONS:
-        lines.append(f"  and {len(by_reason) - MOST_REASONS} more reasons")
+    if len(wrong) > MOST_REASONS:
+        lines.append(f"  and {len(wrong) - MOST_REASONS} more reasons")
     return lines
 
 
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
-    known = final_metrics(summary)
-    parts = [f"{score_name(name)} {score_text(name, known[name])}"
-             for name in list(summary.get("quality", ()))[:1] if name in known]  # fmt: skip
-    if "step_time_s" in known:
-        parts.append(f"{human_seconds(known['step_time_s'])} a step")
-    if "compression_ratio" in known:
-        parts.append(f"ratio {known['compression_ratio']:.2f}x")
-    return "".join(f", {part}" for part in parts)
+    known, score = final_metrics(summary), next(iter(summary.get("quality", ())), "")
+    texts: dict[str, Callable[[float], str]] = {
+        score: lambda value: f"{score_name(score)} {score_text(score, value)}",
+        "step_time_s": lambda value: f"{human_seconds(value)} a step",
+        "compression_ratio": lambda value: f"ratio {value:.2f}x",
+    }
+    return "".join(f", {text(known[name])}" for name, text in texts.items() if name in known)
 
 
 def _one_line(error: BaseException) -> str:
@@ -319,37 +309,19 @@ def _one_line(error: BaseException) -> str:
     return lines[0] if isinstance(error, XcloudError) else f"{type(error).__name__}: {lines[0]}"
 
 
-@contextmanager
-def stop_signals_as_interrupt() -> Iterator[None]:
-    """A sweep that is told to stop ends its runs and says so, like an interrupted one."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
 def start_point(run_dir: Path, threads: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "xcloud.sweep.runner", str(run_dir)]
     own = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONIOENCODING": "utf-8"}
+    # In a session of its own: Ctrl+C reaches the sweep alone.
     return subprocess.Popen(
-        [*command, "--parent", str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        env=own,
-        start_new_session=True,  # Ctrl+C reaches the sweep alone
-    )
+        [*command, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        env=own, start_new_session=True,
+    )  # fmt: skip
 
 
 def say(text: str) -> None:
-    # One write: lines of concurrent points stay whole.
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    print(f"{text}\n", end="", flush=True)  # one write: lines of concurrent points stay whole
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ labels are visible, and "part" (the name of a row's set) in splits made of sever
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import SPLITS, Answers, Scores, Split
+from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo_corpus import answers, inferences, reviews
 from xcloud.tasks.labels import (
     CROSS_LINGUAL,
@@ -30,32 +29,9 @@ from xcloud.tasks.labels import (
     Labels,
     chosen_columns,
 )
-from xcloud.tasks.rows import (
-    DEV_NAMES,
-    Corpus,
-    DemoSized,
-    Form,
-    OwnNames,
-    SplitTables,
-    Table,
-    Tables,
-    Text,
-    name_of,
-    read,
-)
+from xcloud.tasks.rows import Corpus, DemoSized, Form, OwnNames, SplitTables, Text, read
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
-from xcloud.tasks.sources import (
-    Folder,
-    Hub,
-    HubTable,
-    InFolder,
-    Language,
-    Languages,
-    OnHub,
-    is_local,
-    list_files,
-    load_hub,
-)
+from xcloud.tasks.sources import Folder, FolderOfLanguages, Hub, HubOfLanguages, local_folder
 from xcloud.tasks.text_task import PairTable, TextTask, View, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
 
@@ -251,15 +227,17 @@ class HubClassification(Hub, Classification):
 
     @property
     def data_set(self) -> str | None:
-        return self.name if self.config is None and self.hides_test else self.config
+        is_known = self.name in self.benchmarks
+        return self.name if self.config is None and is_known else self.config
 
     @property
     def own_names(self) -> OwnNames:
         return self.known.hub_splits
 
-    @property
-    def hides_test(self) -> bool:
-        return self.name in self.benchmarks
+    def is_usual(self, name: str, split: Split) -> bool:
+        """The test labels of a benchmark are not public."""
+        is_hidden = split == "test" and self.name in self.benchmarks
+        return not is_hidden and super().is_usual(name, split)
 
 
 @settings("task", kw_only=True)
@@ -272,82 +250,29 @@ class CrossLingual(Classification):
 
 
 @settings("task", kw_only=True)
-class FolderCrossLingual(InFolder, CrossLingual):
-    """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
-
-    train_language: of train and dev. languages: tested ones; None: all with a test file.
-    Without a training file, the dev file of train_language is used and a remark says so.
-    """
-
-    train_language: Language = "en"
-    languages: Languages | None = None
-
-    def find(self) -> SplitTables:
-        here = self.train_language
-        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
-        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
-        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
-        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
-        tested.sort(key=lambda language: (language != here, language))
-        wanted = self.languages or tested or ["LANGUAGE"]
-        if missing := [language for language in wanted if language not in tested]:
-            raise DataError(
-                f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; {found}"
-            )
-        trained = [files[name] for name in (f"train.{here}", "train") if name in files][:1]
-        dev = [files[f"{name}.{here}"] for name in DEV_NAMES if f"{name}.{here}" in files][:1]
-        sets = [*trained, *dev]
-        if not sets:
-            raise DataError(
-                f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; {found}. "
-                "For another language set task.train_language"
-            )
-        remark = f"no training file: {name_of(sets[0])} is the training set"
-        tables: Tables = {split: {"": [file]} for split, file in zip(SPLITS, sets, strict=False)}
-        tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
-        facts = {"train": [file.name for file in sets], "languages": list(wanted)}
-        return SplitTables(tables, facts, [] if trained else [remark], "task.languages")
+class FolderCrossLingual(FolderOfLanguages, CrossLingual):
+    """Your own pairs in several languages, or XNLI or PAWS-X, in the folder `path`."""
 
 
 @settings("task", kw_only=True)
-class HubCrossLingual(OnHub, CrossLingual):
-    """A data set of the hub with one config per language, such as facebook/xnli: train and
-    validation of train_language, test of every language. path, languages: null: the benchmark's
-    own."""
+class HubCrossLingual(HubOfLanguages, CrossLingual):
+    """path, languages: null: the benchmark's own."""
 
     path: Text | None = None  # type: ignore[assignment]
-    train_language: Language = "en"
-    languages: Languages | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if is_local(self.where):
-            raise ConfigError(
-                f"task.path={self.path} is a folder, but the paper profile reads the hub; "
-                "use profile=files for a folder"
-            )
+        if local_folder(self.where):
+            said = "is a folder, but this profile reads the hub; use profile=files for a folder"
+            raise ConfigError(f"task.path={self.path} {said}")
 
     @property
     def where(self) -> str:
         return self.path or self.known.hub
 
     @property
-    def data_set(self) -> str:
-        return self.train_language
-
-    def find(self) -> SplitTables:
-        def table(language: str, split: str) -> list[Table]:
-            loaded = load_hub(self.where, language, revision=self.revision, split=split)
-            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
-
-        here, tested = self.train_language, list(self.languages or self.known.languages)
-        tables: Tables = {
-            "train": {"": table(here, "train")},
-            "dev": {"": table(here, "validation")},
-            "test": {language: table(language, "test") for language in tested},
-        }
-        facts = {"revision": self.revision, "languages": tested}
-        return SplitTables(tables, facts, test_key="task.languages")
+    def own_languages(self) -> Sequence[str]:
+        return self.known.languages
 
 
 @settings("task", kw_only=True)

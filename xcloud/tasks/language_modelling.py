@@ -20,8 +20,7 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
-from xcloud.contracts.task import Scores, Split
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores, Split, TokenIds
 from xcloud.demo_corpus import stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -83,8 +84,7 @@ class MultilingualText:
         return self.load_tokenizer(cache_dir).token_ids
 
     def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
-        """Token ids of the first `num` public texts, for a PublicBackbone. Raises ConfigError if
-        the source is not public, DataError if it has fewer texts."""
+        """Token ids of the first `num` public texts, for a PublicBackbone."""
         texts = self.source.public_texts()
         if texts is None:
             raise ConfigError(f"{self.describe()} is not public, so other clouds may not read it")
@@ -96,14 +96,12 @@ class MultilingualText:
         self, part: str, tokenizer: Tokenizer, cache_dir: Path, report: Callable[[str], None]
     ) -> TokenTable:
         """Samples of a part without their outer special ids. Tokenised once, then memory-mapped
-        from cache_dir/tokens. Raises DataError if there are none. report: may be shown in another
-        cloud, so it must not name folders.
-        """
+        from cache_dir/tokens. report: may be shown in another cloud, so it must not name
+        folders."""
         limits = f"{tokenizer.digest} {self.max_length} {self.max_texts}"
         key = key_of({"format": FORMAT, "texts": self.source.identity(part), "limits": limits})
-        tokens, offsets = (
-            cache_dir / "tokens" / f"{key}.{kind}" for kind in ("tokens", "offsets")
-        )
+        folder = cache_dir / "tokens"
+        tokens, offsets = folder / f"{key}.tokens", folder / f"{key}.offsets"
 
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
@@ -135,8 +133,7 @@ class MultilingualText:
 class TextStream:
     """Endless batches of one cloud's texts. Batch `number` of a rank depends only on seed, number
     and texts. The ranks of a cloud share one order, in which every sample of a part appears once
-    per epoch.
-    """
+    per epoch."""
 
     tables: Mapping[str, TokenTable]
     special: TokenIds
@@ -149,7 +146,7 @@ class TextStream:
     def __post_init__(self) -> None:
         sizes_L = torch.tensor([len(table) for table in self.tables.values()], dtype=torch.float64)
         self._shares_L = sizes_L**self.power / (sizes_L**self.power).sum()
-        self._next, self._used_L = 1, torch.zeros(len(self.tables), dtype=torch.int64)
+        self._next, self._used = 1, Counter[str]()  # samples of each part before batch _next
         self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def describe(self) -> str:
@@ -162,41 +159,33 @@ class TextStream:
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """int64 [R], each sample as bos, tokens, eos; and int64 [B], their lengths."""
         if number < self._next:
-            self._next, self._used_L = 1, torch.zeros_like(self._used_L)
+            self._next, self._used = 1, Counter()
         while self._next < number:
-            self._count(self._parts(self._next))
-        parts_N, used_L = self._parts(number), self._used_L.clone()
-        self._count(parts_N)
-
+            self._take()
         first = self.group_rank * self.batch_size
-        mine = slice(first, first + self.batch_size)
-        lines: list[list[int]] = [[]] * self.batch_size
-        for part, (name, table) in enumerate(self.tables.items()):
-            is_part_N = parts_N == part
-            turn_N = used_L[part] + is_part_N.cumsum(0) - 1
-            for place in is_part_N[mine].nonzero()[:, 0].tolist():
-                row = table[self._row(name, int(turn_N[mine][place]))]
-                lines[place] = [self.special.bos, *row, self.special.eos]
+        mine = self._take()[first : first + self.batch_size]
+        lines = [[self.special.bos, *self._row(*turn), self.special.eos] for turn in mine]
         lengths = torch.tensor([len(line) for line in lines])
         return torch.tensor([token for line in lines for token in line]), lengths
 
-    def _parts(self, number: int) -> Tensor:
-        """int64 [N]: the part each sample of batch `number` is drawn from, for all ranks."""
-        draw = torch.Generator().manual_seed(_seed(self.seed, "parts", number))
-        num = self.batch_size * self.group_size
-        return torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
-
-    def _count(self, parts_N: Tensor) -> None:
-        self._used_L += parts_N.bincount(minlength=len(self.tables))
+    def _take(self) -> list[tuple[str, int]]:
+        """Of each of the N samples of the next batch its part, and how many of it came before."""
+        draw = torch.Generator().manual_seed(_seed(self.seed, "parts", self._next))
+        num, names, turns = self.batch_size * self.group_size, list(self.tables), []
+        parts_N = torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
+        for name in (names[part] for part in parts_N.tolist()):
+            turns.append((name, self._used[name]))
+            self._used[name] += 1
         self._next += 1
+        return turns
 
-    def _row(self, name: str, turn: int) -> int:
-        """The row at this position of a part's endless order."""
+    def _row(self, name: str, turn: int) -> list[int]:
+        """The sample at this position of a part's endless order."""
         epoch, place = divmod(turn, len(self.tables[name]))
         if self._orders.get(name, (-1,))[0] != epoch:
             draw = torch.Generator().manual_seed(_seed(self.seed, name, epoch))
             self._orders[name] = (epoch, torch.randperm(len(self.tables[name]), generator=draw))
-        return int(self._orders[name][1][place])
+        return self.tables[name][int(self._orders[name][1][place])]
 
 
 def _seed(seed: int, name: str, number: int) -> int:

@@ -27,8 +27,7 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.model import Head
-from xcloud.contracts.task import SPLITS, Answers, Scores, Split
+from xcloud.contracts.model import SPLITS, Answers, Head, Scores, Split
 from xcloud.demo_corpus import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.model import SPLITS, Split
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
 Text = Annotated[str, Field(min_length=1)]

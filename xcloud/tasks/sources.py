@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pydantic import Field
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import Split
+from xcloud.contracts.model import SPLITS, Split
 from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.rows import (
     DEV_NAMES,
@@ -33,8 +34,11 @@ from xcloud.tasks.rows import (
     Names,
     Source,
     SplitTables,
+    Table,
+    Tables,
     Text,
     check_columns,
+    name_of,
 )
 
 Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
@@ -43,29 +47,23 @@ BATCH_ROWS = 1000
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines without their ending, from plain or gzipped UTF-8. Raises DataError otherwise.
-
-    Only a line feed ends a line: a U+2028 or a lone carriage return inside a text must not
-    misalign the sides.
-    """
+    """Lines without their ending, from plain or gzipped UTF-8. Only a line feed ends one: a U+2028
+    or a lone carriage return inside a text must not misalign the sides."""
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for line in file:
                 yield line.removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error})") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        raise DataError(f"{path}: {what} ({error})") from error
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A Table: one file, or the files of a line pair. name: without suffixes.
-
-    kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text,
-    which its task cuts into documents. read: the texts of a side of a line pair.
-    """
+    """A Table: one file, or the files of a line pair. name: without suffixes. kind: squad is one
+    JSON value, {"data": [{"paragraphs": [row, …]}]}; text is running text, which its task cuts
+    into documents. read: the texts of a side of a line pair."""
 
     name: str
     kind: FileKind
@@ -86,7 +84,6 @@ class TextFile:
         return str(self.path)
 
     def columns(self) -> list[str]:
-        """Column names: the header, or the first object's keys."""
         if self.kind == "lines":
             return list(self.paths)
         if self.kind == "table":
@@ -255,11 +252,8 @@ class HubTable:
 
 @settings("task", kw_only=True)
 class OnHub(Source):
-    """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest.
-
-    Only the visible columns of a local folder are kept. A hub data set is public: `datasets`
-    caches all columns on disk, and a rank loads the visible ones.
-    """
+    """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest. A hub data
+    set is public: `datasets` caches all columns on disk, and a rank loads the visible ones."""
 
     path: Text
     revision: str | None = None
@@ -278,17 +272,14 @@ class OnHub(Source):
 
     def check_source(self) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""
-        if not is_local(self.where) and not go_offline_if_unreachable():
+        if local_folder(self.where) is None and not go_offline_if_unreachable():
             load_hub(self.where, self.data_set, revision=self.revision)
 
 
 @settings("task", kw_only=True)
 class Hub(OnHub):
-    """A Hugging Face data set, or a local folder in the same format.
-
-    config: such as "en-es".
-    train, dev, test: split names; null: train, validation (valid, dev) and test, if present.
-    """
+    """A Hugging Face data set, or a local folder in the same format. config: such as "en-es".
+    train, dev, test: split names; null: train, validation (valid, dev) and test, if present."""
 
     config: str | None = None
     train: str | None = None
@@ -296,19 +287,11 @@ class Hub(OnHub):
     test: str | None = None
 
     @property
-    def hides_test(self) -> bool:
-        """Whether the data set's test labels are not public."""
-        return False
-
-    def is_usual(self, name: str, split: Split) -> bool:
-        return not (split == "test" and self.hides_test) and super().is_usual(name, split)
-
-    @property
     def data_set(self) -> str | None:
         return self.config
 
     def source_name(self) -> str:
-        name = Path(self.where).name if is_local(self.where) else self.where
+        name = Path(self.where).name if local_folder(self.where) else self.where
         return f"{name} {self.data_set}" if self.data_set else name
 
     def find(self) -> SplitTables:
@@ -321,22 +304,88 @@ class Hub(OnHub):
         return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
 
 
-def is_local(name: str) -> bool:
-    return Path(name).expanduser().exists()
+@settings("task", kw_only=True)
+class FolderOfLanguages(InFolder):
+    """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
+    train_language: of train and dev. languages: tested ones; None: all with a test file. Without a
+    training file, the dev file of train_language is used and a remark says so."""
+
+    train_language: Language = "en"
+    languages: Languages | None = None
+
+    def find(self) -> SplitTables:
+        here = self.train_language
+        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
+        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
+        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
+        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
+        tested.sort(key=lambda language: (language != here, language))
+        wanted = self.languages or tested or ["LANGUAGE"]
+        if missing := [language for language in wanted if language not in tested]:
+            said = f"no test.{missing[0]}.tsv (or .jsonl) for task.languages"
+            raise DataError(f"{self.where}: {said}; {found}")
+        trained = [name for name in (f"train.{here}", "train") if name in files][:1]
+        dev = [name for name in (f"{one}.{here}" for one in DEV_NAMES) if name in files][:1]
+        if not (names := [*trained, *dev]):
+            said = f"no train.{here}.tsv and no dev.{here}.tsv to train on (task.train_language)"
+            raise DataError(f"{self.where}: {said}; {found}")
+        remark = f"no training file: {name_of(files[names[0]])} is the training set"
+        tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
+        tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
+        facts = {"train": names, "languages": list(wanted)}
+        return SplitTables(tables, facts, [] if trained else [remark], "task.languages")
+
+
+@settings("task", kw_only=True)
+class HubOfLanguages(OnHub):
+    """A data set of the hub with one config per language, such as facebook/xnli: train and
+    validation of train_language, test of every language."""
+
+    train_language: Language = "en"
+    languages: Languages | None = None
+
+    @property
+    def own_languages(self) -> Sequence[str]:
+        """Those that are tested if task.languages names none."""
+        raise NotImplementedError
+
+    @property
+    def data_set(self) -> str:
+        return self.train_language
+
+    def find(self) -> SplitTables:
+        def table(language: str, split: str) -> list[Table]:
+            loaded = load_hub(self.where, language, revision=self.revision, split=split)
+            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
+
+        here, tested = self.train_language, list(self.languages or self.own_languages)
+        tables: Tables = {
+            "train": {"": table(here, "train")},
+            "dev": {"": table(here, "validation")},
+            "test": {language: table(language, "test") for language in tested},
+        }
+        facts = {"revision": self.revision, "languages": tested}
+        return SplitTables(tables, facts, test_key="task.languages")
+
+
+def local_folder(name: str) -> Path | None:
+    """None for a name on the hub."""
+    folder = Path(name).expanduser()
+    return folder if name and folder.exists() else None
 
 
 def load_hub(name: str, config: str | None, streaming: bool = False, **which: str | None) -> Any:
     """Split name -> data set, or only one. which: revision, split. Raises DataError: what is
     missing and why."""
-    local = is_local(name)
+    folder = local_folder(name)
     # Never ask the network about a local folder.
-    reached = local or go_offline_if_unreachable()
+    reached = folder is not None or go_offline_if_unreachable()
     import datasets
 
-    path = str(Path(name).expanduser()) if local else name
+    # Streaming reads local files in place: no invisible columns are copied to a cache.
+    streaming = streaming or folder is not None
     try:
-        # Streaming reads local files in place: no invisible columns are copied to a cache.
-        return datasets.load_dataset(path, config, streaming=streaming or local, **which)
+        return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
     except (OSError, ValueError, RuntimeError) as error:
         raise not_loaded(name, reached, error) from error
 

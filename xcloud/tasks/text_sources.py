@@ -22,7 +22,15 @@ from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import MAX_PAIRS, public_sentences
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
-from xcloud.tasks.sources import HubTable, TextFile, list_files, load_hub, not_loaded, read_lines
+from xcloud.tasks.sources import (
+    HubTable,
+    TextFile,
+    list_files,
+    load_hub,
+    local_folder,
+    not_loaded,
+    read_lines,
+)
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
 
@@ -77,12 +85,9 @@ class DemoText(TextSource):
         return "demo grammar"
 
     def check(self, parts: Sequence[str]) -> None:
-        for part in parts:
-            if part not in ("es", "en", "es-en", "en-es"):
-                raise ConfigError(
-                    f"the demo grammar has es, en and the pair es-en, got {part!r}; for other "
-                    "languages set profile=files"
-                )
+        if odd := [part for part in parts if part not in ("es", "en", "es-en", "en-es")]:
+            said = "the demo grammar has es, en and the pair es-en, got"
+            raise ConfigError(f"{said} {odd[0]!r}; for other languages set profile=files")
 
     def identity(self, part: str) -> str:
         digest = hashlib.sha256("\n".join(map(str, self._pairs())).encode()).hexdigest()
@@ -141,12 +146,10 @@ class FolderText(TextSource):
         Raises DataError if there are none."""
         languages = languages_of(part)
         if len(languages) == 1:
-            kinds: dict[str, FileKind] = {"tsv": "table", "jsonl": "json"}
-            expected = (
-                f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the columns "
-                "lang and text"
-            )
-            form = Form(expected, {**kinds, "txt": "lines", part: "lines"})
+            expected = f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the "
+            expected += "columns lang and text"
+            kinds: dict[str, FileKind] = {"tsv": "table", "jsonl": "json", "txt": "lines"}
+            form = Form(expected, {**kinds, part: "lines"})
         else:
             a, b = languages
             expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
@@ -196,24 +199,21 @@ class HubText(TextSource):
     pairs_config: str | None = "{pair}"
 
     def describe(self) -> str:
-        folder = _local(self.name)
+        folder = local_folder(self.name)
         return self.name if folder is None else f"files in {folder.resolve().name}"
 
     def check(self, parts: Sequence[str]) -> None:
         """Checks settings only: the ranks access the hub when they read."""
         for part in parts:
             if len(languages_of(part)) == 2 and self.pairs_name is None:
-                raise ConfigError(
-                    f"the pair {part} needs parallel text: set text.source.pairs_name"
-                )
+                said = "needs parallel text: set text.source.pairs_name"
+                raise ConfigError(f"the pair {part} {said}")
 
     def identity(self, part: str) -> str:
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name
-        folder = _local(name or "")
-        if folder is None:
-            return f"hub {self!r} {part}"
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return f"hub {self!r} {part} {stamp(files)}"
+        folder = local_folder(name or "")
+        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+        return f"hub {self!r} {part} {stamp(files)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         columns, keys = languages_of(part), {"language": part, "pair": part}
@@ -229,12 +229,6 @@ class HubText(TextSource):
             raise
         except (OSError, ValueError, RuntimeError) as error:
             raise not_loaded(name, True, error) from error
-
-
-def _local(name: str) -> Path | None:
-    """The folder of this name; None for a hub name."""
-    folder = Path(name).expanduser()
-    return folder if name and folder.exists() else None
 
 
 @settings("public_text")
@@ -264,10 +258,8 @@ class PublicText:
         try:
             texts = [line.strip() for line in read_lines(Path(self.path).expanduser())]
         except DataError as error:
-            raise DataError(
-                f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
-                "every cloud, or null for the demo grammar"
-            ) from error
+            said = "give a UTF-8 file with one text per line, the same in every cloud"
+            raise DataError(f"public_text.path {error}; {said}") from error
         lines = [line for line in texts if line]
         if len(lines) < num:
             raise DataError(

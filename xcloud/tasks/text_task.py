@@ -28,8 +28,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.model import Batch, Head, TokenIds
-from xcloud.contracts.task import SPLITS, Scores, Split
+from xcloud.contracts.model import SPLITS, Batch, Head, Scores, Split, TokenIds
 from xcloud.demo_corpus import public_sentences
 from xcloud.tasks.rows import Corpus, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice

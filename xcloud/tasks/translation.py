@@ -21,7 +21,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.contracts.task import SPLITS, Scores, Split
+from xcloud.contracts.model import SPLITS, Scores, Split
 from xcloud.demo_corpus import MAX_PAIRS, pairs
 from xcloud.tasks.rows import (
     Corpus,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.task import Split
+from xcloud.contracts.model import Split
 from xcloud.tasks.rows import SplitTables, Tables
 from xcloud.tasks.sources import InFolder, TextFile, read_lines
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice

@@ -1,5 +1,8 @@
-"""What one rank does with its parameters: samples in, an update made. Below it lies the pipeline;
-what features do around an update are parts (parallel/part.py).
+"""What one rank does with its parameters: samples in, an update made, or left out where its loss
+or gradient is not finite. Below it lies the pipeline; what features do around an update are parts
+(parallel/part.py).
+
+The state of a module and its optimizer names parameters and no objects.
 """
 
 from __future__ import annotations
@@ -7,21 +10,155 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from xcloud.comm.state import StatefulParts, StateTree
+from xcloud.base.errors import DataError, TrainingDiverged
+from xcloud.comm.state import (
+    State,
+    StatefulParts,
+    StateTree,
+    copy_of,
+    fill,
+    join_states,
+    split_state,
+)
 from xcloud.parallel.control import Reply, Signal, StageSums
-from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
+from xcloud.parallel.exchange import (
+    Exchange,
+    FlatBuffer,
+    RankGroup,
+    Work,
+    digest,
+    local_part,
+    with_part,
+)
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import Schedule
 from xcloud.training.batch_plan import Feed
-from xcloud.training.settings import Training
-from xcloud.training.trained_module import TrainedModule
+from xcloud.training.settings import OnDivergence, Training
 
 NO_PARTS = Part()
+_ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
+
+
+class DivergenceGuard(StatefulParts):
+    """Decides on an update whose loss or gradient is not finite. Every rank that shares it has its
+    own copy, and all count alike: so parameters and moments are as before it everywhere. A skipped
+    update still is one: its step, samples and learning rate are used up, only the optimizer does
+    not move."""
+
+    own_names = ("num_in_a_row", "last_step")
+
+    def __init__(self, on_divergence: OnDivergence = "stop", max_skips_in_a_row: int = 10) -> None:
+        self._on_divergence, self._most = on_divergence, max_skips_in_a_row
+        self.num_in_a_row = self.last_step = 0
+
+    def leave_out(self, step: int, what: str) -> str:
+        """Returns a note for the user. Raises TrainingDiverged if it may not be left out."""
+        if self._on_divergence == "stop":
+            remark = "to leave such updates out set training.on_divergence=skip"
+            raise diverged(f"{what} is not finite", remark)
+        num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
+        if num_in_a_row > self._most:
+            what = f"{what} is not finite, after {self._most} skipped updates in a row"
+            raise diverged(what, f"training.max_skips_in_a_row is {self._most}")
+        self.num_in_a_row, self.last_step = num_in_a_row, step
+        return (
+            f"{what} is not finite: update skipped, parameters are as before "
+            f"({num_in_a_row} in a row, at most {self._most})"
+        )
+
+
+def diverged(what: str, remark: str) -> TrainingDiverged:
+    """Of an update that can neither be made nor left out."""
+    return TrainingDiverged(f"{what}; parameters are as before this update. {_ADVICE}; {remark}")
+
+
+@dataclass(frozen=True)
+class TrainedModule:
+    """State: "values.NAME" of every trained parameter and persistent buffer, "moments.WHAT.NAME"
+    of what the optimizer keeps of a parameter ("exp_avg"), and "frozen", a digest of the frozen
+    parameters, which are made anew. Learning rates follow from the step. Of parameters dealt over
+    ranks it is what this rank holds.
+
+    optimizer: None where nothing is trained.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    @cached_property
+    def _frozen(self) -> Tensor:
+        """uint8 [16]. Frozen parameters do not change, so it is made once."""
+        return digest(p for p in self.module.parameters() if not p.requires_grad)
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        every = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in every if not p.requires_grad}
+        return {n: v for n, v in self.module.state_dict().items() if n not in frozen}
+
+    def state_dict(self) -> State:
+        moments: dict[str, State] = {}
+        for name, parameter in self._trained.items():
+            assert self.optimizer is not None
+            for what, value in self.optimizer.state.get(parameter, {}).items():
+                moments.setdefault(what, {})[name] = _copy(value)
+        values = {name: _copy(value) for name, value in self._values.items()}
+        states = join_states({"values": values, "moments": join_states(moments)})
+        return {**states, "frozen": self._frozen}
+
+    def load_state_dict(self, state: State) -> None:
+        rest = dict(state)
+        frozen = rest.pop("frozen", None)
+        if not isinstance(frozen, Tensor) or not torch.equal(frozen, self._frozen):
+            raise DataError(
+                "the frozen parameters are not those that this was trained with: a checkpoint or "
+                "a kept backbone has changed since. Put the old one back, or start a new run"
+            )
+        parts = split_state(rest, ("values", "moments"), "a trained module")
+        own = {name: local_part(value) for name, value in self._values.items()}
+        fill(own, parts["values"], "a trained module")
+        self._load_moments(parts["moments"])
+
+    def _load_moments(self, state: State) -> None:
+        trained = self._trained
+        moments: dict[str, State] = {}
+        for key, value in state.items():
+            what, _, name = key.partition(".")
+            moments.setdefault(name, {})[what] = _copy(value)
+        if moments and (wrong := moments.keys() ^ trained.keys()):
+            raise ValueError(
+                f"the state of an optimizer does not fit it: {', '.join(sorted(wrong))} missing "
+                "or unknown; it was saved with other settings"
+            )
+        if self.optimizer is None:
+            return
+        # The optimizer numbers parameters in the order of its groups, and puts each moment on the
+        # device and in the dtype of its parameter.
+        for name, kept in moments.items():
+            for what, value in kept.items():
+                if isinstance(value, Tensor) and value.shape == local_part(trained[name]).shape:
+                    kept[what] = with_part(trained[name], value)
+        numbered = {n: moments[name] for n, name in enumerate(trained) if name in moments}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer holds, in its order."""
+        if self.optimizer is None:
+            return {}
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {names[p]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+
+def _copy(value: Tensor | int) -> Tensor | int:
+    return copy_of(local_part(value)) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -61,6 +198,7 @@ class Trainer(StatefulParts):
     ) -> None:
         self.pipeline, self.schedule, self.settings, self.feed = pipeline, schedule, settings, feed
         self.exchange, self.sums, self.losses, self.num_updates = exchange, sums, losses, 0
+        self.guard = DivergenceGuard(settings.on_divergence, settings.max_skips_in_a_row)
         self.stages: dict[int, TrainedStage] = {}
         for stage, module in sorted(pipeline.stages.items()):
             module.train()
@@ -85,8 +223,8 @@ class Trainer(StatefulParts):
             total_loss = self._exchange_gradients(step, loss, parts)
             reply = self._agree(step, parts)
             if not math.isfinite(reply.total):
-                report.skipped = parts.skip(step)
-                assert report.skipped, "no part knows what to do with this update"
+                what = f"the loss or gradient of step {step}"
+                report.skipped = self.guard.leave_out(step, what)
             else:
                 report.loss = total_loss
                 report.grad_norm = self._clip(reply.total)
@@ -121,7 +259,7 @@ class Trainer(StatefulParts):
         """Batches, learning rates and dropout follow from the seed and the number of the update;
         channels have their state in the wiring."""
         stages = {f"stage {number}": stage.trained for number, stage in self.stages.items()}
-        return {"exchange": self.exchange, **stages}
+        return {"exchange": self.exchange, "guard": self.guard, **stages}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -15,9 +15,15 @@ from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.link import CONTROL, LinkClock, LinkName, LinkRecord, MessageLog
-from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd, ignore
+from xcloud.cluster.link_end import (
+    InSettings,
+    OutSettings,
+    PeerLife,
+    ReceivingEnd,
+    SendingEnd,
+    ignore,
+)
 from xcloud.cluster.link_profile import LinkWindow
-from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import CPU, Transport
 from xcloud.parallel.exchange import RankGroup
 

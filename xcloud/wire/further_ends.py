@@ -19,8 +19,7 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import Parts
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
-from xcloud.comm.boundary import Message, Samples
-from xcloud.comm.channel import NOTHING_KNOWN, SendChannel
+from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.contracts.model import Stage
 from xcloud.parallel.averaging import Peer, ReplicaLinks

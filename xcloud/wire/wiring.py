@@ -18,8 +18,8 @@ import torch
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import ignore
-from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import (
+    BoundaryField,
     Codec,
     Codecs,
     ReceiveChannel,

@@ -28,7 +28,7 @@ from xcloud.rank.export import exporting
 from xcloud.rank.reports import MemoryMeter, bytes_of
 from xcloud.rank.role import RankContext, Role
 from xcloud.survive.checkpointing import CHECKPOINT_CARRIES, Checkpointer
-from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.trainer import DivergenceGuard
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends, Handlers
 from xcloud.wire.wiring import join_control
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.comm.state import State as Saved
 from xcloud.comm.state import StatefulParts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import PeerLife
 from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer

@@ -7,6 +7,7 @@ too, so nothing heavy at the top.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ class SweepLauncher(Launcher):
             check_name(config.get("sweep"))
             self.settings = LauncherSettings(**self.given)
         except ConfigError as error:  # before Hydra makes a folder of that name
-            sys.exit(refuse([str(error)]))
+            sys.exit(refuse(str(error)))
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -73,11 +74,11 @@ class SweepLauncher(Launcher):
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         also = self.settings.also or {}
         asked = with_also([tuple(overrides) for overrides in job_overrides], also)
-        name, processes = (
-            self.config.get("sweep") or folder.name,
-            Processes(self.settings.parallel),
-        )
-        if code := Sweep(name, folder, self.settings, processes).run(asked, self._compose):
+        name, processes = self.config.get("sweep"), Processes(self.settings.parallel)
+        sweep = Sweep(name or folder.name, folder, self.settings, processes)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # as Ctrl+C does
+            signal.signal(number, signal.default_int_handler)
+        if code := sweep.run(asked, self._compose):
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
         return [JobReturn(status=JobStatus.COMPLETED)] * len(asked)
 
