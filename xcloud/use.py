@@ -6,7 +6,6 @@ compressors that the run ended with.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -201,11 +200,8 @@ class Generator(TrainedRun):
 
 
 def parser_of(command: Callable[..., None]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m xcloud {command.__name__}",
-        description=inspect.getdoc(command),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    name = f"python -m xcloud {command.__name__}"
+    parser = argparse.ArgumentParser(name, description=command.__doc__)
     parser.add_argument("run", type=Path, help="output folder of a finished run")
     return parser
 

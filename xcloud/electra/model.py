@@ -33,11 +33,9 @@ MAX_VOCABULARY = 2**20  # bounds the message size before the tokenizer is known
 
 @settings("model")
 class MultilingualElectra:
-    """Generators by cloud name, and the discriminator they feed (a OneWayModel).
-
-    Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1; Clark et al.,
-    arXiv:2003.10555. coding: of ids on the wire, see IdPacking.
-    """
+    """Generators by cloud name, and the discriminator they feed (a OneWayModel). coding: of ids on
+    the wire, see IdPacking. Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1;
+    Clark et al., arXiv:2003.10555."""
 
     text: MultilingualText
     generators: Mapping[str, Generator]

@@ -92,8 +92,7 @@ class Generator:
 @settings("discriminator")
 class DiscriminatorSettings:
     """loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
-    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
-    """
+    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away."""
 
     backbone: Network = field(default_factory=SeededBackbone)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -344,10 +343,8 @@ class DiscriminatorRank(_Learner):
     def take(self, own: State) -> None:
         recent = own.get("recent")
         if not isinstance(recent, Tensor) or recent.shape[1:] != (len(SUMS),):
-            raise ValueError(
-                f"the state of a discriminator needs 'recent', {len(SUMS)} sums of each step, got "
-                f"{sorted(own)}; it was saved with other settings"
-            )
+            said = f"needs 'recent', {len(SUMS)} sums of each step, got {sorted(own)}"
+            raise ValueError(f"the state of a discriminator {said}; other settings saved it")
         self._recent = deque(recent.tolist(), maxlen=SCORED_STEPS)
 
     def export(self, run_dir: Path) -> None:

@@ -11,13 +11,14 @@ A adapter features.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.comm.channel import Boundary
 from xcloud.contracts.model import BuildContext, Stage
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.encoder import (
@@ -29,7 +30,7 @@ from xcloud.models.encoder import (
     Packing,
     check_heads,
 )
-from xcloud.models.stages import RowsStage, seeded
+from xcloud.models.stages import RowsStage, rows_boundary, seeded
 from xcloud.models.transformer import SOURCE, TARGET, EncoderDecoder, TargetStage
 
 HEADS = "AbNet.cross_attention_heads"
@@ -57,12 +58,10 @@ class Adapter(nn.Module):
             return rows + self._feed(self.norm(rows))
         attended = self.cross(rows, packing, cache)
         rows = self.cross_norm(rows + self.dropout(attended))
-        rows = self.norm(rows + self._feed(rows))
-        return rows
+        return cast(Tensor, self.norm(rows + self._feed(rows)))
 
     def _feed(self, rows: Tensor) -> Tensor:
-        added: Tensor = self.dropout(self.up(F.relu(self.down(rows))))
-        return added
+        return cast(Tensor, self.dropout(self.up(F.relu(self.down(rows)))))
 
 
 class AdaptedLayer(nn.Module):
@@ -74,8 +73,7 @@ class AdaptedLayer(nn.Module):
         self.adapter = adapter
 
     def forward(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
-        rows: Tensor = self.adapter(self.frozen(rows_RH, packing, cache), packing, cache)
-        return rows
+        return cast(Tensor, self.adapter(self.frozen(rows_RH, packing, cache), packing, cache))
 
 
 class AdaptedHead(nn.Module):
@@ -88,8 +86,7 @@ class AdaptedHead(nn.Module):
 
     def forward(self, rows_RH: Tensor, words_VH: Tensor) -> Tensor:
         """[R, H] -> [R, V]. words_VH: the frozen tied embedding."""
-        scores: Tensor = self.head(rows_RH, words_VH + self.words)
-        return scores
+        return cast(Tensor, self.head(rows_RH, words_VH + self.words))
 
 
 @settings("AbNet")
@@ -133,8 +130,8 @@ class AbNet(EncoderDecoder):
             return frozenset({SOURCE})
         return super().fields(stage, num_stages)
 
-    def source_width(self) -> int:
-        return self.encoder.width()
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        return rows_boundary(self.encoder.width(), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         is_last, about = stage == num_stages - 1, context.architecture

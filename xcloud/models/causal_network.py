@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
@@ -176,8 +176,7 @@ def run(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
         past_key_values=cache, use_cache=cache is not None,
     )  # fmt: skip
-    rows: Tensor = output.last_hidden_state
-    return rows
+    return cast(Tensor, output.last_hidden_state)
 
 
 def give_memory(network: Any, module: nn.Module) -> None:

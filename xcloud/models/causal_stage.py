@@ -60,9 +60,8 @@ CODE_VERSION = 2
 def packed_places(types_BS: Tensor) -> Tensor:
     """Position of each token in its document, from 0."""
     order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
-    begins = torch.ones_like(types_BS, dtype=torch.bool)
-    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
-    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
+    begins_BS = types_BS.diff(dim=1, prepend=types_BS[:, :1] - 1) != 0
+    starts_BS = torch.where(begins_BS, order_BS, 0).cummax(1).values
     return order_BS - starts_BS
 
 
@@ -307,8 +306,7 @@ class NextTokenPretraining(Descent):
                 yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
 
         def loss_of(batch: dict[str, Tensor]) -> Tensor:
-            loss: Tensor = stage(None, batch).loss
-            return loss / batch[LABEL].numel()
+            return cast(Tensor, stage(None, batch).loss) / batch[LABEL].numel()
 
         steps = self.descend(
             stage, windows(), loss_of, report, lambda: f"loss {mean:.3f}", unfinished

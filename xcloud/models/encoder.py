@@ -128,8 +128,7 @@ class SelfAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=cache is not None and not decodes,
         )
-        output: Tensor = self.output(packing.pack(mixed.transpose(1, 2).flatten(2)))
-        return output
+        return cast(Tensor, self.output(packing.pack(mixed.transpose(1, 2).flatten(2))))
 
 
 class CrossAttention(nn.Module):
@@ -155,8 +154,7 @@ class CrossAttention(nn.Module):
         grid = packing.unpack(self.query(rows_RH))
         query = grid.reshape(len(keys), -1, self.num_heads, keys.shape[3]).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.mask)
-        output: Tensor = self.output(packing.pack(mixed.transpose(1, 2).reshape(grid.shape)))
-        return output
+        return cast(Tensor, self.output(packing.pack(mixed.transpose(1, 2).reshape(grid.shape))))
 
 
 def _start_attention(attention: nn.Module, hidden: int) -> None:
@@ -252,8 +250,7 @@ class Embeddings(nn.Module):
         if self.word_adapter is not None:
             words = words + self.word_adapter(ids_R)
         placed = words + of_type + self.positions(packing.positions)
-        rows: Tensor = self.dropout(self.norm(placed))
-        return rows
+        return cast(Tensor, self.dropout(self.norm(placed)))
 
 
 class EncoderLayer(nn.Module):
@@ -274,13 +271,11 @@ class EncoderLayer(nn.Module):
 
     def attend(self, rows_RH: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         attended = self.attention(rows_RH, packing, cache)
-        rows: Tensor = self.attention_norm(rows_RH + self.dropout(attended))
-        return rows
+        return cast(Tensor, self.attention_norm(rows_RH + self.dropout(attended)))
 
     def feed(self, rows: Tensor) -> Tensor:
         fed = self.down(self.activation(self.up(rows)))
-        rows = self.norm(rows + self.dropout(fed))
-        return rows
+        return cast(Tensor, self.norm(rows + self.dropout(fed)))
 
 
 class MaskedHead(nn.Module):
@@ -338,8 +333,7 @@ class Encoder(nn.Module):
     def logits(self, rows_RH: Tensor) -> Tensor:
         """[R, H] -> [R, V]."""
         assert self.head is not None and self.embeddings is not None
-        scores: Tensor = self.head(rows_RH, self.embeddings.words.weight)
-        return scores
+        return cast(Tensor, self.head(rows_RH, self.embeddings.words.weight))
 
     def layer(self, index: int) -> EncoderLayer:
         """A layer by its index in the whole network."""

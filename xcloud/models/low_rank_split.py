@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
@@ -228,8 +228,7 @@ class FeedForwardBottom(nn.Module):
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         block = self.block
-        sent: Tensor = block.down(block.activation(block.up(block.attend(rows_RH, packing))))
-        return sent
+        return cast(Tensor, block.down(block.activation(block.up(block.attend(rows_RH, packing)))))
 
 
 class SvdTop(nn.Module):

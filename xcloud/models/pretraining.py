@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +47,6 @@ MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50
 PATIENCE = 3  # passes over the texts without a smaller held-out loss
 LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known word boundaries
-
-Batch = TypeVar("Batch")
 
 
 @runtime_checkable
@@ -89,8 +87,8 @@ class Descent:
     def descend(
         self,
         network: nn.Module,
-        batches: Iterator[Batch],
-        loss_of: Callable[[Batch], Tensor],
+        batches: Iterator[Any],
+        loss_of: Callable[[Any], Tensor],
         report: Callable[[str], None],
         score: Callable[[], object],
         unfinished: Path,

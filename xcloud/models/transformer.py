@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
@@ -149,10 +149,8 @@ def _texts(written: Tensor, eos: int) -> list[list[int]]:
 
 @settings("model", kw_only=True)
 class EncoderDecoder:
-    """The cut of a SplitModel into encoder | decoder.
-
-    encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
-    """
+    """The cut of a SplitModel into encoder | decoder. encoder_layers_per_stage: of each stage but
+    the last; null spreads them evenly."""
 
     dropout: Fraction = 0.1
     label_smoothing: Annotated[float, Field(ge=0.0, le=0.99)] = 0.1
@@ -174,13 +172,6 @@ class EncoderDecoder:
         if stage == num_stages - 1:
             return frozenset({"target_embeddings", "decoder", "head"})
         return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
-
-    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        return rows_boundary(self.source_width(), max_length)
-
-    def source_width(self) -> int:
-        """Features of the encoder's rows."""
-        raise NotImplementedError
 
     def encoder_layers(self, num_layers: int, stage: int, num_stages: int) -> range:
         """Of a stage: as encoder_layers_per_stage says, else evenly, the first ones one more."""
@@ -247,8 +238,7 @@ class TargetStage(Stage):
         rows = self.embeddings(ids_T, packing)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             rows = layer(rows, packing, cache)
-        scores: Tensor = self.head(rows, self.get_parameter("embeddings.words.weight"))
-        return scores
+        return cast(Tensor, self.head(rows, self.get_parameter("embeddings.words.weight")))
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
@@ -306,8 +296,7 @@ class ScaledEmbeddings(nn.Module):
     def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
         packing.check(len(self.positions))
         words = self.words(ids_R) * self.scale
-        rows: Tensor = self.dropout(words + self.positions[packing.positions])
-        return rows
+        return cast(Tensor, self.dropout(words + self.positions[packing.positions]))
 
 
 class LastNorm(nn.LayerNorm):
@@ -355,8 +344,8 @@ class Transformer(EncoderDecoder):
         layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"
         return f"Transformer from scratch, {layers} x {self.hidden}"
 
-    def source_width(self) -> int:
-        return self.hidden
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        return rows_boundary(self.hidden, max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         """The settings determine the architecture."""

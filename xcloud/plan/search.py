@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, islice, product
 from typing import NamedTuple
@@ -271,18 +271,6 @@ class AtCount(NamedTuple):
     free: float
     blocking: float
     overlapped: float
-
-
-def best_pipeline(pricer: Pricer, space: Space, ranked: Ranked) -> Plan | None:
-    """The fastest plan that cuts the model; None if there is none."""
-    best = ranked.best[0].plan
-    if len(best.ends) > 1:
-        return best
-    splits = {name: found for name, found in space.splits.items() if len(found[0]) > 1}
-    own = space.own.strategy
-    if not splits or ("strategy" not in space.varies and own not in splits):
-        return None
-    return search(pricer, replace(space, splits=splits), 1).best[0].plan
 
 
 def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> list[AtCount]:

@@ -95,7 +95,8 @@ class Features:
 
     def hand_over(self, pipeline: Pipeline) -> None:
         """To each stage what it begins with; what is left of them then is sharded."""
-        hand_over(pipeline.stages, pipeline.ports)
+        if any(ports.boundary.start for ports in pipeline.ports.values()):
+            hand_over(pipeline.stages, pipeline.ports)
         for number, sharder in self._sharders.items():
             sharder.rest(pipeline.stages[number])
 
@@ -148,7 +149,9 @@ class Features:
                 PrivacyAccount(privacy, trainer, job.strategy.traits.most_contributions, reporter)
                 if privacy is not None and self.rank == 0
                 else None,
-                CacheReport(wiring.boundaries.channels.values(), reporter),
+                CacheReport(wiring.boundaries.channels.values(), reporter)
+                if job.cached_boundaries
+                else None,
                 MemoryReport(trainer, reporter, states),
                 # It asks all ranks at once.
                 None

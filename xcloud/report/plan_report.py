@@ -20,7 +20,6 @@ from xcloud.plan.search import (
     Ranked,
     Space,
     StepAt,
-    best_pipeline,
     crossings,
     over_bandwidth,
     over_micro_batches,
@@ -59,9 +58,11 @@ class Report:
     def best(self) -> Plan:
         return self.ranked.best[0].plan
 
-    @cached_property
+    @property
     def pipeline(self) -> Plan | None:
-        return best_pipeline(self.pricer, self.space, self.ranked)
+        """The first plan shown that cuts the model; None if none does."""
+        shown = (*self.ranked.best, self.ranked.own)
+        return next((one.plan for one in shown if len(one.plan.ends) > 1), None)
 
     @cached_property
     def over_micro_batches(self) -> list[AtCount]:
@@ -249,8 +250,7 @@ def write_plan_picture(path: Path, report: Report) -> bool:
         return False
     figure = canvas("", 8, 0.2 + 4.2 * len(draws))
     for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log")
         draw(axes, report)
         plain(axes, "both")
         axes.legend(frameon=False, fontsize=8)
@@ -277,8 +277,7 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
             there = report.pricer.at_bandwidth(at)
             axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
     settings = f"m = {best.micro_batches}, {best.schedule_label}"
-    axes.set_xlabel(f"bandwidth between clouds (bit/s); {settings}")
-    axes.set_ylabel("step (s)")
+    axes.set(xlabel=f"bandwidth between clouds (bit/s); {settings}", ylabel="step (s)")
 
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
@@ -298,5 +297,4 @@ def _over_micro_batches(axes: Axes, report: Report) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xlabel("micro-batches of a step")
-    axes.set_ylabel("bubble ratio: idle / computing")
+    axes.set(xlabel="micro-batches of a step", ylabel="bubble ratio: idle / computing")

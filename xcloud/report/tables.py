@@ -129,11 +129,9 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
         title = "memory in training, of the rank of each cloud that takes most"
         shown = [kind for kind in MEMORY if any(kind in rank for rank in memory)]
         in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
-        fullest = {rank["cloud"]: rank for rank in in_use}
-        cells = [
-            [rank["cloud"], *(human_bytes(rank.get(kind)) for kind in shown)]
-            for rank in sorted(fullest.values(), key=lambda rank: int(rank["rank"]))
-        ]
+        fullest = {rank["cloud"]: rank for rank in in_use}.values()
+        by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
+        cells = [[r["cloud"], *(human_bytes(r.get(kind)) for kind in shown)] for r in by_rank]
         print_table(console, ["cloud", *(k.replace("_", " ") for k in shown)], cells, title)
 
 
@@ -145,10 +143,8 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    yield from _quality_rows(summary)
-    yield from _time_rows(summary)
-    yield from _traffic_rows(summary)
-    yield from _privacy_rows(summary)
+    for rows in (_quality_rows, _time_rows, _traffic_rows, _privacy_rows):
+        yield from rows(summary)
     yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
     if summary["tokens_per_s"] is not None:
         yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), ""
@@ -161,10 +157,10 @@ def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     errors, before = (summary.get(key, {}) for key in ("quality_error", "quality_before"))
     at_step = f" at step {summary.get('quality_at_step')}" * ("quality_at_step" in summary)
     for name, value in summary["quality"].items():
-        started = before.get(name)
-        remark = "" if started is None else f"; {score_text(name, started)} before training"
-        text = score_with_error(name, value, errors.get(name))
-        yield score_name(name), text, f"test set{at_step}{remark}"
+        remark = f"test set{at_step}"
+        if (started := before.get(name)) is not None:
+            remark += f"; {score_text(name, started)} before training"
+        yield score_name(name), score_with_error(name, value, errors.get(name)), remark
     loss = human_number(summary["final_loss"], ".4f")
     yield "final loss", loss, "training loss of the last step"
     if num_skipped := summary.get("num_skipped_updates"):
@@ -206,8 +202,8 @@ def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             yield f"sent {kind}, per step", human_bytes(num_bytes), remark
     if sent["other"]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
-    ratios = {k: UNKNOWN if r is None else f"{r:.2f}x"
-              for k, r in summary["compression_ratio"].items()}  # fmt: skip
+    known = summary["compression_ratio"]
+    ratios = {kind: UNKNOWN if r is None else f"{r:.2f}x" for kind, r in known.items()}
     total = ratios.pop("total")
     yield "compression ratio", total, ", ".join(f"{kind} {r}" for kind, r in ratios.items())
 
@@ -237,10 +233,9 @@ def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
     per_token = human_number(feed["bytes_per_token"], ".2f")
     yield "bytes per token", per_token, "between clouds, counted"
     for name, producer in feed["producers"].items():
+        state = f", {producer['state']}" * (producer["state"] in ("slow", "dead"))
         loss = human_number(producer["loss"], ".3f")
-        remark = f"{producer['num_batches']} batches, loss {loss}"
-        if producer["state"] in ("slow", "dead"):
-            remark += f", {producer['state']}"
+        remark = f"{producer['num_batches']} batches, loss {loss}{state}"
         yield f"fed by {name}", human_percent(producer["share_taken"] or 0, 1), remark
     if feed["num_skipped"]:
         yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"

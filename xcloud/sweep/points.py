@@ -94,11 +94,8 @@ def identity(settings: Settings, *without: str) -> str:
 def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """Deciding settings that differ, as (one, other); a missing one is None."""
     one, other = deciding(one), deciding(other)
-    return {
-        key: (one.get(key), other.get(key))
-        for key in sorted({*one, *other})
-        if one.get(key) != other.get(key)
-    }
+    both = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
 
 
 def varying(many: Sequence[Settings]) -> list[str]:
@@ -133,13 +130,15 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
 
     earlier: points of the same sweep that other commands requested.
     """
-    every = [_by_key(point.overrides) for point in points] + [_by_key(o) for o in earlier]
+    every = [_by_key(overrides) for overrides in (*(p.overrides for p in points), *earlier)]
     keys = [
         key
-        for key in dict.fromkeys(key for overrides in every for key in overrides)
-        if key not in UNLABELLED and len({overrides.get(key) for overrides in every}) > 1
+        for key in dict.fromkeys(key for given in every for key in given)
+        if key not in UNLABELLED and len({given.get(key) for given in every}) > 1
     ]
-    shorts = _short_names(keys)
+    ends = {key: re.split(r"[./]", key)[-1] for key in keys}
+    alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
+    shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
     for point in points:
         point.label = _label(point, keys, shorts)
     labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
@@ -147,8 +146,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
         if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
             given = _by_key(point.overrides)
             own = [key for key in keys if key in given and _below(key, ["compression"])]
-            more = (f"{shorts[key]}={given[key]}" for key in own)
-            point.label = " ".join((point.label, *more))
+            point.label = " ".join([point.label, *(f"{shorts[k]}={given[k]}" for k in own)])
 
 
 def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
@@ -170,13 +168,6 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
             is_named = is_value and key != "exp"
             parts.append(f"{shorts[key]}=" * is_named + given[key])
     return " ".join(dict.fromkeys(parts)) or point.experiment.labels.compression
-
-
-def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each key, or all of it where two end alike."""
-    last = [re.split(r"[./]", key)[-1] for key in keys]
-    return {key: end if last.count(end) == 1 else _dotted(key)
-            for key, end in zip(keys, last, strict=True)}  # fmt: skip
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -249,10 +240,8 @@ class SweepState:
             with FileLock(self.folder / LOCK_FILE, timeout=0):
                 yield
         except Timeout:
-            raise ConfigError(
-                f"another process runs the sweep in {self.folder}; wait for it, or choose another "
-                f"name: sweep=NAME"
-            ) from None
+            why = f"another process runs the sweep in {self.folder}"
+            raise ConfigError(f"{why}; wait for it, or choose another sweep=NAME") from None
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
         """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
@@ -262,7 +251,7 @@ class SweepState:
             with suppress(ConfigError):  # its settings were never written
                 ran[name] = flatten(read_config(self.folder / name / EXPERIMENT_FILE))
         by_identity = {identity(own): name for name, own in ran.items()}
-        taken, decisions = {*self.points}, []
+        taken, decisions = {*self.points}, list[Decision]()
         for point in points:
             alike = (name for name, entry in self.points.items()
                      if same_overrides(entry["overrides"], point.overrides))  # fmt: skip
@@ -327,10 +316,8 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["points"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}); move it away and the points of this sweep count as "
-            f"new, or choose another sweep=NAME"
-        ) from error
+        why = f"{path} is damaged ({error}); move it away and its points count as new"
+        raise ConfigError(f"{why}, or choose another sweep=NAME") from error
 
 
 def code_fingerprint() -> str:
@@ -349,5 +336,4 @@ def _free_name(name: str, taken: Sequence[str] | set[str]) -> str:
 
 def _describe(changed: Changed, most: int = 3) -> str:
     parts = [f"{key} {old} -> {new}" for key, (old, new) in changed.items()]
-    more = f" and {len(parts) - most} more" if len(parts) > most else ""
-    return ", ".join(parts[:most]) + more
+    return ", ".join(parts[:most]) + f" and {len(parts) - most} more" * (len(parts) > most)

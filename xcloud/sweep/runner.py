@@ -68,10 +68,8 @@ class LauncherSettings:
 def check_name(name: object) -> None:
     """Raises ConfigError. name: of a sweep; None: it gets one."""
     if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
-        raise ConfigError(
-            f"sweep must be a name of letters, digits, '_', '-' and '.', for it is a folder and "
-            f"an MLflow tag; got {name!r}"
-        )
+        allowed = "letters, digits, '_', '-' and '.', for it is a folder and an MLflow tag"
+        raise ConfigError(f"sweep must be a name of {allowed}; got {name!r}")
 
 
 class Processes:
@@ -168,9 +166,8 @@ class Sweep:
         except (KeyboardInterrupt, SystemExit):
             left = self._num_left + len(self.causes)
             say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
-            usual = self.folder == Path("multirun", self.name).absolute()
             say(f"continue it:    {self.command}")
-            say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
+            say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
         close_sweep(self.folder, tracker)
         if self.causes:

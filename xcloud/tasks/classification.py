@@ -1,8 +1,7 @@
 """Classification and regression of texts or text pairs: columns, tokenisation and scoring.
 
-Labels are defined in labels.py; no networks here.
 Rows (rows.py) have the columns "first" and possibly "second" if text is visible, "label" if
-labels are visible, and "part" (the name of a row's set) in splits made of several sets.
+labels are (labels.py), and "part" (the name of a row's set) in splits made of several sets.
 """
 
 from __future__ import annotations
@@ -20,15 +19,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo_corpus import answers, inferences, reviews
-from xcloud.tasks.labels import (
-    CROSS_LINGUAL,
-    ENTAILMENT,
-    GLUE,
-    KEYS,
-    Benchmark,
-    Labels,
-    chosen_columns,
-)
+from xcloud.tasks.labels import CROSS_LINGUAL, ENTAILMENT, GLUE, KEYS, Benchmark, Labels
 from xcloud.tasks.rows import Corpus, DemoSized, Form, OwnNames, SplitTables, Text, read
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
 from xcloud.tasks.sources import Folder, FolderOfLanguages, Hub, HubOfLanguages, local_folder
@@ -67,15 +58,12 @@ class Classification(TextTask):
             names = ", ".join(self.benchmarks)
             raise ConfigError(f"task.name must be one of {names} in this profile; got {self.name}")
         if self.name in self.benchmarks and own != ("classes", None, None):
-            raise ConfigError(
-                f"task.kind, task.classes and task.metrics follow from task.name={self.name}"
-            )
+            said = "task.kind, task.classes and task.metrics follow from"
+            raise ConfigError(f"{said} task.name={self.name}")
         given = self.classes
         if given is not None and (self.kind == "value" or len(set(given)) != len(given)):
-            raise ConfigError(
-                "task.classes must be at least two different names, and null with "
-                f"task.kind=value; got {list(given)}"
-            )
+            said = "at least two different names, and null with task.kind=value"
+            raise ConfigError(f"task.classes must be {said}; got {list(given)}")
         _ = self.scores
         texts, allowed = self.text_columns, " or ".join(map(str, self.known.num_texts))
         if texts is not None and len(texts) not in self.known.num_texts:
@@ -98,14 +86,12 @@ class Classification(TextTask):
         """Without an unlabelled test set, unless it was asked for, and the columns of train."""
         splits = dict(tables.tables)
         train = splits["train"][""][0]
-        columns = chosen_columns(train, self.text_columns or (), self.label_column, self.known)
+        columns = self.known.columns(train, self.text_columns or (), self.label_column)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
         if hidden := [table for table in test if columns["label"] not in table.columns()]:
             if tables.test_key is not None:
-                raise DataError(
-                    f"{hidden[0].where}: no column {columns['label']}, so it cannot be scored; "
-                    f"choose another {tables.test_key}"
-                )
+                said = f"no column {columns['label']}, so it cannot be scored"
+                raise DataError(f"{hidden[0].where}: {said}; choose another {tables.test_key}")
             del splits["test"]  # its labels are not public, as in GLUE
         return replace(tables, tables=splits), columns
 
@@ -165,12 +151,10 @@ class ClassificationData(View[Classification]):
         return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
-        """The task's metrics, in percent, over the samples in `predictions`.
-
-        If the split has parts: the main metric averaged over parts, then every metric of each
-        part (accuracy, accuracy_en, accuracy_de …). Parts may be the same samples in several
-        languages, so the error of the mean is over rows that are drawn in all parts alike.
-        """
+        """The task's metrics, in percent, over the samples in `predictions`. If the split has
+        parts: the main metric averaged over parts, then every metric of each part (accuracy,
+        accuracy_en, accuracy_de …). Parts may be the same samples in several languages, so the
+        error of the mean is over rows that are drawn in all parts alike."""
         self.check_predictions(split, predictions)
         label, labels, parts = self._label, self._columns["label"][split], self._parts.get(split)
         assert label is not None and isinstance(labels, Tensor)

@@ -37,11 +37,11 @@ class Labels:
             return Labels(None if known.classes is None else tuple(known.classes))
         names = sorted(set(cells))
         if not 2 <= len(names) <= MOST_CLASSES:
-            raise DataError(
-                f"{where}: {len(names):,} different labels ({_some(names)}); expected 2 to "
-                f"{MOST_CLASSES} classes. Is task.label_column right? For numeric targets set "
-                "task.kind=value"
+            said = (
+                f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}. Is "
             )
+            said += "task.label_column right? For numeric targets set task.kind=value"
+            raise DataError(f"{where}: {said}")
         most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
         return Labels(tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names))
 
@@ -87,8 +87,7 @@ class Benchmark:
     """What is known of labelled texts. classes: in label order; None for values, and where only
     the training labels show them. metrics: None: the defaults of the kind (metrics_of).
     num_texts: that a sample may have. files, hub_splits: the sets that make up a split, with their
-    part names. hub, languages: of one tested in several languages.
-    """
+    part names. hub, languages: of one tested in several languages."""
 
     classes: Sequence[str] | None
     metrics: Sequence[str] | None
@@ -98,6 +97,27 @@ class Benchmark:
     hub: str = "nyu-mll/glue"
     languages: tuple[str, ...] = ()
     kind: Kind = "classes"
+
+    def columns(self, table: Table, texts: Sequence[str], label: str | None) -> dict[str, str]:
+        """first, perhaps second, and label -> column of a training set, those given or with usual
+        names."""
+        there = table.columns()
+        described = f"{table.where} has the columns {', '.join(there) or 'none'}"
+        usual = (*PAIRS, *((name,) for name in SINGLES))
+        if not texts:
+            fitting = (t for t in usual if set(t) <= set(there) and len(t) in self.num_texts)
+            texts = next(fitting, ())
+        if not texts:
+            what = " or ".join(map(str, self.num_texts))
+            said = f"none has a usual name for {what} text(s). Set task.text_columns=[NAME]"
+            raise DataError(f"{described}; {said}")
+        label = label or next((name for name in LABELS[self.kind] if name in there), None)
+        if label is None:
+            said = "none has a usual label name. Set task.label_column=NAME"
+            raise DataError(f"{described}; {said}")
+        if missing := [name for name in (*texts, label) if name not in there]:
+            raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
+        return {**dict(zip(("first", "second"), texts, strict=False)), "label": label}
 
 
 ENTAILMENT = ("entailment", "not_entailment")
@@ -143,27 +163,3 @@ LABELS: Mapping[Kind, Sequence[str]] = {
     "classes": ("label", "gold_label", "is_duplicate", "Quality", "class", "category"),
     "value": ("score", "similarity", "relatedness", "value", "label"),
 }
-
-
-def chosen_columns(
-    table: Table, texts: Sequence[str], label: str | None, known: Benchmark
-) -> dict[str, str]:
-    """first, perhaps second, and label -> column of a training set, those given or with usual
-    names. Raises DataError."""
-    there = table.columns()
-    described = f"{table.where} has the columns {', '.join(there) or 'none'}"
-    usual = (*PAIRS, *((name,) for name in SINGLES))
-    if not texts:
-        fitting = (t for t in usual if set(t) <= set(there) and len(t) in known.num_texts)
-        texts = next(fitting, ())
-    if not texts:
-        what = " or ".join(map(str, known.num_texts))
-        raise DataError(
-            f"{described}; none has a usual name for {what} text(s). Set task.text_columns=[NAME]"
-        )
-    label = label or next((name for name in LABELS[known.kind] if name in there), None)
-    if label is None:
-        raise DataError(f"{described}; none has a usual label name. Set task.label_column=NAME")
-    if missing := [name for name in (*texts, label) if name not in there]:
-        raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
-    return {**dict(zip(("first", "second"), texts, strict=False)), "label": label}

@@ -1,5 +1,5 @@
 """Language modelling: every next token of plain texts, or those of the answers in chats, packed
-into samples. No network lives here.
+into samples.
 
 Rows (rows.py) have one column: "text", or "messages", where each row is a chat.
 Batch fields, int64 [B, S]: "text" token ids of prompts and answers; "types" which of the sample's
@@ -154,11 +154,9 @@ class CausalTokenizer:
         return [Document(ids, [True] * len(ids)) for ids in found]
 
     def chat(self, messages: Chat, where: str) -> Document:
-        """Rendered by the tokenizer's own template; only the assistant's turns are to be guessed.
-        What follows the last of them is left out. where: for messages.
-
-        Prompt and answer are cut into tokens apart, as they are when a model is asked.
-        """
+        """Rendered by the tokenizer's own template; only the assistant's turns are to be guessed,
+        and what follows the last of them is left out. Prompt and answer are cut into tokens apart,
+        as they are when a model is asked."""
         pieces: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
@@ -169,8 +167,7 @@ class CausalTokenizer:
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
                     f"{where}: the chat template of {self._name} writes earlier turns anew when "
-                    "an answer is added, so it cannot be told what the answer is; give chats with "
-                    "one answer each, or a tokenizer whose template only appends"
+                    "an answer is added; give chats with one answer each, or another tokenizer"
                 )
             pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
             done = answered
@@ -201,10 +198,8 @@ class CausalTokenizer:
 
     def _render(self, messages: Chat, ask: bool, where: str) -> str:
         if self._pretrained.chat_template is None:
-            raise DataError(
-                f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
-                "tokenizer of a model made for chats"
-            )
+            said = "has no chat template; give plain text, or the tokenizer of a model for chats"
+            raise DataError(f"{where}: tokenizer {self._name} {said}")
         plain = [dict(message) for message in messages]
         how = {"tokenize": False, "add_generation_prompt": ask}
         try:
@@ -324,8 +319,7 @@ class LanguageData(View[LanguageModelling]):
 
 @settings("task", kw_only=True)
 class HubLanguageModelling(Hub, LanguageModelling):
-    """Plain texts of a data set of the hub, such as Salesforce/wikitext.
-    column: where they are."""
+    """Plain texts of a data set of the hub, such as Salesforce/wikitext, in `column`."""
 
     column: Text = TEXT
 
@@ -350,10 +344,8 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         cells = [cell for (cell,) in file.rows((column,), f"the key {column!r} in every line")]
         for number, cell in enumerate(cells, start=1):
             if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
-                raise DataError(
-                    f'{file.where}, row {number}: neither "text" nor "messages" with role and '
-                    "content as text"
-                )
+                said = 'neither "text" nor "messages" with role and content as text'
+                raise DataError(f"{file.where}, row {number}: {said}")
         return Rows(len(cells), {column: cells})
 
     def check_tables(self, tables: SplitTables) -> None:

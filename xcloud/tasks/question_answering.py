@@ -32,14 +32,7 @@ from xcloud.demo_corpus import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
 from xcloud.tasks.sources import Folder, Hub
-from xcloud.tasks.text_task import (
-    PairTable,
-    TextTask,
-    View,
-    counted,
-    num_special,
-    public_tokenizer,
-)
+from xcloud.tasks.text_task import PairTable, TextTask, View, counted, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 KEYS = "task.path: a data set in the format of SQuAD"
@@ -124,7 +117,7 @@ class Windows:
         contexts = list(dict.fromkeys(asked.texts["context"]))
         encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
         questions = tokenizer.encode(asked.texts["question"])
-        room = max_length - num_special(True, tokenizer.num_separators)
+        room = max_length - PairTable.num_special(True, tokenizer.num_separators)
         made = []
         for number, context in enumerate(asked.texts["context"]):
             ids, _ = encoded[context]
@@ -199,7 +192,7 @@ class QuestionAnswering(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = self.max_question + num_special(True, 2) + LEAST_CONTEXT
+        least = self.max_question + PairTable.num_special(True, 2) + LEAST_CONTEXT
         if self.max_length < least:
             raise ConfigError(
                 f"task.max_length is {self.max_length}, too short for a question of "
@@ -247,8 +240,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
                 column[split] = cells
         self._windows = windows if fields else {}
         self.head = Head("span", 2) if "label" in fields else None
-        asked = {split: made.asked.num_rows for split, made in self._windows.items()}
-        remarks = [f"windows of the questions {counted(asked)}"] if asked else []
+        remarks = [f"windows of the questions {counted(corpus.counts)}"] if self._windows else []
         super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:

@@ -16,6 +16,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -76,7 +77,6 @@ class TextFile:
 
     @property
     def path(self) -> Path:
-        """The file, or the first of a line pair."""
         return next(iter(self.paths.values()))
 
     @property
@@ -91,7 +91,6 @@ class TextFile:
         return list(next((row for _, row in self._records()), {}))
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
-        """See Table."""
         if self.kind == "lines":
             yield from self._line_rows(columns)
             return
@@ -145,10 +144,8 @@ def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
         whole = json.loads("\n".join(read_lines(path)))
         return [row for article in whole["data"] for row in article["paragraphs"]]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise DataError(
-            f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
-            "a file with one paragraph per line must be named .jsonl"
-        ) from error
+        said = f'not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r})'
+        raise DataError(f"{path}: {said}; one paragraph per line must be named .jsonl") from error
 
 
 @settings("task", kw_only=True)
@@ -168,7 +165,6 @@ class InFolder(Source):
 @settings("task", kw_only=True)
 class Folder(InFolder):
     """A folder with train, dev (val, valid, validation) and test files, recognised by name.
-
     train_file, dev_file, test_file: override the files of a split: a name, a pattern such as
         "newstest20*.tsv.gz", or a list of these.
     language: selects among train.en.tsv, train.de.tsv, …; files without a language always match.
@@ -240,14 +236,15 @@ class HubTable:
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
         """See Table. Loads only these columns; a rank that sees none counts the rows of any."""
-        check_columns(self, columns, keys)
-        nested = "translation" in self._names
-        kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
-        for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
-            found = batch[kept[0]]
-            cells = {c: [row.get(c) for row in found] for c in columns} if nested else batch
-            rows = zip(*(cells[c] for c in columns), strict=True)
-            yield from rows if columns else [()] * len(found)
+        with _reading(self.where):
+            check_columns(self, columns, keys)
+            nested = "translation" in self._names
+            kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
+            for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
+                found = batch[kept[0]]
+                cells = {c: [row.get(c) for row in found] for c in columns} if nested else batch
+                rows = zip(*(cells[c] for c in columns), strict=True)
+                yield from rows if columns else [()] * len(found)
 
 
 @settings("task", kw_only=True)
@@ -375,8 +372,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def load_hub(name: str, config: str | None, streaming: bool = False, **which: str | None) -> Any:
-    """Split name -> data set, or only one. which: revision, split. Raises DataError: what is
-    missing and why."""
+    """Split name -> data set, or only one. which: revision, split."""
     folder = local_folder(name)
     # Never ask the network about a local folder.
     reached = folder is not None or go_offline_if_unreachable()
@@ -384,15 +380,20 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
 
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
-    try:
+    with _reading(name, reached):
         return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
+
+
+@contextmanager
+def _reading(name: str, reached: bool = True) -> Iterator[None]:
+    """Errors in one line; of a stream they come when its rows are read."""
+    try:
+        yield
+    except DataError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise not_loaded(name, reached, error) from error
-
-
-def not_loaded(name: str, reached: bool, error: Exception) -> DataError:
-    said = " ".join(str(error).split())[:300]
-    if not reached:
-        said = "the hub cannot be reached and no copy is in the cache; load it once with network "
-        said += "access, or give a folder of parquet or jsonl files"
-    return DataError(f"{name}: {said}")
+        said = " ".join(str(error).split())[:300]
+        if not reached:
+            said = "the hub cannot be reached and no copy is in the cache; load it once with "
+            said += "network access, or give a folder of parquet or jsonl files"
+        raise DataError(f"{name}: {said}") from error

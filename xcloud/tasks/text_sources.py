@@ -22,15 +22,7 @@ from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import MAX_PAIRS, public_sentences
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
-from xcloud.tasks.sources import (
-    HubTable,
-    TextFile,
-    list_files,
-    load_hub,
-    local_folder,
-    not_loaded,
-    read_lines,
-)
+from xcloud.tasks.sources import HubTable, TextFile, list_files, load_hub, local_folder, read_lines
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
 
@@ -75,8 +67,7 @@ class TextSource:
 
 @settings("text.source")
 class DemoText(TextSource):
-    """The Spanish-English demo grammar: parts es, en and es-en. Public, so every cloud can train
-    the shared tokenizer on it."""
+    """The Spanish-English demo grammar: parts es, en and es-en. Public."""
 
     num_texts: Annotated[int, Field(ge=2, le=MAX_PAIRS)] = 22_000
     corpus_seed: NotNegative = 7
@@ -142,8 +133,7 @@ class FolderText(TextSource):
                     yield row[1:]
 
     def _files(self, part: str) -> list[tuple[TextFile, tuple[str, ...], str | None]]:
-        """The files of this part, the columns to read, and which `lang` the rows must have.
-        Raises DataError if there are none."""
+        """The files of this part, the columns to read, and which `lang` the rows must have."""
         languages = languages_of(part)
         if len(languages) == 1:
             expected = f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the "
@@ -160,10 +150,8 @@ class FolderText(TextSource):
         chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
             there = ", ".join(map(name_of, files)) or "none"
-            raise DataError(
-                f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
-                f"found: {there}"
-            )
+            said = f"no text of {part!r}; expected {expected} (each may end in .gz)"
+            raise DataError(f"{folder}: {said}; found: {there}")
         return chosen
 
     def _ways(
@@ -222,22 +210,15 @@ class HubText(TextSource):
             columns, name, config = (self.column,), self.name, self.config
         config = config and config.format(**keys)
         loaded = load_hub(name, config, True, revision=self.revision, split=self.split)
-        try:
-            for row in HubTable(loaded, name).rows(columns, "text.source.column"):
-                yield tuple(cell or "" for cell in row)
-        except DataError:
-            raise
-        except (OSError, ValueError, RuntimeError) as error:
-            raise not_loaded(name, True, error) from error
+        for row in HubTable(loaded, name).rows(columns, "text.source.column"):
+            yield tuple(cell or "" for cell in row)
 
 
 @settings("public_text")
 class PublicText:
-    """Sentences of the demo grammar, or the lines of a file that every cloud has.
-
-    tokenizer: same as the task's and the encoder's. path: one text per line, UTF-8, may be .gz;
-    null: the demo grammar. seed: selects the sentences or lines.
-    """
+    """Sentences of the demo grammar, or the lines of a file that every cloud has. tokenizer: same
+    as the task's and the encoder's. path: one text per line, UTF-8, may be .gz; null: the demo
+    grammar. seed: selects the sentences or lines."""
 
     tokenizer: TokenizerChoice
     path: Text | None = None
@@ -264,7 +245,7 @@ class PublicText:
         if len(lines) < num:
             raise DataError(
                 f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
-                "lower model.split.calibration_texts (twice as many lines are read with "
-                "calibration_pairs) or the backbone's num_texts, or use a longer file"
+                "lower model.split.calibration_texts (calibration_pairs read twice as many) or "
+                "the backbone's num_texts, or use a longer file"
             )
         return random.Random(self.seed).sample(lines, num)

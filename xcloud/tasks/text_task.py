@@ -38,11 +38,8 @@ TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
 @settings("task", kw_only=True)
 class SourceTask(Source):
-    """What the settings of all tasks share.
-
-    fields: the last one is what is predicted. max_length: in tokens, special ids included.
-    cache_dir: for trained tokenizers; relative to the checkout.
-    """
+    """What the settings of all tasks share. fields: the last one is what is predicted. max_length:
+    in tokens, special ids included. cache_dir: of trained tokenizers; relative to the checkout."""
 
     fields: ClassVar[tuple[str, ...]]
     max_length: Positive
@@ -111,10 +108,8 @@ class TextTask(SourceTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sizes is not None and set(self.sizes) != set(SPLITS):
-            raise ConfigError(
-                "task.sizes must be null or name all three: {train: 5000, dev: 100, test: 500}; "
-                f"got {self.sizes!r}"
-            )
+            all_three = "{train: 5000, dev: 100, test: 500}"
+            raise ConfigError(f"task.sizes must be null or {all_three}; got {self.sizes!r}")
 
     def check(self) -> None:
         super().check()
@@ -132,8 +127,7 @@ class TextTask(SourceTask):
             raise DataError(f"{self.describe()}: {said}")
 
     def agreed_settings(self) -> dict[str, object]:
-        """A rank without files knows no file names, so the corpus does not count where sizes are
-        set."""
+        """Without the corpus where sizes are set: a rank without files knows no file names."""
         unread = {} if self.sizes is None else {"corpus": None}
         return {"tokenizer": repr(self.tokenizer), **unread}
 
@@ -165,12 +159,9 @@ class Tokenized:
 
 
 class View(Tokenized, Generic[T]):
-    """One rank's view of a task: what all of them share (TaskData).
-
-    tokenizers: of text fields. columns: of each field, what a batch is made of. What is not
-    visible is not kept. sizes: samples by split, where they are no rows. remarks: to the user,
-    beside those of the corpus.
-    """
+    """One rank's view of a task: what all of them share (TaskData). tokenizers: of text fields.
+    columns: of each field, what a batch is made of. What is not visible is not kept. sizes:
+    samples by split, where they are no rows. remarks: beside those of the corpus."""
 
     head: Head | None = None
 
@@ -325,12 +316,10 @@ class TokenTable:
 
 
 class PairTable:
-    """Single texts, or pairs where second ones are given, with their special ids.
-
-    A sample that exceeds max_length (special ids included) is truncated; a pair at the end of its
-    longer text, until both are equally long. second_at: position of each sample's first token of
-    the second text; the length of the row in single texts.
-    """
+    """Single texts, or pairs where second ones are given, with their special ids. A sample that
+    exceeds max_length (special ids included) is truncated; a pair at the end of its longer text,
+    until both are equally long. second_at: position of each sample's first token of the second
+    text; the length of the row in single texts."""
 
     def __init__(
         self,
@@ -341,7 +330,7 @@ class PairTable:
         num_separators: int = 1,
     ) -> None:
         self._num_separators = 1 if seconds is None else num_separators
-        room = max(0, max_length - num_special(seconds is not None, num_separators))
+        room = max(0, max_length - self.num_special(seconds is not None, num_separators))
         pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
         self.second_at: list[int] = []
 
@@ -354,6 +343,11 @@ class PairTable:
 
         self.tokens = TokenTable(rows(), special.pad)
         self.tokens.num_cut = sum(len(first) + len(second) > room for first, second in pairs)
+
+    @staticmethod
+    def num_special(paired: bool, num_separators: int) -> int:
+        """Special ids per sample: bos, eos and, in a pair, the separators."""
+        return 2 + (num_separators if paired else 0)
 
     @staticmethod
     def encoded(tokenizer: Tokenizer, sides: Sequence[Sequence[str]], most: int) -> PairTable:
@@ -383,8 +377,3 @@ def cut_pair(
     """The shorter text may use half the room plus whatever the longer one leaves."""
     kept = min(len(first), max(room - len(second), room - room // 2))
     return first[:kept], second[: room - kept]
-
-
-def num_special(paired: bool, num_separators: int) -> int:
-    """Special ids per sample: bos, eos and, in a pair, the separators."""
-    return 2 + (num_separators if paired else 0)

@@ -1,6 +1,5 @@
-"""Tokenizers: trained on the task's own text, or taken from a pretrained model.
-
-Both yield a `Tokenizer`, saved as one JSON file. Knows nothing of sentence pairs.
+"""Tokenizers: trained on the task's own text, or taken from a pretrained model. Both yield a
+`Tokenizer`, saved as one JSON file. Knows nothing of sentence pairs.
 """
 
 from __future__ import annotations
@@ -229,9 +228,7 @@ class TrainedTokenizer(TokenizerChoice):
 
 @settings("tokenizer")
 class FileTokenizer(TokenizerChoice):
-    """A tokenizer trained beforehand, of which every cloud has a copy:
-    python -m xcloud train-tokenizer --out FILE …
-    """
+    """Trained beforehand by python -m xcloud train-tokenizer --out FILE …; every cloud has it."""
 
     path: Annotated[str, Field(min_length=1)]
 
@@ -248,10 +245,8 @@ class FileTokenizer(TokenizerChoice):
 @settings("tokenizer")
 class PretrainedTokenizer(TokenizerChoice):
     """The tokenizer of a pretrained model: a hub id such as bert-base-cased, a local folder, or
-    the name of a packaged checkpoint (minilm).
-
-    Its classifier and separator ids ([CLS] and [SEP], <s> and </s>) are used as bos and eos.
-    """
+    the name of a packaged checkpoint (minilm). Its classifier and separator ids ([CLS] and [SEP],
+    <s> and </s>) are used as bos and eos."""
 
     name_or_path: Annotated[str, Field(min_length=1)]
 
@@ -259,10 +254,8 @@ class PretrainedTokenizer(TokenizerChoice):
         """Raise DataError if a local folder holds no tokenizer. Loads none."""
         folder = Path(resolve(self.name_or_path)).expanduser()
         if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise DataError(
-                f"task.tokenizer: {folder} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)}); "
-                "copy its model's there, or give task.tokenizer.name_or_path"
-            )
+            said = f"{folder} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)})"
+            raise DataError(f"task.tokenizer: {said}; copy its model's there, or name another")
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         pretrained = self.load()

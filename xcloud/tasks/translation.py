@@ -1,6 +1,5 @@
 """Translation between two languages: data, tokenisation and scoring.
 
-Folders and data sets are read by sources.py; no networks here.
 Shapes: B samples, S source positions, T target positions, bos and eos included.
 """
 
@@ -264,9 +263,9 @@ def _metrics(language: str) -> dict[str, Any]:
         # force: suppresses the warning about tokenised text; scores are unchanged.
         return {"bleu": BLEU(trg_lang=language, force=True), "chrf": CHRF()}
     except RuntimeError:  # its words are cut by a library of its own
+        said = "sacreBLEU needs a library that is not installed to cut it into words; run"
         raise ConfigError(
-            f"task.target={language}: sacreBLEU cuts this language into words with a library that "
-            f"is not installed; run: pip install 'sacrebleu[{language}]'"
+            f"task.target={language}: {said}: pip install 'sacrebleu[{language}]'"
         ) from None
 
 
@@ -282,13 +281,10 @@ class HubTranslation(Hub, Translation):
 
 @settings("task", kw_only=True)
 class DemoTranslation(Demo, Translation):
-    """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together.
-
-    No sentence occurs twice in either language, so the splits are disjoint.
-
-    num_monolingual: further sentences in each language that have no translation in the other and
-    occur in no pair: texts for tokenizers and for backbones to be pretrained on.
-    """
+    """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together. No
+    sentence occurs twice in either language, so the splits are disjoint. num_monolingual: further
+    sentences in each language without a translation, which occur in no pair: texts for tokenizers
+    and for backbones to be pretrained on."""
 
     title = "demo grammar"
     num_pairs: Positive = 24_000
@@ -313,10 +309,8 @@ class DemoTranslation(Demo, Translation):
 
     def check_source(self) -> None:
         if {self.source, self.target} != {"es", "en"}:
-            raise ConfigError(
-                f"the demo grammar has es and en only, got source={self.source!r}, "
-                f"target={self.target!r}; for other languages set profile=files and task.path"
-            )
+            got = f"got source={self.source!r}, target={self.target!r}"
+            raise ConfigError(f"the demo grammar has es and en only, {got}; set task.path")
 
     def find(self) -> SplitTables:
         self.check_source()

@@ -74,17 +74,14 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
     for side in pair.split("-"):
         files = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))
         if len(files) > 1:
-            raise DataError(
-                f"{folder}: several files for the set {name}: "
-                f"{', '.join(path.name for path in files)}; choose one, as in TED.{name}"
-            )
+            several = f"several files for the set {name}: {', '.join(path.name for path in files)}"
+            raise DataError(f"{folder}: {several}; choose one, as in TED.{name}")
         if files:
             paths[side] = files[0]
     if not paths:
         raise DataError(
-            f"{folder / f'IWSLT14.TED.{name}.{pair}'}.*.xml is missing; it is part of the WIT3 "
-            "archive (release 2014-01). To omit a dev or test set remove it from task.dev or "
-            "task.test"
+            f"{folder / f'IWSLT14.TED.{name}.{pair}'}.*.xml is missing, a part of the WIT3 "
+            "archive (release 2014-01). To omit a set remove it from task.dev or task.test"
         )
     return TextFile(f"{name}.{pair}", "lines", paths, _segments)
 

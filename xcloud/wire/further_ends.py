@@ -158,11 +158,10 @@ class PeerLinks(ReplicaLinks):
 
     def _open(self, replica: int) -> None:
         ends, peer, capacity = self.ends, self.peers[replica].rank, self._capacity
-        window = ends.window(self._ahead, capacity)
-        self._out[replica] = ends.out(self.line, peer, capacity, window, self.stage)
-        self._in[replica] = ends.incoming(self.line, peer, capacity, window, boundary=self.stage)
-        overdue_s = ends.layout.overdue_s(ends.rank, peer, capacity)
-        self._overdue_s[replica] = max(overdue_s, self._wait_s)
+        self._out[replica], self._in[replica] = ends.both(
+            self.line, peer, capacity, self._ahead, boundary=self.stage
+        )
+        self._overdue_s[replica] = max(ends.overdue_s([peer], capacity), self._wait_s)
 
     def post(
         self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
