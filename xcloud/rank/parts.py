@@ -30,7 +30,6 @@ from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.record.files import ready_file
-from xcloud.security.defences import CloudPrivacy, SamplePrivacy
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
@@ -107,7 +106,7 @@ class Features:
         return averaging.join(
             Replicas(
                 links, group, stages, job.compression.for_tensor, job.seed, job.max_steps, most,
-                self.reporter, privacy if isinstance(privacy, CloudPrivacy) else None,
+                self.reporter, privacy,
                 leaks.averaged.received if leaks is not None and leaks.averaged else None,
             )
         )  # fmt: skip
@@ -124,14 +123,17 @@ class Features:
         which must be those that a checkpoint was made with."""
         job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
         privacy, choose = job.security.privacy, job.compression.for_tensor
+        own_gradients: Part | None = None
+        if privacy is not None and privacy.unit == "sample":
+            own_gradients = PrivateGradients(privacy, trainer)
+        elif any(group.group_size > 1 for group in wiring.groups.values()):
+            own_gradients = OverlappedSums(
+                trainer.buffers, wiring.groups, lambda: trainer.num_backwards
+            )
         changing = Parts(
             [
                 *(own.join(context) for own in job.parts.values()),
-                PrivateGradients(privacy, trainer)
-                if isinstance(privacy, SamplePrivacy)
-                else OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards)
-                if any(group.group_size > 1 for group in wiring.groups.values())
-                else None,
+                own_gradients,
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
                 pilot_of(context, trainer, wiring) if job.autopilot is not None else None,
                 meter,
