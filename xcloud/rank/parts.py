@@ -30,7 +30,6 @@ from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.record.files import ready_file
-from xcloud.security.defences import CloudPrivacy, SamplePrivacy
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
@@ -111,7 +110,7 @@ class Features:
         return averaging.join(
             Replicas(
                 links, group, stages, job.compression.for_tensor, job.seed, job.max_steps, most,
-                self.reporter, privacy if isinstance(privacy, CloudPrivacy) else None,
+                self.reporter, privacy,
                 leaks.averaged.received if leaks is not None and leaks.averaged else None,
             )
         )  # fmt: skip
@@ -132,7 +131,7 @@ class Features:
             [
                 *(own.join(context) for own in job.parts.values()),
                 PrivateGradients(privacy, trainer)
-                if isinstance(privacy, SamplePrivacy)
+                if privacy is not None and privacy.unit == "sample"
                 else OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards),
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
                 pilot_of(context, trainer, wiring),
