@@ -11,7 +11,7 @@ from typing import Any
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.parallel.schedule import Action, Schedule
-from xcloud.plan.costs import FREE, Costs, Direction, Transfer
+from xcloud.plan.costs import FREE, NORM, Costs, Direction, Transfer
 from xcloud.plan.engine import NEVER, Lines, Moments, Program
 from xcloud.plan.prediction import Prediction, Simulator
 
@@ -43,7 +43,7 @@ class UniformCosts(Costs):
         return super().action_s(rank, action._replace(stage=0))
 
     def direction(self, message: Transfer) -> Direction:
-        return Direction(NUM_BYTES)
+        return super().direction(message) if message.direction == NORM else Direction(NUM_BYTES)
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
         line: LinkProfile = self._line  # type: ignore[attr-defined]

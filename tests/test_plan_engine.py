@@ -21,6 +21,7 @@ from xcloud.parallel.schedule import Action, GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import (
     FREE,
+    NORM,
     AveragingCodec,
     Costs,
     Curve,
@@ -134,14 +135,17 @@ def test_costs_of_several_stages_add_up_and_a_slow_rank_takes_longer() -> None:
         [1.0, 2.0], [3.0, 4.0], [Direction(10, 0.1, 0.2)], [Direction(20, 0.3, 0.4)],
         [Update(1, 2, 3, 4), Update(5, 6, 7, 8)], {1: 2.0}, control_bytes=9, weights_s=[0.5, 1.0],
     )  # fmt: skip
-    assert costs.update(0, (0, 1)) == Update(6, 8, 10, 12)
-    assert costs.update(1, (1,)) == Update(10, 6, 14, 16), "an all-reduce is not slower"
+    parts = ("fetch", "average", "norm", "optimizer")
+    assert [costs.update_s(part, 0, (0, 1)) for part in parts] == [6, 8, 10, 12]
+    slow = [costs.update_s(part, 1, (1,)) for part in parts]
+    assert slow == [10, 6, 14, 16], "an all-reduce is not slower"
     assert costs.action_s(1, Action("backward", 1, 0)) == 8.0
     assert costs.action_s(0, Action("weights", 1, 3)) == 1.0
     there, back = (Transfer(way, 0, 0, 0, 1) for way in ("forward", "backward"))
     assert costs.direction(there) == Direction(10, 0.1, 0.2)
     assert costs.direction(back) == Direction(20, 0.3, 0.4)
-    assert Costs([1.0], [1.0]).update(0, (0,)) == Update()
+    assert Costs([1.0], [1.0]).update_s("fetch", 0, (0,)) == 0
+    assert costs.direction(Transfer(NORM, -1, 0, 1, 0)) == Direction(9)
     assert Costs([1.0], [1.0]).action_s(0, Action("weights", 0, 0)) == 0
 
 

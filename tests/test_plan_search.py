@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn
+from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn, every_plan
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
@@ -26,7 +26,6 @@ from xcloud.plan.settings import (
     NO_COMPRESSION,
     Arranged,
     Plan,
-    share_of,
     variants_of,
     with_micro_batches,
 )
@@ -40,7 +39,7 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_plans(seed: int) -> None:
 
     found = search(pricer, space, 4)
 
-    every = [p for plan in space.groups(pricer.arranged) for p in space.with_schedules(plan)]
+    every = every_plan(pricer, space)
     least_s = min(map(pricer.step_s, every))
     assert found.best[0].step_s == pytest.approx(least_s, rel=0.005)
     assert [p.step_s for p in found.best] == sorted(p.step_s for p in found.best)
@@ -121,8 +120,8 @@ def test_variants_differ_in_what_they_do_and_begin_with_the_schedule_itself() ->
     assert len(set(orders)) == len(orders), "none twice under another name"
     assert variants_of(OneForwardOneBackward(), 2, 1) == [OneForwardOneBackward(1)]
     assert with_micro_batches(ZeroBubble(4, 3, 2), 6) == ZeroBubble(6, 3, 2)
-    assert share_of(ZeroBubble(8, 5, 3), 4, 2) == ZeroBubble(4, 3, 2)
-    assert share_of(GPipe(9), 4, 2) == GPipe(4)
+    plans = (Plan("hybrid", (1, 2), s, "none") for s in (ZeroBubble(8, 5, 3), GPipe(9)))
+    assert [plan.schedule_in(1, 2) for plan in plans] == [ZeroBubble(4, 3, 2), GPipe(4)]
 
 
 @pytest.mark.usefixtures("pictures")

@@ -218,7 +218,6 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
     assert marks.colour.nunique() == 3
     axes = canvas("x", 8, 5).subplots()
     pictures.draw_scatter(axes, marks, "step_time_s", "bleu")
-    pictures.draw_front(axes, marks, "bleu")
     (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert line.get_xydata().tolist() == [[0.2, 12.0], [pytest.approx(0.45), 42.0]]
     for colour, drawn in zip(marks.colour, axes.containers, strict=True):

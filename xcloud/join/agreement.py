@@ -1,34 +1,12 @@
 """Before anything else, all ranks meet and compare what they are about to run. A difference ends
 the run in every rank with the same message: the setting, its values, and the ranks and clouds that
-have them. The data are checked later, by fingerprint (rank/task_data.py).
+have them. The data are compared later, by fingerprint (`agree_on`, from rank/task_data.py).
 
-Clouds draw batches, learning rates and dropout from the experiment file alone. So another `seed`
-pairs samples that do not belong together, another `clip_norm` makes one rank wait for a norm that
-is never sent, and another layout hangs the process groups. So the comparison comes before wiring
-and loading: every rank with rank 0, by what they write into the store where they meet.
-
-Compared, and a difference is an error:
-  settings   every key of the resolved experiment file, as dotted name and value
-  release    xcloud.__version__
-  code       a digest of every .py file of xcloud, and of each module outside it that the
-             experiment names as a _target_ (line ends do not count)
-  draws      a digest of numbers from torch's CPU generator: the order of the samples is drawn in
-             every cloud, so it must be the same everywhere
-Compared, and a difference is only noted:
-  torch      its version: clouds with and without GPUs need different builds, and nothing but the
-             draws above must be bit-equal across clouds
-
-Neither compared nor sent, because it may differ without changing results:
-  - names: name, sweep, label, profile, cluster.name; the tracker; follow_up, which runs
-    afterwards; launch, which starts the ranks of one machine
-  - the machine: hydra, every cache_dir, the device of a cloud
-  - places of files: path, paths, folder, files, *_path, *_file, *_dir, and any value that looks
-    like a path (/..., ~..., ./...). name_or_path is compared as long as it is the name of a
-    checkpoint in both clouds. Of a tokenizer's file the contents are compared, by digest.
-  - task.sizes, which only clouds that read no data give (rank/task_data.py compares the sizes)
-
-Tables of other ranks are not trusted: they are limited in bytes, lines and text, and to printable
-ASCII.
+Clouds draw batches, learning rates and dropout from the experiment file alone, so another `seed`
+pairs samples that do not belong together, and another layout hangs the process groups: hence
+before wiring and loading, and through the store where the ranks meet. What is compared and what
+may differ stands in docs/several-machines.md. Tables of other ranks are not trusted: they are
+limited in bytes, lines and text, and to printable ASCII.
 """
 
 from __future__ import annotations
@@ -39,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,7 +86,7 @@ class Verdict:
     attempt: Annotated[int, Field(ge=0)] = 0
 
 
-_VERDICT = TypeAdapter(Verdict)
+_VERDICT, _FACTS = TypeAdapter(Verdict), TypeAdapter(_SECTION)
 
 
 def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
@@ -131,32 +109,18 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
     mine: what this rank runs (table_of). Raises ConfigError in every rank that cannot go
     on, but in one that is `refused`, which must still join the wiring before it may leave.
     """
-    rank, everyone = meeting.rank, range(meeting.num_ranks)
-    compared = job.roster.saving if meeting.is_open else everyone
+    rank, compared = meeting.rank, {*range(meeting.num_ranks)}
+    if meeting.is_open:
+        compared = {*job.roster.saving}
     mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
         meeting.write(f"table.{rank}", encode_table(mine))
-
-    name_of = partial(rank_name, job)
-
-    def read(rank: int) -> Table:
-        return decode_table(meeting.read(f"table.{rank}", rank), name_of(rank))
-
     if rank == 0:
-        tables: dict[int, Table] = {0: mine}
-        unread: dict[int, str] = {}
-        for peer in sorted({*compared} - {0}):
-            try:
-                tables[peer] = read(peer)
-            except FrameError as error:  # the other ranks must be told too
-                unread[peer] = str(error)
-        told = judge(tables, unread, name_of, job.refused_with)
-        if told.kind == "go":
-            told = _from_checkpoint(told, tables, name_of, newest)
+        told = _Comparison(job, meeting, mine, compared - {0}).verdict(newest)
         told = replace(told, text=_printable(told.text), attempt=time.time_ns())
         meeting.write("verdict", json.dumps(asdict(told)))
     elif rank not in compared:
-        own = judge({0: read(0), rank: mine}, {}, name_of, job.refused_with)
+        own = _Comparison(job, meeting, mine, {0}).judge()
         if own.kind == "stop":
             raise ConfigError(own.text)
     verdict = decode_verdict(meeting.read("verdict", 0))
@@ -165,87 +129,131 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
     return verdict
 
 
-def judge(
-    tables: Mapping[int, Table],
-    unread: Mapping[int, str],
-    name_of: NameOf,
-    refused_with: Callable[[frozenset[int]], frozenset[int]],
-) -> Verdict:
-    """tables: of all ranks except `unread`, whose tables are invalid."""
-    differing = {section: _differing(tables, section) for section in ("setting", "fact", "code")}
-    bad = frozenset(unread).union(*(r for keys in differing.values() for r in keys.values()))
-    if not bad:
-        others = _differing(tables, "info").get("torch", ())
-        torches = _describe_values("info", "torch", tables, others, name_of)
-        return Verdict(text=torches and f"clouds run different builds of torch: {torches}")
+def agree_on(
+    what: str,
+    meeting: Meeting,
+    facts: Mapping[str, str],
+    left_out: Mapping[int, Collection[str]] = {},
+) -> Mapping[str, str]:
+    """All ranks must hold the same facts before the first step; every rank calls it. what: a name
+    for them. left_out: by rank, those that it need not have. Returns those of rank 0.
 
-    said = list(unread.values())
-    shown = [(s, key) for s in ("fact", "setting") for key in sorted(differing[s])]
-    for section, key in shown[:_MAX_SHOWN]:
-        ranks = differing[section][key]
-        said.append(f"{key} is {_describe_values(section, key, tables, ranks, name_of)}")
-    if len(shown) > _MAX_SHOWN:
-        said.append(f"and {len(shown) - _MAX_SHOWN} more settings")
-    if files := differing["code"]:
-        ranks = sorted({rank for others in files.values() for rank in others})
-        more = f" and {len(files) - _MAX_SHOWN} more" if len(files) > _MAX_SHOWN else ""
-        commits = _describe_values("info", "commit", tables, ranks, name_of)
-        said.append(
-            f"the code of {_names(ranks, name_of)} is not that of {name_of(0)}, in "
-            f"{', '.join(sorted(files)[:_MAX_SHOWN])}{more} (commit {commits})"
-        )
-    text = (
-        f"the ranks do not run the same experiment: {'; '.join(said)}. All clouds need the same "
-        "experiment file and the same code of xcloud; copy both from one place and start again. "
-        "Paths, caches, devices and trackers may differ."
-    )
-    # A rank with another layout cannot even join the process groups.
-    fits = not unread and not any(key.startswith("cluster.") for key in differing["setting"])
-    refused = refused_with(bad) if fits else frozenset()
-    return Verdict("go" if refused else "stop", tuple(sorted(refused)), text)
+    Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
+    may begin at any time.
+    """
+    meeting.write(f"{what}.{meeting.rank}", json.dumps(dict(facts)))
+    theirs, others = facts, range(0 if meeting.is_open else meeting.num_ranks)
+    for peer in others[1:] if meeting.rank == 0 else [0]:
+        theirs = decode_facts(meeting.read(f"{what}.{peer}", peer), peer)
+        compare_facts(facts, theirs, peer, left_out.get(max(peer, meeting.rank), ()))
+    return facts if meeting.rank == 0 else theirs
 
 
-def _from_checkpoint(
-    verdict: Verdict, tables: Mapping[int, Table], name_of: NameOf, newest: Newest
-) -> Verdict:
-    """All but the refused ranks begin, or go on from the newest checkpoint that all of them
-    hold."""
-    held = {r: table.get("held", {}) for r, table in tables.items() if r not in verdict.refused}
-    if not any(held.values()):
-        return verdict
-    try:
-        step, note = newest(held, name_of)
-    except ConfigError as error:
-        return Verdict("stop", text=str(error))
-    return replace(verdict, text="; ".join(filter(None, (verdict.text, note))), from_step=step)
-
-
-def _differing(tables: Mapping[int, Table], section: str) -> dict[str, list[int]]:
-    """Ranks that have something else there than rank 0, by key."""
-    found: dict[str, list[int]] = {}
-    mine = tables[0].get(section, {})
-    for rank, table in tables.items():
-        theirs = table.get(section, {})
-        for key in mine.keys() | theirs.keys():
-            values = mine.get(key), theirs.get(key)
-            if values[0] != values[1] and PATH not in values:
-                found.setdefault(key, []).append(rank)
+def decode_facts(text: str, peer: int) -> dict[str, str]:
+    said = f"rank {peer} sent no names and values of facts"
+    found: dict[str, str] = _decoded(_FACTS, text, said)
     return found
 
 
-def _describe_values(
-    section: str, key: str, tables: Mapping[int, Table], ranks: Sequence[int], name_of: NameOf
-) -> str:
-    """'1 in rank 0 (a), 2 in rank 1 (b)'; empty if no rank differs."""
-    holders: dict[str, list[int]] = {}
-    for rank in (0, *ranks) if ranks else ():
-        holders.setdefault(tables[rank][section].get(key, "not set"), []).append(rank)
-    return ", ".join(f"{value} in {_names(held, name_of)}" for value, held in holders.items())
+def compare_facts(
+    mine: Mapping[str, str], theirs: Mapping[str, str], peer: int, left_out: Collection[str] = ()
+) -> None:
+    """left_out: names that one of the two need not have."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        if (name not in mine or name not in theirs) and name in left_out:
+            continue
+        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if here != there:
+            raise ConfigError(
+                f"this rank and rank {peer} disagree about {name}: {here} here, {there} there. "
+                "All clouds need the same experiment file, the same release of xcloud and the "
+                "same rows of data in the same order."
+            )
 
 
-def _names(ranks: Sequence[int], name_of: NameOf) -> str:
-    more = f" and {len(ranks) - _MAX_SHOWN} more ranks" if len(ranks) > _MAX_SHOWN else ""
-    return ", ".join(name_of(rank) for rank in ranks[:_MAX_SHOWN]) + more
+class _Comparison:
+    """Of what this rank runs with what `peers` run, of which rank 0 is one if it is not this."""
+
+    def __init__(self, job: Job, meeting: Meeting, mine: Table, peers: Iterable[int]) -> None:
+        self._job, self._name_of = job, partial(rank_name, job)
+        self._tables: dict[int, Table] = {meeting.rank: mine}
+        self._unread: dict[int, str] = {}
+        for peer in sorted(peers):
+            text = meeting.read(f"table.{peer}", peer)
+            try:
+                self._tables[peer] = decode_table(text, self._name_of(peer))
+            except FrameError as error:
+                if meeting.rank != 0:
+                    raise
+                self._unread[peer] = str(error)  # the other ranks must be told too
+
+    def verdict(self, newest: Newest) -> Verdict:
+        """All but the refused ranks begin, or go on from the newest checkpoint that all of them
+        hold."""
+        found = self.judge()
+        held = {r: t.get("held", {}) for r, t in self._tables.items() if r not in found.refused}
+        if found.kind == "stop" or not any(held.values()):
+            return found
+        try:
+            step, note = newest(held, self._name_of)
+        except ConfigError as error:
+            return Verdict("stop", text=str(error))
+        return replace(found, text="; ".join(filter(None, (found.text, note))), from_step=step)
+
+    def judge(self) -> Verdict:
+        differing = {section: self._differing(section) for section in ("fact", "setting", "code")}
+        bad = {*self._unread}.union(*(r for keys in differing.values() for r in keys.values()))
+        if not bad:
+            torches = self._values("info", "torch", self._differing("info").get("torch", []))
+            return Verdict(text=torches and f"clouds run different builds of torch: {torches}")
+
+        said, files = list(self._unread.values()), differing.pop("code")
+        shown = [(section, key) for section, keys in differing.items() for key in sorted(keys)]
+        for section, key in shown[:_MAX_SHOWN]:
+            said.append(f"{key} is {self._values(section, key, differing[section][key])}")
+        if len(shown) > _MAX_SHOWN:
+            said.append(f"and {len(shown) - _MAX_SHOWN} more settings")
+        if files:
+            ranks = sorted({rank for others in files.values() for rank in others})
+            more = f" and {len(files) - _MAX_SHOWN} more" if len(files) > _MAX_SHOWN else ""
+            said.append(
+                f"the code of {self._names(ranks)} is not that of {self._name_of(0)}, in "
+                f"{', '.join(sorted(files)[:_MAX_SHOWN])}{more} (commit "
+                f"{self._values('info', 'commit', ranks)})"
+            )
+        text = (
+            f"the ranks do not run the same experiment: {'; '.join(said)}. All clouds need the "
+            "same experiment file and the same code of xcloud; copy both from one place and start "
+            "again. Paths, caches, devices and trackers may differ."
+        )
+        # A rank with another layout cannot even join the process groups.
+        fits = not self._unread and not any(k.startswith("cluster.") for k in differing["setting"])
+        refused = self._job.refused_with(frozenset(bad)) if fits else ()
+        return Verdict("go" if refused else "stop", tuple(sorted(refused)), text)
+
+    def _differing(self, section: str) -> dict[str, list[int]]:
+        """Ranks that have something else there than rank 0, by key."""
+        found: dict[str, list[int]] = {}
+        first = self._tables[0].get(section, {})
+        for rank, table in self._tables.items():
+            theirs = table.get(section, {})
+            for key in first.keys() | theirs.keys():
+                values = first.get(key), theirs.get(key)
+                if values[0] != values[1] and PATH not in values:
+                    found.setdefault(key, []).append(rank)
+        return found
+
+    def _values(self, section: str, key: str, ranks: Sequence[int]) -> str:
+        """'1 in rank 0 (a), 2 in rank 1 (b)'; empty if no rank differs."""
+        holders: dict[str, list[int]] = {}
+        for rank in (0, *ranks) if ranks else ():
+            value = self._tables[rank].get(section, {}).get(key, "not set")
+            holders.setdefault(value, []).append(rank)
+        return ", ".join(f"{value} in {self._names(held)}" for value, held in holders.items())
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - _MAX_SHOWN} more ranks" if len(ranks) > _MAX_SHOWN else ""
+        return ", ".join(map(self._name_of, ranks[:_MAX_SHOWN])) + more
 
 
 def rank_name(job: Job, rank: int) -> str:
@@ -295,9 +303,10 @@ def table_of(settings: Mapping[str, Any]) -> Table:
     """
     generator = torch.Generator().manual_seed(1)
     draws = torch.randperm(1000, generator=generator)
+    compared = compared_settings(settings)
     return {
-        "setting": compared_settings(settings),
-        "code": _code(settings),
+        "setting": compared,
+        "code": _code(compared),
         "fact": {
             "release of xcloud": _text_of(xcloud.__version__),
             "digest of torch's random numbers": _digest(repr(draws.tolist()).encode()),
@@ -339,12 +348,8 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_place(value: object) -> bool:
     """A folder or file, not the name of a checkpoint ("minilm", "owner/name")."""
-    if not isinstance(value, str):
-        return False
-    return (
-        bool(_LOOKS_LIKE_PATH.match(value))
-        or value.count("/") > 1
-        or "\\" in value
+    return isinstance(value, str) and (
+        bool(_LOOKS_LIKE_PATH.match(value) or value.count("/") > 1 or "\\" in value)
         or Path(value).exists()
     )
 
@@ -357,25 +362,15 @@ def _contents(path: object) -> str:
     return f'"(contents {_digest(file.read_bytes())})"'
 
 
-def _code(settings: Mapping[str, Any]) -> dict[str, str]:
+def _code(compared: Mapping[str, str]) -> dict[str, str]:
     """Digest of every file of the package, and of each other module that a _target_ is of."""
     found = {f"xcloud/{file}": digest for file, digest in code_digests().items()}
-    for target in sorted(_targets(settings)):
-        module = sys.modules.get(target.rsplit(".", 1)[0])
-        file_name = getattr(module, "__file__", None)
-        if target.startswith("xcloud.") or not file_name or not Path(file_name).is_file():
-            continue
-        found[f"module {target.rsplit('.', 1)[0]}"] = file_digest(Path(file_name))
+    targets = {value.strip('"') for key, value in compared.items() if key.endswith("_target_")}
+    for name in sorted({target.rpartition(".")[0] for target in targets}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name.partition(".")[0] != "xcloud" and file and Path(file).is_file():
+            found[f"module {name}"] = file_digest(Path(file))
     return found
-
-
-def _targets(node: Any) -> set[str]:
-    if isinstance(node, Mapping):
-        own = {str(node["_target_"])} if "_target_" in node else set()
-        return own.union(*(_targets(entry) for entry in node.values()))
-    if isinstance(node, list | tuple):
-        return set[str]().union(*(_targets(entry) for entry in node))
-    return set()
 
 
 def _digest(data: bytes) -> str:

@@ -65,9 +65,12 @@ def lines_of(
     return found
 
 
+NORM = "norm"
+
+
 class Transfer(NamedTuple):
-    """One message of the pipeline. boundary: number of the stage before it; direction: "forward"
-    for its activation, "backward" for the gradient. micro_batch: counts within the update."""
+    """One message. direction: "forward" for an activation, "backward" for a gradient, NORM for the
+    agreement. boundary: number of the stage before it. micro_batch: counts within the update."""
 
     direction: str
     boundary: int
@@ -134,26 +137,22 @@ class Costs:
         return table[action.stage] * self.slowdown.get(rank, 1.0) if table else 0.0
 
     def direction(self, message: Transfer) -> Direction:
+        if message.direction == NORM:
+            return Direction(self.control_bytes)
         table = self.forward if message.direction == "forward" else self.backward
         return table[message.boundary] if table else NOTHING
 
     def line(self, layout: ClusterLayout, here: str, there: str) -> LinkProfile:
         return line_of(layout, self.lines, here, there)
 
-    def update(self, rank: int, stages: Sequence[int]) -> Update:
-        factor = self.slowdown.get(rank, 1.0)
-        mine = [self.updates[stage] for stage in stages] if self.updates else []
-        return Update(
-            factor * sum(entry.fetch_s for entry in mine),
-            sum(entry.average_s for entry in mine),
-            factor * sum(entry.norm_s for entry in mine),
-            factor * sum(entry.optimizer_s for entry in mine),
-        )
+    def update_s(self, what: str, rank: int, stages: Sequence[int]) -> float:
+        """what: "fetch", "average", "norm" or "optimizer"."""
+        factor = 1.0 if what == "average" else self.slowdown.get(rank, 1.0)
+        each = (getattr(self.updates[stage], f"{what}_s") for stage in stages)
+        return factor * sum(each) if self.updates else 0.0
 
 
 # Of a job.
-
-Point = tuple[PositiveFloat, float]
 
 
 @settings("curve")
@@ -161,7 +160,7 @@ class Curve:
     """A quantity of a micro-batch over its number of samples: straight lines between the points,
     going on beyond them. One point is a quantity that grows in proportion."""
 
-    points: Sequence[Point] = ()
+    points: Sequence[tuple[PositiveFloat, float]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(self.points))

@@ -157,11 +157,8 @@ def run(
     num_bytes: Sequence[int],
     lines: Sequence[LinkProfile | None],
 ) -> Moments:
-    """Carry the program out; messages travel while ranks work.
-
-    seconds: by rank and operation. num_bytes: by parcel. lines: by route, None = free. A rank
-    whose token never comes stops there: see Moments.has_ended.
-    """
+    """Run the program. seconds: by rank and operation. num_bytes: by parcel. lines: by route,
+    None = free. A rank whose token never comes stops there: see Moments.has_ended."""
     return _Run(program, seconds, Lines(program, num_bytes, lines)).carried_out()
 
 

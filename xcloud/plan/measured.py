@@ -62,14 +62,13 @@ def measured_costs(timeline: Timeline) -> Costs:
         """The mean over its ranks. Of an average the last to come waits for nobody."""
         mates, shares = ranks_of[stage], []
         shared_us = min(spent["", -1, rank, -1]["average"] for rank in mates)
+        alone_us = shared_us if len(mates) == 1 else 0
         for rank in mates:
             own = spent["", -1, rank, -1]
-            alone_us = shared_us if len(mates) == 1 else 0
             each = own["fetch"] / max(1, own["fetches"]), shared_us - alone_us
+            each_us = *each, own["clip"] + alone_us, own["after"]
             num_held = sum(rank in ranks for ranks in ranks_of.values())
-            shares.append(
-                [1e-6 * us / num_held for us in (*each, own["clip"] + alone_us, own["after"])]
-            )
+            shares.append([1e-6 * us / num_held for us in each_us])
         return Update(*map(_mean, zip(*shares, strict=True)))
 
     stages = range(len(ranks_of))

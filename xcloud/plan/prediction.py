@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from xcloud.plan.costs import Costs
 from xcloud.plan.engine import Moments, run
-from xcloud.plan.step_program import CONTROL, Route, StepProgram
+from xcloud.plan.step_program import Route, StepProgram
 from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
 
 _FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
@@ -26,8 +26,8 @@ def largest_first(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 class RankUse(NamedTuple):
-    """What a rank did with the step, in seconds. average_s: with waiting for the other ranks of
-    its stage, as a real run counts it. idle_s: all the rest of the step."""
+    """Seconds of the step. average_s: with waiting for the other ranks of its stage, as a real run
+    counts it. idle_s: all the rest."""
 
     rank: int
     compute_s: float
@@ -93,10 +93,9 @@ class Prediction:
 
     @cached_property
     def critical_s(self) -> dict[str, float]:
-        """Seconds of the longest chain of causes that ends with the step, by what they went into:
+        """Seconds of the longest chain of causes that ends with the step, largest first:
         "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
-        "latency a to b", "update", "averaging". They add up to step_s.
-        Largest first."""
+        "latency a to b", "update", "averaging". They add up to step_s."""
         rank, since_s = max(self._all, key=lambda r: self._end_s(r, -1)), self._since_s
         spent = defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
@@ -121,17 +120,13 @@ class Prediction:
             lanes.append(Lane(rank, cloud, us(from_s), us(from_s + self._span_s(rank)), boxes))
         flights = defaultdict[Route, list[Flight]](list)
         for number in self._parcels():
-            route, parcel = self._route(number), self.step.program.parcels[number]
+            route, index = self._route(number), number % len(self.step.transfers)
             if route.here == route.there:
                 continue
-            transfer = self.step.transfers[number % len(self.step.transfers)]
+            sent = self.step.transfers[index]
+            what = _FLIGHT_KIND[sent.direction], sent.micro_batch, self.num_bytes[number]
             moments = (us(moment) for moment in self.moments.passages[number])
-            flights[route].append(
-                Flight(
-                    parcel.sender, parcel.receiver, _FLIGHT_KIND[transfer.direction],
-                    transfer.micro_batch, self.num_bytes[number], *moments,
-                )
-            )  # fmt: skip
+            flights[route].append(Flight(sent.sender, sent.receiver, *what, *moments))
         ordered = {
             (way.here, way.there): tuple(sorted(some, key=lambda f: f.from_us))
             for way, some in sorted(flights.items())
@@ -186,8 +181,7 @@ class Prediction:
 
     def _parcels(self) -> range:
         """Those of the last step."""
-        each = len(self.step.transfers)
-        return range(each * (self.step.num_steps - 1), each * self.step.num_steps)
+        return range(len(self.step.transfers) * (self.step.num_steps - 1), len(self.num_bytes))
 
     def _route(self, parcel: int) -> Route:
         return self.step.routes[self.step.program.parcels[parcel].route]
@@ -234,9 +228,7 @@ class _Span(NamedTuple):
 
 
 class Simulator(StepProgram):
-    """The program of a step, to be run at any costs.
-
-        Simulator(schedule, layout).run(costs).step_s
+    """The program of a step, to be run at any costs: Simulator(schedule, layout).run(costs).step_s
 
     Model: a rank does one thing at a time, in the order that the real pipeline follows. For an
     action it waits for its message, decompresses, computes, compresses and hands its own message
@@ -255,10 +247,8 @@ class Simulator(StepProgram):
             [sum(self.parts_s(costs, rank, op)) for op in ops] * self.num_steps
             for rank, ops in enumerate(self.ops)
         ]
-        num_bytes = [
-            costs.control_bytes if transfer is CONTROL else costs.direction(transfer).num_bytes
-            for transfer in self.transfers
-        ] * self.num_steps
+        sizes = [costs.direction(message).num_bytes for message in self.transfers]
+        num_bytes = sizes * self.num_steps
         lines = [costs.line(self.layout, route.here, route.there) for route in self.routes]
         moments = self.engine(self.program, seconds, num_bytes, lines)
         if not all(moments.has_ended(self.program, rank) for rank in range(len(seconds))):

@@ -3,8 +3,6 @@
 A replica is simulated (prediction.py); one whose ranks hold the whole model is a pipeline of one
 stage. What replicas average is a formula (formulas.py). Where the profile names a line inside a
 cloud, ranks of a stage sum their gradients over it in a ring.
-
-Not modelled: ranks that slow each other down on one machine.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, islice, product
 from typing import NamedTuple
@@ -77,11 +77,6 @@ class Space:
         kinds = [*self.schedules, self.own.schedule]
         each = (variants_of(kind, num_stages, num_micro_batches) for kind in kinds)
         return list(dict.fromkeys(chain.from_iterable(each)))
-
-    def with_schedules(self, plan: Plan) -> list[Plan]:
-        """The plan with every schedule to be tried."""
-        tried = self.schedules_for(len(plan.ends), plan.micro_batches)
-        return [plan._replace(schedule=schedule) for schedule in tried]
 
 
 @dataclass(frozen=True)
@@ -254,14 +249,6 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def over_bandwidth(
-    step_s: StepAt, compressions: Sequence[str]
-) -> dict[str, list[tuple[float, float]]]:
-    """Bandwidth and step time of each compressor, for a picture."""
-    rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
-    return {name: [(rate, step_s(name, rate)) for rate in rates] for name in compressions}
-
-
 class AtCount(NamedTuple):
     """At so many micro-batches. blocking: formula (2); free: (1); overlapped: (2') as a bubble."""
 
@@ -271,18 +258,6 @@ class AtCount(NamedTuple):
     free: float
     blocking: float
     overlapped: float
-
-
-def best_pipeline(pricer: Pricer, space: Space, ranked: Ranked) -> Plan | None:
-    """The fastest plan that cuts the model; None if there is none."""
-    best = ranked.best[0].plan
-    if len(best.ends) > 1:
-        return best
-    splits = {name: found for name, found in space.splits.items() if len(found[0]) > 1}
-    own = space.own.strategy
-    if not splits or ("strategy" not in space.varies and own not in splits):
-        return None
-    return search(pricer, replace(space, splits=splits), 1).best[0].plan
 
 
 def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> list[AtCount]:

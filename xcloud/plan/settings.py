@@ -54,10 +54,15 @@ class Plan(NamedTuple):
         return len(range(replica, self.micro_batches, num_replicas))
 
     def schedule_in(self, replica: int, num_replicas: int) -> Schedule:
-        """Of one of so many replicas of the pipeline."""
-        if num_replicas == 1:
-            return self.schedule
-        return share_of(self.schedule, self.micro_batches_of(replica, num_replicas), num_replicas)
+        """Of one of so many replicas of the pipeline. Settings named num_in_* count micro-batches
+        of all."""
+        shared = {
+            name: math.ceil(number / num_replicas)
+            for name, number in vars(self.schedule).items()
+            if name.startswith("num_in_") and number is not None
+        }
+        own = self.micro_batches_of(replica, num_replicas)
+        return replace(self.schedule, **shared, num_micro_batches=own)  # type: ignore[type-var]
 
 
 @runtime_checkable
@@ -150,17 +155,6 @@ def variants_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> 
 
 def with_micro_batches(schedule: Schedule, number: int) -> Schedule:
     return replace(schedule, num_micro_batches=number)  # type: ignore[type-var]
-
-
-def share_of(schedule: Schedule, num_micro_batches: int, num_replicas: int) -> Schedule:
-    """The part that one of several replicas of the pipeline carries out. Settings named num_in_*
-    count micro-batches of all replicas."""
-    shared = {
-        name: math.ceil(number / num_replicas)
-        for name, number in vars(schedule).items()
-        if name.startswith("num_in_") and number is not None
-    }
-    return replace(schedule, **shared, num_micro_batches=num_micro_batches)  # type: ignore[type-var]
 
 
 @settings("plan")

@@ -12,7 +12,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan import engine
-from xcloud.plan.costs import Costs, Transfer
+from xcloud.plan.costs import NORM, Costs, Transfer
 
 
 class Op(NamedTuple):
@@ -31,18 +31,16 @@ class Route(NamedTuple):
 
 
 MARKS = ("arrive", "answer", "shared")
-CONTROL = Transfer("norm", -1, 0, -1, -1)
 
 
 class StepProgram:
     """The program of a step.
 
     agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
-        training (training/trainer.py). Costs.control_bytes is what such a message takes.
+        training (training/trainer.py).
     num_passes: how often the schedule runs for one update (gradient accumulation).
-    num_steps: steps one after the other, of which the last is the prediction: a rank may begin a
-        step while others still end the one before, and what is hidden so only shows from the
-        second step on. 1 = all ranks begin at once.
+    num_steps: steps in a row, of which the last is the prediction: a rank may begin one while
+        others still end the one before. 1 = all ranks begin at once.
     without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
     without_rows: boundaries over which nothing goes forward, either.
 
@@ -71,7 +69,7 @@ class StepProgram:
         self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
         # Of one step; the program repeats it.
         self.ops: list[list[Op]] = [[] for _ in self.placements]
-        self.transfers: list[Transfer] = []  # by parcel; CONTROL where it is none of the pipeline
+        self.transfers: list[Transfer] = []  # by parcel
         self.routes: list[Route] = []
         self._one = engine.Program.for_ranks(layout.num_ranks)
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
@@ -86,8 +84,8 @@ class StepProgram:
         if op.action is None:
             if op.what in MARKS:
                 return 0.0, 0.0, 0.0
-            update = costs.update(rank, self.placements[rank].stages)
-            return 0.0, getattr(update, "norm_s" if op.what == "clip" else f"{op.what}_s"), 0.0
+            what = "norm" if op.what == "clip" else op.what
+            return 0.0, costs.update_s(what, rank, self.placements[rank].stages), 0.0
         before = 0.0 if op.received is None else costs.direction(op.received).decompress_s
         behind = 0.0 if op.sent is None else costs.direction(op.sent).compress_s
         own_s = costs.action_s(rank, op.action)
@@ -137,9 +135,7 @@ class StepProgram:
                     received = self._transfer(stage - (kind == "forward"), action, first)
                     sent = self._transfer(stage - (kind == "backward"), action, first)
                     need = -1 if received is None else tokens[received]
-                    posts: tuple[int, ...] = ()
-                    if sent is not None:
-                        posts = (self._post(sent, sent.sender, sent.receiver, tokens[sent]),)
+                    posts = () if sent is None else (self._post(sent, tokens[sent]),)
                     named = action._replace(micro_batch=first + action.micro_batch)
                     self._add(rank, Op(kind, named, received, sent), need, posts)
 
@@ -167,8 +163,12 @@ class StepProgram:
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
         for leader in others:
-            self._add(leader, Op("arrive"), posts=(self._post(CONTROL, leader, 0, all_told),))
-        answered = tuple(self._post(CONTROL, 0, leader, answers[leader]) for leader in others)
+            told = self._post(Transfer(NORM, -1, 0, leader, 0), all_told)
+            self._add(leader, Op("arrive"), posts=(told,))
+        answered = tuple(
+            self._post(Transfer(NORM, -1, 0, 0, leader), token)
+            for leader, token in answers.items()
+        )
         for placement in self.placements:
             rank, leader = placement.rank, leader_of[placement.rank]
             if rank == 0:
@@ -184,14 +184,15 @@ class StepProgram:
         self._one.operation(rank, need, posts, signal)
         self.ops[rank].append(op)
 
-    def _post(self, transfer: Transfer, sender: int, receiver: int, token: int) -> int:
-        here, there = self.placements[sender].cloud, self.placements[receiver].cloud
-        shared = (here, there) if here != there else (sender, receiver)
+    def _post(self, transfer: Transfer, token: int) -> int:
+        both = transfer.sender, transfer.receiver
+        here, there = (self.placements[rank].cloud for rank in both)
+        shared = (here, there) if here != there else both
         if shared not in self._route_of:
             self._route_of[shared] = self._one.route()
             self.routes.append(Route(here, there))
         self.transfers.append(transfer)
-        return self._one.parcel(sender, receiver, self._route_of[shared], token)
+        return self._one.parcel(*both, self._route_of[shared], token)
 
     def _transfer(self, boundary: int, action: Action, first: int) -> Transfer | None:
         """The message over `boundary`; None at the ends and between stages of one rank."""

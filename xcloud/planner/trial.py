@@ -147,23 +147,18 @@ class TrialRun:
         """A second run that tells what a block takes, what is before and after the blocks, and
         what a call of a stage: one end of the model gives a block to the other and becomes two
         stages. None where a rank holds one stage only, or that end is too small."""
-        counts = [part[0] for part in self.parts]
-        clouds = self.cluster.clouds.values()
-        if not counts or any(c.one_stage_per_rank or c.shard for c in clouds):
+        cut, clouds = [[part[0]] for part in self.parts], self.cluster.clouds.values()
+        if not cut or any(c.one_stage_per_rank or c.shard for c in clouds):
             return []
-        cut, (first, last) = [[count] for count in counts], (counts[0], counts[-1])
-        if len(counts) > 1 and first > 2:
-            cut[0], cut[-1] = [1, first - 2], [last + 1]
-        elif len(counts) > 1 and last > 2:
-            cut[0], cut[-1] = [first + 1], [last - 2, 1]
-        elif first > 1:
-            cut[0] = [1, first - 1]
-        elif last > 1:
-            cut[-1] = [last - 1, 1]
-        else:
-            return []
-        own = dict([next(iter(self.candidates.items()))])
-        return [replace(self, candidates=own, num_steps=-(-self.num_steps // 2), cut=cut)]
+        for gives, end in product((len(cut) > 1, False), (0, -1)):
+            (size,) = cut[end]
+            if size <= 1 + gives:
+                continue
+            cut[-1 - end][0] += gives
+            cut[end] = [1, size - 1 - gives][:: 1 if end == 0 else -1]
+            own = dict([next(iter(self.candidates.items()))])
+            return [replace(self, candidates=own, num_steps=-(-self.num_steps // 2), cut=cut)]
+        return []
 
     @property
     def blocks(self) -> list[int]:

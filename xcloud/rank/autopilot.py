@@ -107,13 +107,11 @@ class Switching(Part):
 class RunPilot(Switching):
     """Measures are sums since the start, in a table: [seconds of the main thread, those it
     computed], then for each boundary and direction [bytes, messages, seconds on the line, delay].
-    Rank 0, which has the forecast, takes differences between two looks.
+    Rank 0, which has the forecast, takes differences between two looks. They travel ahead of a
+    leader's norm, the choice behind rank 0's reply.
 
     The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter).
-    delay: the latency of a message; of a real line + what both clocks differ by.
-
-    No round trip is its own: what the leader of a stage has measured travels ahead of its norm,
-    the choice behind rank 0's reply."""
+    delay: the latency of a message; of a real line + what both clocks differ by."""
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class RunPilot(Switching):
         self._settings, self._rule = job.autopilot, Rule(job.autopilot)
         self._reporter, self.forecast, self._sums = reporter, forecast, trainer.sums
         layout = job.cluster
-        crossed = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
+        crossed = filter(layout.leaves_cloud, range(layout.num_stages - 1))
         self._rows = {way: row for row, way in enumerate(product(crossed, DIRECTIONS), 1)}
         self._spent_s = torch.zeros(2, dtype=torch.float64)  # in all updates before this one
         self._last: dict[int, Tensor] = {}
@@ -143,11 +141,9 @@ class RunPilot(Switching):
         if sums.rank != first:
             sums.out[first].send(key, (mine,), _MEASURED)
             return
-        measured = {first: mine}
-        for leader in others:
-            parts = sums.incoming[leader].recv(key, sums.overdue_s)
-            measured[leader] = like(mine, parts, leader)
-        self._next = self.decide(step, measured)
+        told = {leader: sums.incoming[leader].recv(key, sums.overdue_s) for leader in others}
+        measured = {leader: like(mine, parts, leader) for leader, parts in told.items()}
+        self._next = self.decide(step, {first: mine, **measured})
 
     def after_update(self, step: int, report: StepReport) -> None:
         self._spent_s += self._of_this_update()
@@ -271,9 +267,7 @@ def like(mine: Tensor, parts: Parts, sender: int) -> Tensor:
 def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
     """Of a line, on which packets have headers."""
     of_each = line_bytes(round(num_bytes / num_messages))
-    return (
-        min(8 * num_messages * of_each / line_s, _FREE_BITS_PER_S) if line_s else _FREE_BITS_PER_S
-    )
+    return min(8 * num_messages * of_each / max(line_s, 1e-15), _FREE_BITS_PER_S)
 
 
 def forecast_of(job: Experiment, device: torch.device) -> Forecast:

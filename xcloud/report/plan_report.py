@@ -16,13 +16,12 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
 from xcloud.plan.pricing import OverEpochs, Pricer
 from xcloud.plan.search import (
+    BANDWIDTHS,
     AtCount,
     Ranked,
     Space,
     StepAt,
-    best_pipeline,
     crossings,
-    over_bandwidth,
     over_micro_batches,
     step_at,
 )
@@ -59,9 +58,11 @@ class Report:
     def best(self) -> Plan:
         return self.ranked.best[0].plan
 
-    @cached_property
+    @property
     def pipeline(self) -> Plan | None:
-        return best_pipeline(self.pricer, self.space, self.ranked)
+        """The first plan shown that cuts the model; None if none does."""
+        shown = (*self.ranked.best, self.ranked.own)
+        return next((one.plan for one in shown if len(one.plan.ends) > 1), None)
 
     @cached_property
     def over_micro_batches(self) -> list[AtCount]:
@@ -78,7 +79,9 @@ class Report:
     @cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """By compressor, bandwidth and step."""
-        return over_bandwidth(*self._over_lines)
+        step_s, names = self._over_lines
+        rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
+        return {name: [(rate, step_s(name, rate)) for rate in rates] for name in names}
 
     @cached_property
     def _over_lines(self) -> tuple[StepAt, Sequence[str]]:
@@ -249,8 +252,7 @@ def write_plan_picture(path: Path, report: Report) -> bool:
         return False
     figure = canvas("", 8, 0.2 + 4.2 * len(draws))
     for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log")
         draw(axes, report)
         plain(axes, "both")
         axes.legend(frameon=False, fontsize=8)
@@ -277,8 +279,7 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
             there = report.pricer.at_bandwidth(at)
             axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
     settings = f"m = {best.micro_batches}, {best.schedule_label}"
-    axes.set_xlabel(f"bandwidth between clouds (bit/s); {settings}")
-    axes.set_ylabel("step (s)")
+    axes.set(xlabel=f"bandwidth between clouds (bit/s); {settings}", ylabel="step (s)")
 
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
@@ -298,5 +299,4 @@ def _over_micro_batches(axes: Axes, report: Report) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xlabel("micro-batches of a step")
-    axes.set_ylabel("bubble ratio: idle / computing")
+    axes.set(xlabel="micro-batches of a step", ylabel="bubble ratio: idle / computing")

@@ -56,8 +56,12 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
     written = []
     for cost, (name, what, label) in SCATTERS.items():
         if len(marks := marks_of(results, cost)):
-            heading, score = f"{title}: quality and {what}", results.scores[0]
-            written.append(write_scatter(folder / name, marks, heading, cost, label, score))
+            figure = canvas(f"{title}: quality and {what}", 8, 5.5 + 0.1 * len(marks))
+            axes = figure.subplots()
+            draw_scatter(axes, marks, cost, results.scores[0])
+            axes.set_xlabel(label)
+            figure.legend(ncols=3, **_LEGEND)
+            written.append(save(figure, folder / name))
     if _clouds(results.rows):
         written.append(_write_step_time(folder / STEP_TIME, results, title))
     return written
@@ -89,25 +93,6 @@ def _nth(names: Sequence[str], numbers: Any) -> list[str]:
     return [names[number % len(names)] for number in numbers]
 
 
-def write_scatter(
-    path: Path, marks: pd.DataFrame, title: str, cost: str, x_label: str, score: str
-) -> Path:
-    figure = canvas(title, 8, 5.5 + 0.1 * len(marks))
-    axes = figure.subplots()
-    plain(axes, "both")
-    draw_scatter(axes, marks, cost, score)
-    axes.set_xlabel(x_label)
-    if cost == "step_time_s":
-        draw_front(axes, marks, score)
-    elif marks[cost].max() > 8 * marks[cost].min():
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    figure.legend(ncols=3, **_LEGEND)
-    return save(figure, path)
-
-
 def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None:
     spread = plus_minus(marks, score)
     for number, mark in marks.iterrows():
@@ -116,21 +101,25 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
             fmt=mark["shape"], color=mark.colour, ecolor=(mark.colour, 0.6), elinewidth=0.9,
             capsize=2.5, markersize=6, label=mark.label,
         )  # fmt: skip
+    plain(axes, "both")
     axes.margins(0.12)
     is_mean = marks[f"{score}_std"].notna().any()
     shown = " (mean ± std over seeds)" if is_mean else " (± standard error)"
     axes.set_ylabel(f"{score_name(score)}, test set{shown * bool(spread.notna().any())}")
-
-
-def draw_front(axes: Axes, marks: pd.DataFrame, score: str) -> None:
-    """As a step line from its first point to its last; a single point is no trade-off."""
-    sign = -1 if score in LESS_IS_BETTER else 1
-    best = front(marks.step_time_s, sign * marks[score])
-    if len(best) > 1:
-        axes.step(
-            best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
-            label="trade-off front: nothing is faster and better",
-        )  # fmt: skip
+    if cost == "step_time_s":
+        # As a step line from its first point to its last; a single point is no trade-off.
+        sign = -1 if score in LESS_IS_BETTER else 1
+        best = front(marks.step_time_s, sign * marks[score])
+        if len(best) > 1:
+            axes.step(
+                best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
+                label="trade-off front: nothing is faster and better",
+            )  # fmt: skip
+    elif marks[cost].max() > 8 * marks[cost].min():
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _clouds(rows: pd.DataFrame) -> list[str]:

@@ -267,8 +267,8 @@ def swept_of(results: Results) -> Swept | None:
     there is none."""
     scored = results.rows[results.rows.score.notna()]
     keys = [key for key in varying(list(scored.settings)) if key != "seed"]
-    lines = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
-    values = pd.DataFrame(lines, scored.index, keys, dtype=object)
+    found = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
+    values = pd.DataFrame(found, scored.index, keys, dtype=object)
     words = values.map(repr).assign(sweep=scored.sweep)
     # For each setting, of the rows that have it as a number: the most that differ in it alone.
     alike = {
@@ -281,11 +281,9 @@ def swept_of(results: Results) -> Swept | None:
     setting = str(most.idxmax())
     shown = scored[values[setting].map(is_number)]
     others = [key for key in varying(list(shown.settings)) if key not in ("seed", setting)]
-    shown = shown.assign(
-        value=values.loc[shown.index, setting].astype(float),
-        line=[_line(row, setting, others, shown.sweep.nunique() > 1) for _, row in
-              shown.iterrows()],
-    )  # fmt: skip
+    several = shown.sweep.nunique() > 1
+    lines = [_line(row, setting, others, several) for _, row in shown.iterrows()]
+    shown = shown.assign(value=values[setting][shown.index].astype(float), line=lines)
     shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
     names = shown_scores(name for name in results.scores if shown[name].notna().any())
     return Swept(setting, names, shown, scored.drop(shown.index))
@@ -311,8 +309,10 @@ def from_folder(folder: Path) -> list[Result]:
     """All points of the sweep in multirun/NAME, run by any launcher."""
     recorded = read_points(folder)
     return [
-        _result(folder.name, run_dir, int(recorded.get(run_dir.name, {}).get("at_once", 1)))
-        for run_dir in (path.parent for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}")))
+        _result(
+            folder.name, path.parent, int(recorded.get(path.parent.name, {}).get("at_once", 1))
+        )
+        for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}"))
     ]
 
 

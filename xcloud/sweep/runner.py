@@ -166,9 +166,8 @@ class Sweep:
         except (KeyboardInterrupt, SystemExit):
             left = self._num_left + len(self.causes)
             say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
-            usual = self.folder == Path("multirun", self.name).absolute()
             say(f"continue it:    {self.command}")
-            say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
+            say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
         close_sweep(self.folder, tracker)
         if self.causes:

@@ -5,7 +5,7 @@ a rank needs is up to its wiring (wiring.py) or its role.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -133,11 +133,11 @@ class Ends:
         capacity_bytes: int,
         under_way: int,
         handlers: Handlers | None = None,
+        boundary: int = CONTROL,
     ) -> tuple[SendingEnd, ReceivingEnd]:
         """A link to `peer`, and one from it."""
-        window = self.window(under_way, capacity_bytes)
-        out = self.out(line, peer, capacity_bytes, window)
-        return out, self.incoming(line, peer, capacity_bytes, window, handlers)
+        of = (line, peer, capacity_bytes, self.window(under_way, capacity_bytes))
+        return self.out(*of, boundary), self.incoming(*of, handlers, boundary)
 
     def forget(self, peer: int) -> None:
         """A lost rank's ends are not closed. What they sent stays counted."""
@@ -156,6 +156,10 @@ class Ends:
         for end in ends + [end for _, end in self._ends if isinstance(end, ReceivingEnd)]:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
+
+    def overdue_s(self, peers: Iterable[int], num_bytes: int = 1024) -> float:
+        """How long to wait for a message of this size from the slowest of them."""
+        return max(self.layout.overdue_s(self.rank, peer, num_bytes) for peer in peers)
 
     def leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None

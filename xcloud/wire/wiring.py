@@ -8,8 +8,8 @@ emulated link act where it leaves a cloud; inside a cloud messages go as they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,13 +19,12 @@ from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link_end import ignore
 from xcloud.comm.channel import (
+    Boundary,
     BoundaryField,
     Codec,
     Codecs,
     ReceiveChannel,
-    Receiver,
     SendChannel,
-    Sender,
 )
 from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
 from xcloud.comm.compression_plans import Selectable, SelectableCodecs, Selection
@@ -102,34 +101,30 @@ def wire(
     job: Experiment, ends: Ends, clock: StepClock, device: torch.device, on_report: OnReport
 ) -> Wiring:
     """Every rank calls it. on_report: in rank 0, in the background, of each other's report."""
-    layout = job.cluster
-    groups = {}
-    for stage in range(layout.num_stages):
-        for ranks in layout.replicas_of(stage):
-            group = ends.group(ranks, device)
-            if group is not None:
-                groups[stage] = group
+    layout, is_elastic = job.cluster, job.roster.is_elastic
+    groups = {
+        stage: group
+        for stage in range(layout.num_stages)
+        for ranks in layout.replicas_of(stage)
+        if (group := ends.group(ranks, device)) is not None
+    }
     control = join_control(ends, on_report) if layout.num_ranks > 1 else None
-    sums = _join_sums(job, ends, control)
-    replicas = None
+    sums, replicas = _join_sums(job, ends, control), None
     if layout.num_replicas > 1:
-        rejoin = None
-        if job.roster.is_elastic:
-            assert control is not None
-            rejoin = partial(_join_peer, control, ends, on_report)
+        assert control is not None
+        rejoin = partial(_join_peer, control, ends, on_report) if is_elastic else None
         replicas = replica_links(ends, layout, device, rejoin)
     tied = tied_links(ends, layout, device) if job.ties_ends else None
-    boundaries = join_boundaries(job, ends, clock, device)
-    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, job.roster.is_elastic)
+    boundaries = Boundaries(job, ends, clock, device)
+    return Wiring(ends, groups, control, sums, replicas, tied, boundaries, is_elastic)
 
 
 def join_control(ends: Ends, on_report: OnReport) -> Control:
     """Reports, checkpoints and heartbeats, between rank 0 and each other rank of any job.
     on_report: see wire."""
-    layout, everyone = ends.layout, range(ends.layout.num_ranks)
+    everyone = range(ends.layout.num_ranks)
     peers = everyone[1:] if ends.rank == 0 else everyone[:1]
-    overdue_s = max(layout.overdue_s(ends.rank, peer, 1024) for peer in peers)
-    control = Control(ends.rank, {}, {}, overdue_s, ends.lives)
+    control = Control(ends.rank, {}, {}, ends.overdue_s(peers), ends.lives)
     for peer in peers:
         _join_peer(control, ends, on_report, peer)
     return control
@@ -137,12 +132,11 @@ def join_control(ends: Ends, on_report: OnReport) -> Control:
 
 def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> None:
     """The links to one peer, also again to one that has come back."""
-    handlers: dict[Kind, Callable[[Frame], None]] = (
-        {Kind.REPORT: partial(on_report, peer)}
-        if ends.rank == 0
-        else {Kind.ALIVE: partial(note_ages, ends.lives)}
-    )
-    handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
+    if ends.rank == 0:
+        told = (Kind.REPORT, partial(on_report, peer))
+    else:
+        told = (Kind.ALIVE, partial(note_ages, ends.lives))
+    handlers = dict([told, (Kind.CHECKPOINT, partial(control.hear, peer))])
     capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     control.out[peer], control.incoming[peer] = ends.both(
         "control", peer, capacity, _CONTROL_AHEAD, handlers
@@ -152,17 +146,18 @@ def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> 
 def _join_sums(job: Experiment, ends: Ends, control: Control | None) -> StageSums:
     """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
     layout, rank = job.cluster, ends.rank
-    leader_of = layout.leader_of(layout.placement(rank).replica)
-    leaders = sorted({*leader_of})
-    if 0 in leaders and control is not None:
-        return StageSums(rank, leader_of, control.out, control.incoming, control.overdue_s)
-    if rank not in leaders or len(leaders) == 1:
-        return StageSums(rank, leader_of)
-    peers = leaders[1:] if rank == leaders[0] else leaders[:1]
+    sums = StageSums(rank, layout.leader_of(layout.placement(rank).replica))
+    first, *others = sums.leaders
+    if first == 0 and control is not None:
+        return replace(
+            sums, out=control.out, incoming=control.incoming, overdue_s=control.overdue_s
+        )
+    if rank not in sums.leaders or not others:
+        return sums
+    peers = others if rank == first else [first]
     star = {p: ends.both("norms", p, FRAME_SLACK_BYTES, _CONTROL_AHEAD) for p in peers}
-    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
     out, incoming = {p: out for p, (out, _) in star.items()}, {p: i for p, (_, i) in star.items()}
-    return StageSums(rank, leader_of, out, incoming, overdue_s)
+    return replace(sums, out=out, incoming=incoming, overdue_s=ends.overdue_s(peers))
 
 
 _FORWARD_AHEAD = 32
@@ -170,15 +165,21 @@ _FORWARD_AHEAD = 32
 pieces, and training over a boundary that no gradient crosses. More wait in the sender's queue."""
 
 
-@dataclass(frozen=True)
 class Boundaries:
-    """ports: by the stage before the boundary. channels: every one that ends here, by its identity
-    in words. wan_sends: those that cross clouds."""
+    """Of one rank, in its replica of the pipeline. ports: by the stage before the boundary.
+    channels: every one that ends here, by its identity in words. wan_sends: those that cross
+    clouds."""
 
-    ports: dict[int, BoundaryPorts] = field(default_factory=dict)
-    channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
-    wan_sends: list[SendChannel] = field(default_factory=list)
-    _shared: dict[type, object] = field(default_factory=dict)
+    def __init__(
+        self, job: Experiment, ends: Ends, clock: StepClock, device: torch.device
+    ) -> None:
+        self.ports: dict[int, BoundaryPorts] = {}
+        self.channels: dict[str, SendChannel | ReceiveChannel] = {}
+        self.wan_sends: list[SendChannel] = []
+        self._job, self._ends, self._clock, self._device = job, ends, clock, device
+        self._shared: dict[type, object] = {}
+        for stage in sorted(job.boundaries):
+            self._join(stage)
 
     def shared(self, kind: type[T]) -> T:
         """The one object of this class that all channels use, made when it is first asked for."""
@@ -186,135 +187,95 @@ class Boundaries:
         assert isinstance(found, kind)
         return found
 
-
-def join_boundaries(
-    job: Experiment, ends: Ends, clock: StepClock, device: torch.device
-) -> Boundaries:
-    """Those of this rank, in its replica of the pipeline."""
-    joined = Boundaries()
-    for stage in sorted(job.boundaries):
-        _Joint(job, ends, clock, device, joined, stage).join()
-    return joined
-
-
-@dataclass
-class _Joint:
-    """Between the ranks of `stage` and those of the next one, in this rank's replica."""
-
-    job: Experiment
-    ends: Ends
-    clock: StepClock
-    device: torch.device
-    joined: Boundaries
-    stage: int
-
-    def join(self) -> None:
-        job, layout, stage, rank = self.job, self.job.cluster, self.stage, self.ends.rank
-        replica, boundary = layout.placement(rank).replica, job.boundaries[stage]
-        if not any(rank in layout.ranks_of(s, replica) for s in (stage, stage + 1)):
-            return
+    def _join(self, stage: int) -> None:
+        job, layout, rank = self._job, self._job.cluster, self._ends.rank
         # Which ranks meet: those that have a micro-batch in common.
         meets = [
             (layout.owner(stage, i), layout.owner(stage + 1, i))
             for i in range(layout.rank_period(stage))
         ]
+        pairs = {*meets[layout.placement(rank).replica :: layout.num_replicas]}
+        if not any(rank in pair for pair in pairs):
+            return
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in job.schedules:
             actions = schedule.actions(stage, layout.num_stages)
             in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
-        ports = self.joined.ports[stage] = BoundaryPorts(boundary)
-        pairs = sorted(set(meets[replica :: layout.num_replicas]))
+        boundary = job.boundaries[stage]
+        self.ports[stage] = BoundaryPorts(boundary)
         kept_bytes = round(job.training.activation_cache_mb * MEGABYTE)
-        for a, b in pairs:
-            if rank not in (a, b):
-                continue
+        for a, b in sorted(pair for pair in pairs if rank in pair):
             if kept_bytes and boundary.is_constant and layout.wan_between(a, b) is not None:
                 # A share for each sender: it cannot know what others have sent.
                 share = kept_bytes // sum(receiver == b for _, receiver in pairs)
-                peer, caches = b if rank == a else a, self.joined.shared(ActivationCaches)
-                caches[stage, peer] = ActivationCache(share)
-            ahead = max(in_flight[a, b], _FORWARD_AHEAD)
-            self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
+                caches = self.shared(ActivationCaches)
+                caches[stage, b if rank == a else a] = ActivationCache(share)
+            self._join_one_way(stage, "forward", a, b, max(in_flight[a, b], _FORWARD_AHEAD))
             if boundary.gradient_fields:
-                ahead = in_flight[a, b]
-                self._join("backward", b, a, ahead, ports.backward_out, ports.backward_in)
+                self._join_one_way(stage, "backward", b, a, in_flight[a, b])
 
-    def _join(
-        self,
-        direction: str,
-        sender: int,
-        receiver: int,
-        under_way: int,
-        outs: dict[int, Sender],
-        ins: dict[int, Receiver],
+    def _join_one_way(
+        self, stage: int, direction: str, sender: int, receiver: int, under_way: int
     ) -> None:
         """The end, or both ends, of one direction between two ranks that this rank holds."""
+        job, ends, ports = self._job, self._ends, self.ports[stage]
+        boundary, wan = ports.boundary, job.cluster.wan_between(sender, receiver)
+        fields, outs, ins = boundary.fields, ports.forward_out, ports.forward_in
+        if direction == "backward":
+            fields, outs, ins = boundary.gradient_fields, ports.backward_out, ports.backward_in
         if sender == receiver:
             outs[receiver] = ins[sender] = Loopback()
             return
-        job, ends, stage = self.job, self.ends, self.stage
-        boundary, wan = job.boundaries[stage], job.cluster.wan_between(sender, receiver)
-        fields = boundary.fields if direction == "forward" else boundary.gradient_fields
-        compression: CompressionPlan = Compression()
-        if wan is not None:
-            compression = job.compression.at_boundary(stage)
-        codecs = _codecs(compression, direction, self.joined)
-        frame, capacity = self._frame_bytes(fields, codecs(), direction)
+        compression = Compression() if wan is None else job.compression.at_boundary(stage)
+        codecs = partial(self._codecs, compression, direction)
+        frame, capacity = self._frame_bytes(boundary, fields, codecs())
+        if direction == "forward":
+            start = sum(spec.num_bytes for spec in boundary.start)
+            capacity = max(capacity, start + FRAME_SLACK_BYTES)
         window, line = ends.window(under_way, frame), f"{stage}.{direction}"
         identity = ChannelId(job.seed, stage, direction, sender, receiver)
         if sender == ends.rank:
             link = ends.out(line, receiver, capacity, window, stage)
-            channel = SendChannel(link, fields, codecs, self.clock, identity)
-            self.joined.channels[str(identity)] = outs[receiver] = channel
+            channel = SendChannel(link, fields, codecs, self._clock, identity)
+            self.channels[str(identity)] = outs[receiver] = channel
             if wan is not None:
-                self.joined.wan_sends.append(channel)
+                self.wan_sends.append(channel)
                 replica = job.cluster.placement(sender).replica
                 defence = job.defences_at(stage, replica).get(direction)
                 outs[receiver] = channel if defence is None else Guard(channel, defence)
             return
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
-            measure = self.joined.shared(LineMeters).of(identity)
+            measure = self.shared(LineMeters).of(identity)
         inlink = ends.incoming(line, sender, capacity, window, boundary=stage, on_arrival=measure)
-        kept = self.joined.shared(ActivationCaches).get((stage, sender))
+        kept = self.shared(ActivationCaches).get((stage, sender))
         channel_of = ReceiveChannel if kept is None else partial(CachingChannel, kept)
         received = channel_of(
-            inlink, fields, codecs, self.clock, identity, self.device,
+            inlink, fields, codecs, self._clock, identity, self._device,
             job.cluster.overdue_s(ends.rank, sender, capacity), boundary.max_rows_per_sample,
         )  # fmt: skip
-        self.joined.channels[str(identity)] = ins[sender] = received
+        self.channels[str(identity)] = ins[sender] = received
 
     def _frame_bytes(
-        self, fields: tuple[BoundaryField, ...], codecs: Codecs, direction: str
+        self, boundary: Boundary, fields: Sequence[BoundaryField], codecs: Codecs
     ) -> tuple[int, int]:
         """Bytes of the frame that codecs make of the most rows, which bounds what is under way,
         and of the longest frame that can come, so that receives can wait before it is known."""
         frame = capacity = FRAME_SLACK_BYTES
-        boundary = self.job.boundaries[self.stage]
         for entry in fields:
-            rows = entry.max_rows(self.job.max_micro_batch, boundary.max_rows_per_sample)
+            rows = entry.max_rows(self._job.max_micro_batch, boundary.max_rows_per_sample)
             spec = entry.spec(rows)
             coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
             frame += coded
             capacity += max(spec.num_bytes, coded)
-        if direction == "forward":
-            start = sum(spec.num_bytes for spec in boundary.start)
-            capacity = max(capacity, start + FRAME_SLACK_BYTES)
         return frame, capacity
 
-
-def _codecs(
-    compression: CompressionPlan, direction: str, joined: Boundaries
-) -> Callable[[], Codecs]:
-    """Makes fresh codecs: every channel has its own state."""
-
-    def codec(c: Compression) -> Codec:
-        if direction == "forward":
-            return Codec(c.forward, c.forward_memory)
-        return Codec(c.backward, c.backward_memory)
-
-    phases = compression.by_step
-    if isinstance(compression, Selectable):
-        selection = joined.shared(Selection)
-        return lambda: SelectableCodecs([codec(c) for _, c in phases], selection)
-    return lambda: Codecs([(until, codec(c)) for until, c in phases])
+    def _codecs(self, compression: CompressionPlan, direction: str) -> Codecs:
+        """Fresh ones: every channel has its own state."""
+        codecs = [
+            (until, Codec(getattr(c, direction), getattr(c, f"{direction}_memory")))
+            for until, c in compression.by_step
+        ]
+        if isinstance(compression, Selectable):
+            return SelectableCodecs([codec for _, codec in codecs], self.shared(Selection))
+        return Codecs(codecs)
