@@ -35,10 +35,9 @@ class Traits:
     late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
     the run. every: updates that a contribution of a replica sums up. equal_every: updates after
     which all replicas are equal; 0 = only after the last. column: of survive/resume.TABLE.
-    changes_results: what is learned differs from what one process would learn.
-    For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
-    hidden_steps: that pass while one crosses. num_copies: of the trained values, kept in each
-    rank.
+    changes_results: what is learned differs from what one process would learn. per_step: exchanges
+    in a step, each of 1 / fragments of the trained values. hidden_steps: that pass while one
+    crosses. num_copies: of the trained values, kept in each rank.
     """
 
     is_apart: bool = False
@@ -151,12 +150,13 @@ class Strategy:
                 "(cluster.clouds.NAME.replica)"
             )
         per_replica = len(layout.clouds) // number
-        by_position = _is_by_position(layout)
+        held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
+        # The stages are those that clouds take which name none.
+        by_position = len(held) > 1 and [*held.values()] == [[k] for k in range(len(held))]
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
             return _with_stages(layout, [stages] * number, 1)
         if not by_position:
-            held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
             raise ConfigError(
                 f"strategy.replicas={number} makes the clouds of cluster {layout.name!r} "
                 f"pipelines of {per_replica}, but they name their stages ({held}); leave stages "
@@ -188,12 +188,6 @@ class Strategy:
                     "with one that holds the same, so cut every replica alike"
                 )
         return layout
-
-
-def _is_by_position(layout: ClusterLayout) -> bool:
-    """Whether the stages are those that clouds take which name none."""
-    held = [cloud.stages for cloud in layout.clouds.values()]
-    return len(held) > 1 and held == [(k,) for k in range(len(held))]
 
 
 def _with_stages(
