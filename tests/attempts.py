@@ -15,8 +15,8 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
-from xcloud.job.job import Places
 from xcloud.parallel.control import Signal
+from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer

@@ -53,7 +53,7 @@ from xcloud.plan.settings import Autopilot
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
-from xcloud.security.defences import CloudPrivacy, GaussianNoise, MaxNorm, SamplePrivacy
+from xcloud.security.defences import GaussianNoise, MaxNorm, Privacy
 from xcloud.security.policy import Visibility
 from xcloud.survive.resume import RankCheckpoints, newest_common
 from xcloud.survive.saving import StopSignal
@@ -189,8 +189,8 @@ FACTORS: dict[str, dict[str, Any]] = {
     "frozen": {"nothing": 0, "kept": 1},
     "privacy": {
         "none": None,
-        "sample": SamplePrivacy(clip=0.5, noise=0.1),
-        "cloud": CloudPrivacy(clip=0.5, noise=0.1),
+        "sample": Privacy("sample", clip=0.5, noise=0.1),
+        "cloud": Privacy("cloud", clip=0.5, noise=0.1),
     },
     "defences": {
         "none": {},

@@ -33,7 +33,7 @@ from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
-from xcloud.security.defences import CloudPrivacy, Privacy, SamplePrivacy
+from xcloud.security.defences import Privacy
 from xcloud.security.policy import Visibility
 from xcloud.training.settings import Checkpoints
 
@@ -92,10 +92,10 @@ def jobs() -> dict[str, Job]:
         "one way": one_way("clouds"),
         "one way, one process": one_way("local"),
         "clipped samples": private(
-            SamplePrivacy(0.5, 0.0), {"strategy": "data_parallel", "micro_batches": "8"}
+            Privacy("sample", 0.5, 0.0), {"strategy": "data_parallel", "micro_batches": "8"}
         ),
         "clipped clouds": private(
-            CloudPrivacy(0.5, 0.0), {"strategy": "local_updates", "micro_batches": "8"}
+            Privacy("cloud", 0.5, 0.0), {"strategy": "local_updates", "micro_batches": "8"}
         ),
     }
 

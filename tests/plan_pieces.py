@@ -88,6 +88,15 @@ def drawn(seed: int) -> tuple[Pricer, Space]:
     return pricer, Space(own, splits, counts, [*COMPRESSORS], DIMENSIONS, SCHEDULES)
 
 
+def every_plan(pricer: Pricer, space: Space) -> list[Plan]:
+    """With every schedule."""
+    return [
+        plan._replace(schedule=schedule)
+        for plan in space.groups(pricer.arranged)
+        for schedule in space.schedules_for(len(plan.ends), plan.micro_batches)
+    ]
+
+
 BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]
 WAYS = [
     dict.fromkeys(BOTH_WAYS, Direction(4_000_000)),

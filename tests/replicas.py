@@ -14,7 +14,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.parallel.averaging import Averager, ReplicaLinks
+from xcloud.parallel.averaging import Averager, Peer, ReplicaLinks
 
 PATIENCE_S = 20.0
 
@@ -29,7 +29,8 @@ class Post:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def links(self, replica: int, num_shares: int = 1) -> PostLinks:
-        return PostLinks(replica, self.num_replicas, num_shares, 1, self)
+        peers = [Peer(r, f"c{r}", (r,)) for r in range(self.num_replicas)]
+        return PostLinks(replica, peers, self.num_replicas, num_shares, 1, self)
 
     def end(self, replica: int) -> None:
         """As if its process had been killed: what it sent before still arrives."""
@@ -55,15 +56,6 @@ class PostLinks(ReplicaLinks):
     patience_s: float = PATIENCE_S
 
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None: ...
-
-    def name_of(self, replica: int) -> str:
-        return f"replica {replica}"
-
-    def cloud_of(self, replica: int) -> str:
-        return f"c{replica}"
-
-    def ranks_of(self, replica: int) -> Sequence[int]:
-        return (replica,)
 
     def post(
         self,

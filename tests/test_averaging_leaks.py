@@ -19,7 +19,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.causal_network import Lora
 from xcloud.parallel.averaging import AllToAll, ReplicaLinks, Terms
-from xcloud.security.observer import Observer
+from xcloud.rank.leaks import Observer
 
 BOS = 1
 LAST_STEP = 5

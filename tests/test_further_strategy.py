@@ -17,13 +17,12 @@ from tests.trainers import ranks, update
 from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
-from xcloud.job.job import Places
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Exchange, FlatBuffer
 from xcloud.parallel.merging import Contribution
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Averaging, Strategy
+from xcloud.parallel.strategy import Averaging, Places, Strategy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Optimizer, Training
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.toy_text import text_config
 from xcloud.base.errors import DataError
 from xcloud.launch.local import run
+from xcloud.rank.leaks import Observer
 from xcloud.record.mlflow_store import final_metrics
-from xcloud.security.leak_meter import main, measure
-from xcloud.security.observer import OBSERVATIONS_DIR, Observer, Stream
+from xcloud.security.leak_meter import OBSERVATIONS_DIR, Stream, main, measure
 
 GRADIENT = Stream("backward", 0, "received", "hidden")
 ACTIVATION = Stream("forward", 0, "received", "hidden")

@@ -199,8 +199,9 @@ def test_ranks_of_a_cloud_carry_their_own_shares_and_stay_equal() -> None:
     for rank in [*alone, *job]:
         rank.links.num_bytes = 0  # digests
         if rank in job:
-            rank.exchange._inside = _Own()  # type: ignore[assignment]
-        rank.exchange._check = None
+            # All ranks of a toy replica compute the same batch.
+            rank.exchange.before_update = lambda step, buffers, losses: losses  # type: ignore
+        rank.exchange.compare = lambda step: None  # type: ignore[method-assign]
     run_together(alone, 6)
     run_together(job, 6)
 
@@ -210,13 +211,6 @@ def test_ranks_of_a_cloud_carry_their_own_shares_and_stay_equal() -> None:
     assert (
         sent[0] + sent[1] == alone[0].links.num_bytes + 5 * 8
     )  # merges at 1, 3, 4 and twice at 6
-
-
-class _Own:
-    """All ranks of a toy replica compute the same batch."""
-
-    def before_update(self, step: int, buffers: Any, losses: Any) -> Any:
-        return losses
 
 
 RESUMED = {
@@ -266,7 +260,7 @@ def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
     clock, made = Seconds(), {0: list[int](), 1: list[int]()}
     job = replicas(settings, 8)
     for r, replica in enumerate(job):
-        replica.exchange.budget.clock = clock if r else lambda: 0.0
+        replica.exchange.clock = clock if r else lambda: 0.0
         replica.work = lambda s, note=made[r].append: note(s) or Work(1, 1.0)
     slow = job[1].optimizer.step
 
@@ -315,7 +309,7 @@ def test_cuts_are_whole_balanced_and_in_order() -> None:
     [
         ({"every": 0}, "strategy.averaging.every"),
         ({"every": 4, "fragments": 5}, r"fragments \(5\) must be at most"),
-        ({"every": 4, "overlap": 4}, r"overlap \(4\) must be less than"),
+        ({"every": 4, "overlap": 4}, r"overlap \(4\) less than, .*every \(4\)"),
         ({"weigh": "bytes"}, "strategy.averaging.weigh must be one of samples"),
         ({"mix": 1.0}, "strategy.averaging.mix"),
         ({"most_s": 0}, "strategy.averaging.most_s"),

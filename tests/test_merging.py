@@ -118,7 +118,7 @@ def test_replicas_with_a_robust_merge_are_equal_and_two_are_too_few() -> None:
         found = exchange(replicas, 1, tensors)
         assert same_bits(found) and distance(found[0]) < 1.0
     with pytest.raises(ConfigError, match=r"Median\(\) needs 3 replicas or more.*got 2"):
-        averagers(2, lambda mail: AllToAll(mail, codec(), Terms(Median())))
+        Median().check(2)
     with pytest.raises(ConfigError, match=r"TrimmedMean.share must be a number in \[0, 0.5\]"):
         TrimmedMean(0.6)
     with pytest.raises(ConfigError, match=r"NormBound.factor must be a number in \[1, inf\)"):

@@ -102,7 +102,7 @@ class Closing:
 
 
 class ClosingOut(Closing, SendingEnd):
-    pass
+    def _put(self, item: object) -> None: ...
 
 
 class ClosingIn(Closing, ReceivingEnd):

@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from tests.plan_pieces import EIGHT, drawn
+from tests.plan_pieces import EIGHT, drawn, every_plan
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.gradient_averaging import GradientAveraging
@@ -37,9 +37,8 @@ SEEDS = range(8)
 
 
 def some_plans(pricer: Pricer, space: Space, seed: int, most: int = 12) -> list[Plan]:
-    groups = [plan for group in space.groups(pricer.arranged)
-              for plan in space.with_schedules(group)]  # fmt: skip
-    return random.Random(seed).sample(groups, min(most, len(groups)))
+    plans = every_plan(pricer, space)
+    return random.Random(seed).sample(plans, min(most, len(plans)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -161,7 +160,7 @@ def test_a_search_that_simulates_all_finds_what_pricing_all_finds(seed: int) -> 
 
     found = fastest(pricer, space, keep=3, tries=10**6, refined=10**6)
 
-    every = [p for plan in space.groups(pricer.arranged) for p in space.with_schedules(plan)]
+    every = every_plan(pricer, space)
     steps = {plan: pricer.step_s(plan) for plan in every}
     assert found.num_plans == len(every) and found.num_simulated == len(steps)
     if every:
@@ -175,7 +174,7 @@ def test_a_search_that_simulates_all_finds_what_pricing_all_finds(seed: int) -> 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_of_the_plans_that_fit_the_fastest_is_found_and_no_other(seed: int) -> None:
     pricer, space = drawn(seed)
-    every = [p for plan in space.groups(pricer.arranged) for p in space.with_schedules(plan)]
+    every = every_plan(pricer, space)
     sizes = {plan: max(pricer.memory(plan).values()) for plan in every}
     limit = sorted(sizes.values())[len(every) // 3]
 

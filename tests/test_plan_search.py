@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn
+from tests.plan_pieces import COMPRESSORS, EIGHT, SCHEDULES, STRATEGIES, codec, drawn, every_plan
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble, most_kept
@@ -39,7 +39,7 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_plans(seed: int) -> None:
 
     found = search(pricer, space, 4)
 
-    every = [p for plan in space.groups(pricer.arranged) for p in space.with_schedules(plan)]
+    every = every_plan(pricer, space)
     least_s = min(map(pricer.step_s, every))
     assert found.best[0].step_s == pytest.approx(least_s, rel=0.005)
     assert [p.step_s for p in found.best] == sorted(p.step_s for p in found.best)

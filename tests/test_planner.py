@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan_pieces import COMPRESSORS, EIGHT, codec, piece
+from tests.plan_pieces import COMPRESSORS, EIGHT, codec, every_plan, piece
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
@@ -85,7 +85,7 @@ def test_the_search_finds_what_pricing_every_plan_finds_with_fewer_simulations()
 
         found = search(priced, room, 3)
 
-        every = [p for plan in room.groups(priced.arranged) for p in room.with_schedules(plan)]
+        every = every_plan(priced, room)
         steps = {plan: priced.step_s(plan) for plan in every}
         assert found.best[0].step_s == pytest.approx(min(steps.values()))
         assert found.num_plans == len(every) and found.num_simulated < len(every)

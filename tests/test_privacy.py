@@ -23,9 +23,7 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import Strategy
 from xcloud.rank.gradient_parts import account
 from xcloud.security.defences import (
-    CloudPrivacy,
     Privacy,
-    SamplePrivacy,
     gaussian_epsilon,
     most_squared_uses,
     private_contribution,
@@ -84,15 +82,15 @@ def test_each_samples_gradient_is_clipped_as_a_loop_over_samples_does() -> None:
     assert all((a - b).abs().max() > 0.01 for a, b in zip(loose, tight, strict=True))
     for name in EVERYTHING:
         for clip, expected in ((1e9, loose), (2.0, tight)):
-            found = gradients(job(name, SamplePrivacy(clip, 0.0)))
+            found = gradients(job(name, Privacy("sample", clip, 0.0)))
             for own, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_without_noise_and_bound_a_run_is_the_unprivate_one() -> None:
     for name in EVERYTHING:
-        for privacy in (SamplePrivacy(1e9, 0.0), CloudPrivacy(1e9, 0.0)):
-            if name != "two clouds" and isinstance(privacy, CloudPrivacy):
+        for privacy in (Privacy("sample", 1e9, 0.0), Privacy("cloud", 1e9, 0.0)):
+            if name != "two clouds" and privacy.unit == "cloud":
                 continue
             private, plain = job(name, privacy), job(name, None)
             for step in range(1, 4):
@@ -112,9 +110,10 @@ def test_without_noise_and_bound_a_run_is_the_unprivate_one() -> None:
 def test_one_rank_of_each_replica_adds_noise_of_the_promised_size() -> None:
     clip, noise = 0.5, 4.0
     for name, num_noises in (("one rank", 1), ("two ranks", 1), ("two clouds", 2)):
-        exact = torch.cat(gradients(job(name, SamplePrivacy(clip, 0.0))))
+        exact = torch.cat(gradients(job(name, Privacy("sample", clip, 0.0))))
         drawn = [
-            torch.cat(gradients(job(name, SamplePrivacy(clip, noise)))) - exact for _ in range(8)
+            torch.cat(gradients(job(name, Privacy("sample", clip, noise)))) - exact
+            for _ in range(8)
         ]
         found = torch.stack(drawn)
         expected = math.sqrt(num_noises) * noise * clip / BATCH
@@ -125,7 +124,7 @@ def test_one_rank_of_each_replica_adds_noise_of_the_promised_size() -> None:
 
 
 def test_replicas_tell_no_losses_of_private_samples() -> None:
-    for privacy in (SamplePrivacy(1.0, 1.0), CloudPrivacy(1.0, 1.0)):
+    for privacy in (Privacy("sample", 1.0, 1.0), Privacy("cloud", 1.0, 1.0)):
         private, plain = job("two clouds", privacy), job("two clouds", None)
         told = [update(job_, 1) for job_ in (private, plain)]
         losses = [[report.loss for report in reports] for reports in told]
@@ -141,7 +140,7 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
     norm = float(torch.cat([g.reshape(-1) for g in given[1:]]).norm())
     seen: dict[str, Tensor] = {}
 
-    def take(links: ReplicaLinks, privacy: CloudPrivacy, tensors: list[Tensor]) -> None:
+    def take(links: ReplicaLinks, privacy: Privacy, tensors: list[Tensor]) -> None:
         codec = TensorCodec(names, lambda name, shape: Chain(), 1, False)
         averager = AllToAll(
             links,
@@ -155,7 +154,7 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
         averager.finish(1)
 
     for clip, noise in ((1.0, 0.0), (1.0, 3.0), (1e9, 0.0)):
-        privacy = CloudPrivacy(clip, noise)
+        privacy = Privacy("cloud", clip, noise)
         in_threads([lambda own=own, p=privacy: take(own, p, given) for own in connected(2)])
         factor = min(1.0, clip / 2 / norm)  # the whole contribution has four such parts
 
@@ -168,7 +167,9 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
         )
 
     spoilt = [torch.tensor([math.nan]), *(torch.zeros_like(g) for g in given[1:])]
-    in_threads([lambda own=own: take(own, CloudPrivacy(1.0, 1.0), spoilt) for own in connected(2)])
+    in_threads(
+        [lambda own=own: take(own, Privacy("cloud", 1.0, 1.0), spoilt) for own in connected(2)]
+    )
     assert math.isnan(float(seen["(loss)"]))  # others must see that the update failed
 
 
@@ -193,10 +194,10 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
     assert most_squared_uses([torch.tensor([1, 2, 3]), torch.tensor([3, 3, 4])]) == 1 + 4
     assert most_squared_uses([]) == 0
 
-    told = account(SamplePrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 5, 5)  # one epoch
+    told = account(Privacy("sample", 1.0, 2.0), BatchPlan(40, 8, 1), 5, 5)  # one epoch
     assert told["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
     assert told["sampling_rate"] == 0.2 and told["unit"] == "sample"
-    told = account(CloudPrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 100, 5)
+    told = account(Privacy("cloud", 1.0, 2.0), BatchPlan(40, 8, 1), 100, 5)
     assert told["epsilon"] == gaussian_epsilon(2.0, 5, 1e-5)
     assert told["epsilon_if_sampled"] is None
 

@@ -25,7 +25,7 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.parallel.within_cloud import OverlappedSums
 from xcloud.rank.gradient_parts import PrivateGradients, join_tied
 from xcloud.record.reporter import Reporter
-from xcloud.security.defences import CloudPrivacy, Privacy, SamplePrivacy
+from xcloud.security.defences import Privacy
 from xcloud.training.batch_plan import BatchPlan, Feed
 from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import LossReport, Trainer
@@ -111,11 +111,10 @@ def ranks(
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
         exchange: Exchange = AllReduce(wiring.groups)
         if wiring.replicas is not None and strategy.averaging is not None:
-            of_cloud = privacy if isinstance(privacy, CloudPrivacy) else None
             exchange = strategy.averaging.join(
                 Replicas(
                     wiring.replicas, wiring.groups[min(held.stages)], held.stages, choose, 7,
-                    training.max_steps, Work(training.batch_size, 1e6), reporter, of_cloud,
+                    training.max_steps, Work(training.batch_size, 1e6), reporter, privacy,
                 )
             )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
@@ -126,7 +125,7 @@ def ranks(
             ),
         )  # fmt: skip
         parts: list[Part] = []
-        if isinstance(privacy, SamplePrivacy):
+        if privacy is not None and privacy.unit == "sample":
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
             parts.append(

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.security.observer import ReadingStage
+from xcloud.rank.leaks import ReadingStage
 
 TEXTS = "texts"  # the attack that guesses whole texts; the others guess sets of tokens
 _LEAST_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less

@@ -33,8 +33,14 @@ from experiments.gradient_leaks.gradient_attacks import (
 )
 from xcloud.base.errors import XcloudError
 from xcloud.base.settings import Positive, settings
-from xcloud.security.leak_meter import LeakMeter, entries, main, read_observations
-from xcloud.security.observer import OBSERVATIONS_DIR, Observer, ReadingStage
+from xcloud.rank.leaks import Observer, ReadingStage
+from xcloud.security.leak_meter import (
+    OBSERVATIONS_DIR,
+    LeakMeter,
+    entries,
+    main,
+    read_observations,
+)
 
 
 @settings("security.meter")

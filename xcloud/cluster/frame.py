@@ -150,23 +150,19 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
     specs = tuple(TensorSpec.of(part) for part in parts)
     frame = torch.empty(frame_bytes(specs), dtype=torch.uint8)
     payload_bytes = sum(spec.num_bytes for spec in specs)
-    view = _bytes_of(frame)
-    _HEADER.pack_into(
-        view, 0, MAGIC, VERSION, key.kind, len(parts), 0, key.step, key.micro_batch, sequence, 0,
+    head = _HEADER.pack(
+        MAGIC, VERSION, key.kind, len(parts), 0, key.step, key.micro_batch, sequence, 0,
         payload_bytes, 0.0,
     )  # fmt: skip
-    offset = _HEADER.size
     for spec in specs:
         if spec.dtype not in _CODE_OF:
             raise FrameError(f"a frame cannot carry a tensor of {spec.dtype}")
-        struct.pack_into(f"<BB{len(spec.shape)}I", view, offset,
-                         _CODE_OF[spec.dtype], len(spec.shape), *spec.shape)  # fmt: skip
-        offset += 2 + 4 * len(spec.shape)
-    for part, spec in zip(parts, specs, strict=True):
-        if spec.num_bytes:
-            flat = part.detach().contiguous().view(-1).view(torch.uint8)
-            frame[offset : offset + spec.num_bytes].copy_(flat)
-            offset += spec.num_bytes
+        axes = len(spec.shape)
+        head += struct.pack(f"<BB{axes}I", _CODE_OF[spec.dtype], axes, *spec.shape)
+    _bytes_of(frame)[: len(head)] = head
+    places = torch.split(frame[len(head) :], [spec.num_bytes for spec in specs])
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part.detach().contiguous().view(-1).view(torch.uint8))
     return frame
 
 
@@ -223,9 +219,9 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         raise FrameError(
             f"{key} from {sender} was damaged on the way: checksum {found:08x}, sent {crc:08x}"
         )
-    parts = []
-    for spec in specs:
-        part = buffer[offset : offset + spec.num_bytes].clone()
-        parts.append(part.view(spec.dtype).view(spec.shape))
-        offset += spec.num_bytes
-    return Frame(key, tuple(parts), sequence, deliver_at, end)
+    pieces = torch.split(buffer[offset:end], [spec.num_bytes for spec in specs])
+    parts = tuple(
+        piece.clone().view(spec.dtype).view(spec.shape)
+        for piece, spec in zip(pieces, specs, strict=True)
+    )
+    return Frame(key, parts, sequence, deliver_at, end)

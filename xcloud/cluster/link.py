@@ -95,29 +95,21 @@ _OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
 
 @dataclass
 class _Entry:
-    """All messages of one kind and composition on one link."""
+    """All messages of one kind and composition on one link. sizes: the smallest and the largest of
+    each axis of each part."""
 
     carries: Sequence[str]
     dtypes: tuple[str, ...]
-    smallest: list[list[int]]  # size of each axis of each part
-    largest: list[list[int]]
+    sizes: list[list[tuple[int, int]]]
     num_messages: int = 0
     num_bytes: int = 0
 
-    def add(self, parts: Sequence[Tensor], num_bytes: int) -> None:
-        self.num_messages += 1
-        self.num_bytes += num_bytes
-        for part, low, high in zip(parts, self.smallest, self.largest, strict=True):
-            for axis, size in enumerate(part.shape):
-                low[axis], high[axis] = min(low[axis], size), max(high[axis], size)
-
     def described_parts(self) -> list[dict[str, Any]]:
-        carries = self.carries or ("unnamed",) * len(self.dtypes)
-        shapes = zip(self.smallest, self.largest, strict=True)
+        parts = zip(self.carries, self.dtypes, self.sizes, strict=True)
         return [
             {"carries": carried, "dtype": dtype,
-             "shape": [a if a == b else f"{a}-{b}" for a, b in zip(low, high, strict=True)]}
-            for carried, dtype, (low, high) in zip(carries, self.dtypes, shapes, strict=True)
+             "shape": [low if low == high else f"{low}-{high}" for low, high in sizes]}
+            for carried, dtype, sizes in parts
         ]  # fmt: skip
 
 
@@ -150,10 +142,15 @@ class LinkRecord:
             return
         dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in parts)
         key = (kind, tuple(carries), dtypes, tuple(part.dim() for part in parts))
-        if key not in self._entries:
-            low, high = ([list(part.shape) for part in parts] for _ in range(2))
-            self._entries[key] = _Entry(carries, dtypes, low, high)
-        self._entries[key].add(parts, num_bytes)
+        if (entry := self._entries.get(key)) is None:
+            sizes = [[(size, size) for size in part.shape] for part in parts]
+            entry = _Entry(carries or ("unnamed",) * len(parts), dtypes, sizes)
+            self._entries[key] = entry
+        entry.num_messages += 1
+        entry.num_bytes += num_bytes
+        for part, axes in zip(parts, entry.sizes, strict=True):
+            seen = zip(axes, part.shape, strict=True)
+            axes[:] = [(min(low, size), max(high, size)) for (low, high), size in seen]
 
     def sending(
         self, key: MessageKey, sequence: int, num_bytes: int, queued_at_s: float,
@@ -196,13 +193,10 @@ class PostedReceives:
     """When the sender of an emulated link may start a message: the receive window that gloo has
     on a real link.
 
-    With w receives posted initially, message k needs the one that the receiver posts when it takes
-    message k - w. The receiver's thread takes each message on delivery, and the notice of the next
-    posted receive takes one latency back. So message k starts no earlier than
-        deliver_at(k - w) + latency,
-    which the sender can compute: it wrote deliver_at. A notice has no size and no jitter.
-    If the receiver's queue is full (evaluation with a slow decoder) it takes messages later than
-    modelled; nothing is timed then.
+    With w receives posted at first, message k needs the one that the receiver posts when message
+    k - w is delivered, and the notice of it (no size, no jitter) takes one latency back. So
+    message k starts no earlier than deliver_at(k - w) + latency, both of which the sender knows.
+    A receiver whose queue is full takes messages later; nothing is timed then.
     """
 
     def __init__(self, num_posted: int, latency_at: Callable[[float], float]) -> None:

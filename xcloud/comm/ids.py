@@ -296,18 +296,9 @@ def decode_ascending(data: Reader, count: int, below: int) -> Ints:
 
 
 def _best_k(gaps: Ints, below: int) -> int:
-    """The cheapest k. The cost is convex in k: walk downhill from the k of the mean gap."""
-
-    def cost(k: int) -> int:
-        return len(gaps) * (k + 1) + int((gaps >> k).sum())
-
-    most = max(below, 1).bit_length() - 1
-    k = min(most, int(gaps.mean() + 1).bit_length() - 1)
-    while k < most and cost(k + 1) < cost(k):
-        k += 1
-    while k and cost(k - 1) <= cost(k):
-        k -= 1
-    return k
+    """The cheapest k, the smallest of equals."""
+    choices = range(max(below, 1).bit_length())
+    return min(choices, key=lambda k: len(gaps) * (k + 1) + int((gaps >> k).sum()))
 
 
 def bits_bytes(widths_N: Ints) -> int:

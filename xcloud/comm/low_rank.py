@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -29,7 +30,6 @@ class WarmFactors(Compressor):
     family: ClassVar[Family] = "low_rank"
     feedback: ClassVar[Feedback] = "needed"
     _basis_Dl: Tensor | None = None
-    _noise_Dl: Tensor | None = None
 
     @abstractmethod
     def _rank(self, num_rows: int, num_features: int) -> int: ...
@@ -78,17 +78,14 @@ class WarmFactors(Compressor):
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
         return self._product(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
 
-    def state_dict(self) -> State:
+    own_names = ("basis",)
+
+    def own(self) -> State:
         """The warm start: the next call depends on it. Never changed in place."""
         return {} if self._basis_Dl is None else {"basis": self._basis_Dl}
 
-    def load_state_dict(self, state: State) -> None:
-        basis = state.get("basis")
-        if state.keys() - {"basis"} or not (basis is None or isinstance(basis, Tensor)):
-            raise ValueError(
-                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}"
-            )
-        self._basis_Dl = basis
+    def take(self, own: State) -> None:
+        self._basis_Dl = torch.as_tensor(own["basis"]) if own else None
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -153,7 +150,7 @@ class Svd(WarmFactors):
 
     def _iterate(self, matrix_RD: Tensor, num_columns: int, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]
-        noise_Dl = self._noise(num_features, num_columns).to(matrix_RD)
+        noise_Dl = _noise(num_features, num_columns).to(matrix_RD)
         num_rounds = self.iterations
         if self._basis_Dl is None or len(self._basis_Dl) != num_features:
             basis_Dl = noise_Dl
@@ -171,12 +168,12 @@ class Svd(WarmFactors):
         self._basis_Dl = basis_Dl @ rotation_ll  # largest singular value first
         return products_Rl @ rotation_ll[:, :rank], self._basis_Dl[:, :rank]
 
-    def _noise(self, num_features: int, num_columns: int) -> Tensor:
-        if self._noise_Dl is None or self._noise_Dl.shape != (num_features, num_columns):
-            generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(num_features, num_columns, generator=generator)
-            self._noise_Dl = noise / math.sqrt(num_features)
-        return self._noise_Dl
+
+@lru_cache(maxsize=16)
+def _noise(num_features: int, num_columns: int) -> Tensor:
+    """Not to be changed."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_features, num_columns, generator=generator) / math.sqrt(num_features)
 
 
 _CHUNK = 1 << 16

@@ -80,6 +80,13 @@ class _PerSample(Memory):
         self._tensors.pop(sample, None)
         return found
 
+    def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:
+        kept_of, total = self._pop if pop else self._get, tensor.clone()
+        for sample, span in rows.spans():
+            if (kept := kept_of(sample, total[span])) is not None:
+                total[span].add_(kept, alpha=factor)
+        return total
+
     def _put(self, sample: int, tensor: Tensor) -> None:
         """Keep a copy of the tensor. A non-finite one is dropped, as it would stay non-finite for
         ever. Both ends of a channel decide alike, since both have seen the same values."""
@@ -89,7 +96,9 @@ class _PerSample(Memory):
         # A copy: a view would keep the whole message alive.
         self._tensors[sample] = tensor.to(_DTYPES.get(self.dtype, tensor.dtype), copy=True)
 
-    def state_dict(self) -> State:
+    own_names = ("ids", "counts", "rows")
+
+    def own(self) -> State:
         """Three tensors for any number of samples: a safetensors header holds about a million
         names."""
         if not self._tensors:
@@ -101,15 +110,12 @@ class _PerSample(Memory):
             "rows": copy_of(*tensors),
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def take(self, own: State) -> None:
         self._tensors = {}
-        if not state:
-            return
-        if state.keys() != {"ids", "counts", "rows"}:
-            raise ValueError(f"a memory takes over ids, counts and rows, got {sorted(state)}")
-        ids, counts, rows = (torch.as_tensor(state[name]) for name in ("ids", "counts", "rows"))
-        spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()
-        self._tensors = {sample: rows[span].clone() for sample, span in spans}
+        if own:
+            ids, counts, rows = (torch.as_tensor(own[name]) for name in self.own_names)
+            spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()
+            self._tensors = {sample: rows[span].clone() for sample, span in spans}
 
 
 @settings("ErrorFeedback", frozen=False)
@@ -133,12 +139,7 @@ class ErrorFeedback(_PerSample):
     dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        sent = tensor.clone()
-        for sample, span in rows.spans():
-            residual = self._pop(sample, sent[span])
-            if residual is not None:
-                sent[span].add_(residual, alpha=self.decay)
-        return sent
+        return self._plus(tensor, rows, self.decay, pop=True)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         lost = sent - seen
@@ -170,22 +171,13 @@ class DeltaCache(_PerSample):
     dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        change = tensor.clone()
-        for sample, span in rows.spans():
-            known = self._get(sample, change[span])
-            if known is not None:
-                change[span].sub_(known)
-        return change
+        return self._plus(tensor, rows, -1)
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         self.after_receive(seen, rows)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
-        value = seen.clone()
-        for sample, span in rows.spans():
-            known = self._get(sample, value[span])
-            if known is not None:
-                value[span].add_(known)
+        value = self._plus(seen, rows, 1)
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
             self._put(sample, value[span])
         return value

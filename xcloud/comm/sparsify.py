@@ -128,11 +128,9 @@ class TopRows(TopK):
         return (spec.numel // width if width else 0), width
 
     def _magnitudes(self, items: Tensor) -> Tensor:
-        # Scaled by the largest value: squares of gradients of 1e-25 would underflow.
-        largest_R = items.float().abs().amax(1) if items.shape[1] else items.new_zeros(len(items))
-        scale_R = torch.where(largest_R > 0, largest_R, torch.ones_like(largest_R))
-        scaled_RD = items.float() / scale_R[:, None]
-        return scale_R.mul(torch.linalg.vector_norm(scaled_RD, dim=1))
+        # In float64, as squares of gradients of 1e-25 would underflow.
+        norms_R: Tensor = torch.linalg.vector_norm(items, dim=1, dtype=torch.float64)
+        return norms_R.float()
 
 
 @settings("RandomK", frozen=False)
@@ -258,7 +256,6 @@ def _marks(positions: Tensor, size: int) -> Tensor:
 
 
 def _marked(marks: Tensor) -> Tensor:
-    """Ascending positions of what is not 0."""
     return marks.view(torch.bool).nonzero().view(-1)
 
 

@@ -1,43 +1,23 @@
 """Experiment: the one frozen object that describes the training of a model cut into stages.
 
-FEATURES is the one list of what it may use and what each needs of it, by which settings that do
-not fit together are refused. A new feature is one entry there, and no other feature knows of it;
-what only one of them needs is a need of its own (needs.py).
+FEATURES is the one list of what it may use; what each needs of it stands in needs.py, by which
+settings that do not fit together are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
-from xcloud.job.needs import Need, check_choices
+from xcloud.job.needs import Feature, check_choices
 from xcloud.security.leak_meter import LeakMeter
 
-
-@dataclass(frozen=True)
-class Feature:
-    """name: as its setting is written, {} in place of what `used` returns: something true where a
-    job uses the feature. why: by need, what the feature does that needs it. without: how to run
-    without the feature."""
-
-    name: str
-    used: Callable[[PipelineJob], object]
-    why: Mapping[Need, str]
-    without: str
-
-    def check(self, job: PipelineJob) -> None:
-        if not (used := self.used(job)):
-            return
-        for need, why in self.why.items():
-            if (lack := need(job)) is not None:
-                remedies = ", or ".join(filter(None, (lack.remedy, self.without)))
-                name = self.name.format(used)
-                raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
+Use = tuple[Callable[[PipelineJob], object], Feature]
+"""What a job may use: something true where its settings ask for it, and what it needs then."""
 
 
 def _shards(job: PipelineJob) -> list[str]:
@@ -53,95 +33,25 @@ def _private_by(job: PipelineJob, unit: str) -> bool:
     return job.security.privacy is not None and job.security.privacy.unit == unit
 
 
-FEATURES: Sequence[Feature] = (
-    Feature(
-        "autopilot",
-        lambda job: job.autopilot,
-        {
-            needs.no_plan: "changes the compression",
-            needs.one_pipeline: "decides in one rank for a single pipeline",
-            needs.one_rank_at_metered_ends: "measures a real network from one rank at each end",
-        },
-        "set autopilot=off",
-    ),
-    Feature(
-        "strategy.averaging.feedback=false",
-        _averages_without_feedback,
-        {
-            needs.self_correcting_compressor: "adds nothing of what a message left out to the "
-            "next one"
-        },
-        "set feedback to true",
-    ),
-    Feature(
-        "model.embeddings=tie",
-        lambda job: job.ties_ends,
-        {
-            needs.no_privacy: "hands the other end gradients as they are",
-            needs.every_update_together: "needs both ends in every update",
-            needs.words_may_be_at_both_ends: "sends gradients to the other end",
-        },
-        "take model.embeddings=untie or freeze",
-    ),
-    Feature(
-        "cluster.clouds.{0[0]}.shard",
-        _shards,
-        {
-            needs.untied_ends: "shards gradients over ranks",
-            needs.every_update_together: "shards parameters and gradients over ranks",
-            needs.equal_shards_in_step: "averages what each rank holds with ranks "
-            "that hold the same",
-            needs.no_privacy: "shards gradients over ranks",
-        },
-        "leave shard out",
-    ),
-    Feature(
-        "security.defences.backward={.label}",
-        lambda job: job.security.defences.get("backward"),
-        {needs.labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
-        "choose security/defences/backward=max_norm or gaussian_noise",
-    ),
-    Feature(
-        "security.defences.forward={.label}",
-        lambda job: job.security.defences.get("forward"),
-        {needs.noise_without_labels: "acts at evaluation too"},
-        "choose security/defences/forward=max_norm or gaussian_noise",
-    ),
-    Feature(
-        "security/privacy=cloud",
-        lambda job: _private_by(job, "cloud"),
-        {
-            needs.several_replicas: "noises what replicas in several clouds give to an averaging",
-            needs.all_clouds_stay: "gives no bound if what one merge leaves out is sent "
-            "with the next",
-        },
-        "choose security/privacy=sample",
-    ),
-    Feature(
-        "security/privacy=sample",
-        lambda job: _private_by(job, "sample"),
-        {
-            needs.whole_stages: "clips each sample's gradient in one rank",
-            needs.whole_replicas: "noises parameter gradients",
-            needs.whole_backward: "clips each sample's gradient before the next one's is computed",
-            needs.one_sample_each: "needs one sample in every micro-batch",
-        },
-        "set security/privacy=none",
-    ),
+FEATURES: Sequence[Use] = (
+    (lambda job: job.autopilot, needs.AUTOPILOT),
+    (_averages_without_feedback, needs.NO_FEEDBACK),
+    (lambda job: job.ties_ends, needs.TIED_ENDS),
+    (_shards, needs.SHARDS),
+    (lambda job: job.security.defences.get("backward"), needs.NOISE_BACKWARD),
+    (lambda job: job.security.defences.get("forward"), needs.NOISE_FORWARD),
+    (lambda job: _private_by(job, "cloud"), needs.PRIVATE_CLOUD),
+    (lambda job: _private_by(job, "sample"), needs.PRIVATE_SAMPLE),
 )
-CHECKED_LAST: Sequence[Feature] = (
-    Feature(
-        "training.activation_cache_mb={}",
-        lambda job: job.training.activation_cache_mb,
-        {
-            needs.rows_may_be_kept: "keeps rows of another cloud",
-            needs.all_clouds_stay: "relies on what every cloud has kept",
-            needs.constant_boundary: "keeps rows that are the same in every epoch",
-            needs.rows_arrive_alike: "keeps rows as they arrived in the first epoch",
-        },
-        "set it to 0",
-    ),
+CHECKED_LAST: Sequence[Use] = (
+    (lambda job: job.training.activation_cache_mb, needs.ACTIVATION_CACHE),
 )
+
+
+def _check(job: PipelineJob, uses: Iterable[Use]) -> None:
+    for is_used, feature in uses:
+        if used := is_used(job):
+            feature.check(job, used)
 
 
 @settings(kw_only=True)
@@ -178,8 +88,7 @@ class Experiment(PipelineJob):
                 )
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
-        for feature in FEATURES:
-            feature.check(self)
+        _check(self, FEATURES)
         if self.autopilot is not None:
             check_choices(self)
 
@@ -260,8 +169,7 @@ class Experiment(PipelineJob):
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
             )
         self.task.check()
-        for feature in CHECKED_LAST:
-            feature.check(self)
+        _check(self, CHECKED_LAST)
 
     def held_by(self, cloud: str, what: str) -> frozenset[str]:
         if what == "holders":

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 from pydantic import SkipValidation
 
@@ -23,7 +23,7 @@ from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel, Task
 from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
-from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.strategy import Places, Strategy
 from xcloud.plan.settings import Autopilot, Planning
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
@@ -43,71 +43,6 @@ class Launch:
     """
 
     max_restarts: NotNegative = 3
-
-
-class Place(NamedTuple):
-    """Of one rank. cloud: its number. is_sharded: it holds a part of its stages."""
-
-    cloud: int
-    replica: int
-    stages: Sequence[int]
-    is_sharded: bool = False
-
-
-@dataclass(frozen=True)
-class Places:
-    """Who holds what, as a checkpoint keeps it, by which a run with other ranks goes on.
-
-    column: of the table in survive/resume.py. merges_every: steps after which all replicas are
-    equal, 0 = only at last_step. labels: of groups of settings.
-    """
-
-    column: str = "one-way"
-    ranks: Sequence[Place] = ()
-    merges_every: int = 0
-    last_step: int = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def held(
-        cls, layout: ClusterLayout, strategy: Strategy, last_step: int,
-        labels: Mapping[str, str] = {},
-    ) -> Places:  # fmt: skip
-        column, every = "pipeline", 1
-        if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
-            column, every = averaging.traits.column, averaging.traits.equal_every
-        clouds, placed = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
-        ranks = [
-            Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)
-            for p in placed
-        ]
-        return cls(column, ranks, every, last_step, labels)
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Places:
-        ranks = [Place(cloud, replica, tuple(stages), dealt)
-                 for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
-        return cls(**{**saved, "ranks": ranks})
-
-    def holders(self, stage: int, replica: int) -> list[int]:
-        """Ranks, in the order of their group ranks."""
-        places = enumerate(self.ranks)
-        return [r for r, p in places if stage in p.stages and p.replica == replica]
-
-    def is_merged(self, step: int) -> bool:
-        return step == self.last_step or (self.merges_every > 0 and step % self.merges_every == 0)
-
-    @property
-    def num_stages(self) -> int:
-        return len({stage for place in self.ranks for stage in place.stages})
-
-    @property
-    def sharded_parts(self) -> set[tuple[int, int]]:
-        """(stage, number of parts) of sharded stages."""
-        return {
-            (stage, len(self.holders(stage, place.replica)))
-            for place in self.ranks if place.is_sharded for stage in place.stages
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""What features may need of a job; experiment.py says which needs what. Each need is a function of
-the job that names the setting that stands against it, or finds none. None is asked for a feature
-that is off. What an object needs of what it is built with (a strategy of its cluster) it checks
-there.
+"""What features need of a job. Each need is a function of the job that names the setting that
+stands against it, or finds none; none is asked for a feature that is off. A new feature is one
+entry at the end and one line in experiment.py, and no other feature knows of it. What an object
+needs of what it is built with (a strategy of its cluster) it checks there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
@@ -268,3 +268,101 @@ def check_choices(job: PipelineJob) -> None:
             replace(job, schedule=schedule, compression=own, autopilot=None)
         except ConfigError as error:
             raise ConfigError(f"autopilot may choose {schedule.label}, but {error}") from error
+
+
+@dataclass(frozen=True)
+class Feature:
+    """name: as its setting is written, {} in place of what says that a job uses it. why: by need,
+    what the feature does that needs it. without: how to run without the feature."""
+
+    name: str
+    why: Mapping[Need, str]
+    without: str
+
+    def check(self, job: PipelineJob, used: object) -> None:
+        for need, why in self.why.items():
+            if (lack := need(job)) is not None:
+                remedies = ", or ".join(filter(None, (lack.remedy, self.without)))
+                name = self.name.format(used)
+                raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
+
+
+AUTOPILOT = Feature(
+    "autopilot",
+    {
+        no_plan: "changes the compression",
+        one_pipeline: "decides in one rank for a single pipeline",
+        one_rank_at_metered_ends: "measures a real network from one rank at each end",
+    },
+    "set autopilot=off",
+)
+
+NO_FEEDBACK = Feature(
+    "strategy.averaging.feedback=false",
+    {self_correcting_compressor: "adds nothing of what a message left out to the next one"},
+    "set feedback to true",
+)
+
+TIED_ENDS = Feature(
+    "model.embeddings=tie",
+    {
+        no_privacy: "hands the other end gradients as they are",
+        every_update_together: "needs both ends in every update",
+        words_may_be_at_both_ends: "sends gradients to the other end",
+    },
+    "take model.embeddings=untie or freeze",
+)
+
+SHARDS = Feature(
+    "cluster.clouds.{0[0]}.shard",
+    {
+        untied_ends: "shards gradients over ranks",
+        every_update_together: "shards parameters and gradients over ranks",
+        equal_shards_in_step: "averages what each rank holds with ranks that hold the same",
+        no_privacy: "shards gradients over ranks",
+    },
+    "leave shard out",
+)
+
+NOISE_BACKWARD = Feature(
+    "security.defences.backward={.label}",
+    {labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
+    "choose security/defences/backward=max_norm or gaussian_noise",
+)
+
+NOISE_FORWARD = Feature(
+    "security.defences.forward={.label}",
+    {noise_without_labels: "acts at evaluation too"},
+    "choose security/defences/forward=max_norm or gaussian_noise",
+)
+
+PRIVATE_CLOUD = Feature(
+    "security/privacy=cloud",
+    {
+        several_replicas: "noises what replicas in several clouds give to an averaging",
+        all_clouds_stay: "gives no bound if what one merge leaves out is sent with the next",
+    },
+    "choose security/privacy=sample",
+)
+
+PRIVATE_SAMPLE = Feature(
+    "security/privacy=sample",
+    {
+        whole_stages: "clips each sample's gradient in one rank",
+        whole_replicas: "noises parameter gradients",
+        whole_backward: "clips each sample's gradient before the next one's is computed",
+        one_sample_each: "needs one sample in every micro-batch",
+    },
+    "set security/privacy=none",
+)
+
+ACTIVATION_CACHE = Feature(
+    "training.activation_cache_mb={}",
+    {
+        rows_may_be_kept: "keeps rows of another cloud",
+        all_clouds_stay: "relies on what every cloud has kept",
+        constant_boundary: "keeps rows that are the same in every epoch",
+        rows_arrive_alike: "keeps rows as they arrived in the first epoch",
+    },
+    "set it to 0",
+)

@@ -16,8 +16,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import singledispatch
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,16 +88,13 @@ class Process:
     def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
         self.asked, self.state = asked, state
 
-    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
-        """This rank has all its links."""
+    @contextmanager
+    def taking_part(self, role: Role[Any], last_words: Callable[[], None]) -> Iterator[None]:
+        """From when the rank has all its links to the end of its part. last_words: what it says
+        where it is ended before."""
         if self.state is not None:
             self.state.lives = role.lives
-
-    def leave(self) -> None:
-        """It has done its part."""
-
-    def stand_aside(self) -> None:
-        """It ends with a reason of its own."""
+        yield
 
 
 def live(
@@ -135,13 +133,11 @@ def live(
             time.sleep(LAST_WORDS_S)
         write_audit()
 
-    process.enter(role, last_words)
     try:
-        _play(role, verdict, reporter)
-        process.leave()
+        with process.taking_part(role, last_words):
+            _play(role, verdict, reporter)
         return role.is_stopped
     except BaseException:
-        process.stand_aside()
         last_words()  # the threads end with this process
         raise
     finally:
@@ -233,34 +229,28 @@ class RankProcess(Process):
 
     def run(self) -> bool:
         """Returns whether the run has ended early, as asked."""
-        config = self.read()
-        job, table = self.build(config), table_of(configs.plain_settings(config))
+        config, job = self.read()
+        table = table_of(configs.plain_settings(config))
         self.state.may_leave = self.rank not in job.roster.essential
         meeting, verdict = join(job, table, self.rank, self.run_dir, lambda: self.meet(job))
-        self.begin(job, config)
+        return self.play(job, config, table, meeting, verdict)
+
+    def play(
+        self, job: Job, config: Any, table: Table, meeting: Meeting, verdict: Verdict
+    ) -> bool:
+        """What all ranks have agreed to run."""
         if job.cluster.num_processes < job.cluster.num_ranks:
-            is_stopped = live_in_threads(job, table, self.run_dir, self.asked, self.state)
-        else:
-            carrier = job.cluster.carrier
-            transport = GlooTransport(meeting) if carrier is None else carrier.transport(meeting)
-            is_stopped = live(job, self.run_dir, table["setting"], verdict, self, transport)
-        self.end(is_stopped)
-        return is_stopped
+            return live_in_threads(job, table, self.run_dir, self.asked, self.state)
+        carrier = job.cluster.carrier
+        transport = GlooTransport(meeting) if carrier is None else carrier.transport(meeting)
+        return live(job, self.run_dir, table["setting"], verdict, self, transport)
 
-    def read(self) -> Any:
-        return configs.load(self.file)
-
-    def build(self, config: Any) -> Job:
-        return configs.job_from_config(config)
+    def read(self) -> tuple[Any, Job]:
+        config = configs.load(self.file)
+        return config, configs.job_from_config(config)
 
     def meet(self, job: Job) -> Meeting:
         return meet_here(job, self.rank, self.run_dir)
-
-    def begin(self, job: Job, config: Any) -> None:
-        """All ranks have agreed to run it."""
-
-    def end(self, is_stopped: bool) -> None:
-        """This rank has done its part."""
 
     def fail(self, error: BaseException) -> int:
         """Returns the exit code."""

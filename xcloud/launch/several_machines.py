@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,11 @@ class TorchrunProcess(RankProcess):
         self._monitor: subprocess.Popen[bytes] | None = None
         self._detector: FailureDetector | None = None
 
-    def read(self) -> Any:
-        return configs.read_config(self.file)  # it comes from elsewhere
-
-    def build(self, config: Any) -> Job:
+    def read(self) -> tuple[Any, Job]:
+        config = configs.read_config(self.file)  # it comes from elsewhere
         job = configs.shared_job(config, self.run_dir)
         _check_cloud(job, self.rank, self._cloud)
-        return job
+        return config, job
 
     def meet(self, job: Job) -> Meeting:
         self._detector = FailureDetector(
@@ -60,22 +59,20 @@ class TorchrunProcess(RankProcess):
         )  # fmt: skip
         return meet_under_torchrun(job, self.rank, self.run_dir, self._detector)
 
-    def enter(self, role: Role[Any], last_words: Callable[[], None]) -> None:
-        super().enter(role, last_words)
-        self.detector.met(role.needs, role.lives, last_words)
+    @contextmanager
+    def taking_part(self, role: Role[Any], last_words: Callable[[], None]) -> Iterator[None]:
+        detector = self._detector
+        assert detector is not None, "there is one once the ranks meet"
+        detector.met(role.needs, role.lives, last_words)
+        try:
+            with super().taking_part(role, last_words):
+                yield
+        except BaseException:
+            detector.over.set()
+            raise
+        detector.leave()
 
-    def leave(self) -> None:
-        self.detector.leave()
-
-    def stand_aside(self) -> None:
-        self.detector.over.set()
-
-    @property
-    def detector(self) -> FailureDetector:
-        assert self._detector is not None, "there is one once the ranks meet"
-        return self._detector
-
-    def begin(self, job: Job, config: Any) -> None:
+    def play(self, job: Job, config: Any, *agreed: Any) -> bool:
         _check_started(job)
         _check_unfinished(job, self.run_dir)
         if self.is_first_here:
@@ -83,8 +80,7 @@ class TorchrunProcess(RankProcess):
             print(job.headline, flush=True)
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, self.file)
-
-    def end(self, is_stopped: bool) -> None:
+        is_stopped = super().play(job, config, *agreed)
         model = self.run_dir / MODEL_DIR
         if self.is_first_here and self.rank and not is_stopped and model.is_dir():
             print(f"this cloud's part of the model: {model.resolve()}", flush=True)
@@ -97,6 +93,7 @@ class TorchrunProcess(RankProcess):
                     "the monitor was killed; to write the run's record: python -m xcloud monitor "
                     f"{self.run_dir} --experiment {self.file} --again", flush=True,
                 )  # fmt: skip
+        return is_stopped
 
     def fail(self, error: BaseException) -> int:
         if self._detector is not None:

@@ -22,7 +22,7 @@ from xcloud.cluster.link import Parts
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, Merge, by_rows, check_merge, joined, weighted_sum
+from xcloud.parallel.merging import Contribution, Merge, by_rows, joined, weighted_sum
 
 _WEIGHT = TensorSpec((1,), torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
@@ -30,10 +30,21 @@ _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
+class Peer(NamedTuple):
+    """A rank in a replica. ranks: of its cloud."""
+
+    rank: int
+    cloud: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of cloud {self.cloud!r}"
+
+
 @dataclass
 class ReplicaLinks(ABC):
-    """One rank's links, one each way, to its counterparts in the other replicas of the pipeline:
-    the ranks that train the same share of the same stages there.
+    """One rank's links, one each way, to the ranks that train the same share of the same stages in
+    the other replicas of the pipeline.
 
     Keys are of Kind.AVERAGING: the step, and in `micro_batch` what tells the messages of one step
     apart. All replicas make the same calls, so what another one sends to this one has the same
@@ -41,10 +52,12 @@ class ReplicaLinks(ABC):
     comes before the one asked for.
 
     replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
-    of a group. num_parts: such ranks of all stages of a replica.
+    of a group. num_parts: such ranks of all stages of a replica. peers: by replica, this rank's
+    own included; none where it has no counterpart.
     """
 
     replica: int
+    peers: Sequence[Peer]
     num_replicas: int
     num_shares: int
     num_parts: int
@@ -59,9 +72,9 @@ class ReplicaLinks(ABC):
 
     @abstractmethod
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
-        """Before the first message. capacity_bytes: of the longest message, frame included; the
-        same in all replicas. wait_s: how long another replica may take, if that is longer than
-        its link. under_way: exchanges that begin before an earlier one ends."""
+        """Before the first message. capacity_bytes: of the longest one, frame included; the same
+        in all replicas. wait_s: that another replica may take, if that is longer than its link.
+        under_way: exchanges that begin before an earlier one ends."""
 
     def send(
         self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
@@ -95,17 +108,6 @@ class ReplicaLinks(ABC):
         After a LinkTimeout the same message may be asked for again.
         """
 
-    @abstractmethod
-    def cloud_of(self, replica: int) -> str: ...
-
-    @abstractmethod
-    def ranks_of(self, replica: int) -> Sequence[int]:
-        """Of its cloud."""
-
-    @abstractmethod
-    def name_of(self, replica: int) -> str:
-        """The counterpart there, in words."""
-
 
 def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Parts]:
     """And the rest. Raises FrameError for another beginning."""
@@ -119,10 +121,8 @@ def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Par
 
 class Merged(NamedTuple):
     """changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
-    what this replica contributed is in one of them. step: where clouds may be late, that the
-    others have reached. values: in place of changes, for a replica that missed too many: see
-    OuterParameters.flat.
-    """
+    this replica's contribution is in one of them. step: where clouds may be late, that the others
+    have reached. values: in place of changes, if it missed too many: see OuterParameters.flat."""
 
     changes: Sequence[list[Tensor]] = ()
     is_counted: bool = True
@@ -135,9 +135,9 @@ class Terms:
     """How one averaging goes, the same in all replicas but for `protect` and `watch`.
 
     channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
-    most_weight: that a replica can have for what it did in so many steps. protect: applied to what
-    this replica contributes before it is encoded. watch: called with each contribution of another
-    replica: step, replica, its decoded tensors by name.
+    most_weight: that a replica can have for so many steps. protect: applied to what this replica
+    contributes before it is encoded. watch: called with each contribution of another replica:
+    step, replica, its decoded tensors by name.
     """
 
     merge: Merge = weighted_sum
@@ -227,7 +227,6 @@ class AllToAll(Averager):
 
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links, self._codecs, self._terms = links, codecs, terms
-        check_merge(terms.merge, links.num_replicas)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 
@@ -266,8 +265,7 @@ class AllToAll(Averager):
         steps: dict[int, dict[str, list[Tensor]]] = {}
         for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
             step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
-            messages = steps.setdefault(int(step), {})
-            messages.setdefault(name, []).append(torch.as_tensor(own[key]))
+            steps.setdefault(int(step), {}).setdefault(name, []).append(torch.as_tensor(own[key]))
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])
@@ -299,7 +297,6 @@ class AllToAll(Averager):
         self._links.send(replica, key, message, carries, codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Parts]:
-        """Its weight, and what it sent."""
         return first_part(self._links.recv(replica, key), _WEIGHT, f"replica {replica}")
 
     def _merged(self, step: int) -> list[Tensor]:

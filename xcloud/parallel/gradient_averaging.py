@@ -32,13 +32,12 @@ from xcloud.parallel.merging import (
     Piece,
     Robust,
     by_rows,
-    check_merge,
     gather_shares,
     mean_of,
     weighted_mean,
     weighted_sum,
 )
-from xcloud.parallel.replicas import ReplicaCheck, Replicas
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.strategy import Averaging, Traits
 
 LOSS = "(loss)"
@@ -53,8 +52,8 @@ class GradientAveraging(Averaging):
     delay: 1 = an update uses the gradient of the one before, which crosses while the next is
         computed; another trajectory than with 0, which waits for it.
     feedback: what a lossy compressor leaves out of a gradient is added to the next one.
-    check_every: updates after which replicas compare digests of their parameters; 0 = only
-        before the first.
+    check_every: updates after which replicas compare digests of their parameters, as they do
+        before the first and after the last; 0 = only then.
     merge: a Byzantine-robust aggregator (parallel/merging.py); null = the sum. A gradient that is
         not finite then counts as zero.
     """
@@ -90,7 +89,7 @@ class AveragedGradients(Exchange):
         self._scale = self._num_replicas if averaging.merge is not None else 1  # those are means
         # Who has the same values in this cloud: of sharded stages nobody.
         self._alike, num_shares = replicas.group, replicas.links.num_shares
-        if replicas.is_sharded:
+        if any(local_part(p) is not p for p in replicas.trained.values()):
             self._alike, num_shares = RankGroup.alone(replicas.group.rank), 1
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
@@ -108,8 +107,8 @@ class AveragedGradients(Exchange):
             )  # fmt: skip
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         replicas.open([self._averager], under_way=1 + self._delay)
-        self._check = ReplicaCheck(replicas, averaging.check_every, self._alike)
-        self._check.compare(0)
+        self._replicas, self._check_every = replicas, averaging.check_every
+        self.compare(0)
 
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
@@ -134,11 +133,12 @@ class AveragedGradients(Exchange):
         return summed | {max(buffers): total}
 
     def compare(self, step: int) -> None:
-        self._check.compare(step)
+        self._replicas.compare(step, self._alike)
 
     def after_update(self, step: int, work: Work) -> None:
-        if self._check.is_due(step):
-            self._check.compare(step)
+        is_due = self._check_every and step % self._check_every == 0
+        if is_due or step == self._replicas.last_step:
+            self.compare(step)
 
     own_names = (MEMORY,)
 
@@ -169,7 +169,6 @@ class AveragedGradients(Exchange):
 
     @property
     def _gradients(self) -> list[Tensor]:
-        """Views of the buffers."""
         return [local_part(p.grad) for p in self._parameters if p.grad is not None]
 
 
@@ -198,7 +197,8 @@ class CompressedAveraging(StatefulParts):
         self.process_group, self.merge = process_group, merge
         self.num_bytes = self.raw_bytes = 0
         self.num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        check_merge(merge, self.num_ranks)
+        if isinstance(merge, Robust):
+            merge.check(self.num_ranks)
         # One each: DistributedDataParallel puts them into other buckets after the first step.
         self.codecs = {
             p: TensorCodec({name: p.shape}, compressor.for_tensor, seed_from(seed, "ddp hook"),

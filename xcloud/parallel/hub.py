@@ -249,16 +249,17 @@ class Hub(_End):
 
     def _set_state(self, replica: int, state: PeerState, step: int, why: str = "") -> None:
         self._peers[replica].state = state
-        cloud, ranks = self.links.cloud_of(replica), list(self.links.ranks_of(replica))
+        _, cloud, ranks = self.links.peers[replica]
         what = "back" if state == "present" else state
         word = "gone" if state == "left" else what
-        self.reporter.event("absence", now=True, absent=cloud, ranks=ranks, what=what, step=step)
+        self.reporter.event(
+            "absence", now=True, absent=cloud, ranks=[*ranks], what=what, step=step
+        )
         self.reporter.note(f"cloud {cloud} is {word} (step {step}){why and f': {why}'}")
 
     def _report_merge(self, step: int) -> None:
         counted = {replica: contribution.weight for replica, contribution in self._taken.items()}
-        replicas = range(self.links.num_replicas)
-        weights = {self.links.cloud_of(replica): counted.get(replica, 0.0) for replica in replicas}
+        weights = {peer.cloud: counted.get(r, 0.0) for r, peer in enumerate(self.links.peers)}
         kind = "merge" if all(weights.values()) else "partial_merge"
         self.reporter.event(kind, step=step, weights=weights)
         was_left_out, self._is_left_out = self._is_left_out, not any(weights.values())
@@ -288,7 +289,6 @@ class Hub(_End):
 
 
 def _read(parts: Parts, head: TensorSpec, sender: str) -> tuple[list[float], Parts]:
-    """The numbers that a message begins with, and the rest of it."""
     numbers, rest = first_part(parts, head, sender)
     if not bool((numbers.abs() < _MOST).all()):  # nor is NaN
         raise FrameError(f"{sender} sent {numbers.tolist()} for steps, flags or a weight")

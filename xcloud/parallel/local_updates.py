@@ -6,6 +6,7 @@ Moments of the inner optimizer stay where they are and are never sent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -19,17 +20,10 @@ from xcloud.base.settings import NotNegative, Positive, Seconds, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.averaging import Averager, Merged, Terms
-from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
+from xcloud.parallel.exchange import Exchange, FlatBuffer, Work
 from xcloud.parallel.hub import HUB, Hub, Member
 from xcloud.parallel.merging import Robust, by_tensor, contiguous, weighted_mean
-from xcloud.parallel.replicas import (
-    OuterOptimizer,
-    OuterParameters,
-    ReplicaCheck,
-    Replicas,
-    Shapes,
-    StepBudget,
-)
+from xcloud.parallel.replicas import OuterOptimizer, OuterParameters, Replicas, Shapes
 from xcloud.parallel.strategy import Averaging, Traits
 
 NAME = "strategy.averaging"
@@ -78,15 +72,11 @@ class LocalUpdates(Averaging):
     restart_s: Seconds | None = None
 
     def __post_init__(self) -> None:
-        if self.fragments > self.every:
+        if self.fragments > self.every or self.overlap >= self.every:
             raise ConfigError(
-                f"{NAME}.fragments ({self.fragments}) must be at most {NAME}.every "
-                f"({self.every}): one fragment is merged at a step"
-            )
-        if self.overlap >= self.every:
-            raise ConfigError(
-                f"{NAME}.overlap ({self.overlap}) must be less than {NAME}.every ({self.every}): "
-                "a merge must end before the next one of the same parameters begins"
+                f"{NAME}.fragments ({self.fragments}) must be at most, and {NAME}.overlap "
+                f"({self.overlap}) less than, {NAME}.every ({self.every}): one fragment is merged "
+                "at a step, and ends before the next merge of the same parameters begins"
             )
         if self.restart_s is not None and self.leave == "fail":
             raise ConfigError(f"{NAME}.restart_s needs {NAME}.leave=go_on")
@@ -204,15 +194,15 @@ class LocalRounds(Exchange):
     of which nothing own is kept, so that all replicas have the same values.
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
-    replica that was late leaves out the steps up to the hub's.
+    replica that was late leaves out the steps up to the hub's, and one that has used up its time
+    or tokens those up to the next multiple of `every`. clock: seconds.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
         self._settings, self._replicas = averaging, replicas
-        self._inside = AllReduce(dict.fromkeys(replicas.stages, replicas.group))
-        self.budget = StepBudget(
-            averaging.every, replicas.group, averaging.most_s, averaging.most_tokens
-        )
+        self.clock = time.monotonic
+        self._idle_until, self._num_tokens = 0, 0.0
+        self._started_s: float | None = None  # since the last merge
         names, sizes = list(replicas.trained), [p.numel() for p in replicas.trained.values()]
         if 0 < len(names) < averaging.fragments:
             raise ConfigError(
@@ -225,20 +215,20 @@ class LocalRounds(Exchange):
             for number, run in enumerate(runs)
         ]
         averagers = [fragment.averager for fragment in self._fragments]
-        self._check = None if averaging.is_elastic else ReplicaCheck(replicas, 0, replicas.group)
-        if self._check is not None:
+        if not averaging.is_elastic:
             replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
-            self._check.compare(0)
+            self.compare(0)
         elif replicas.group.leads:
             replicas.open(averagers)
 
     def is_idle(self, step: int) -> bool:
-        return self.budget.is_idle(step)
+        return step <= self._idle_until
 
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        return self._inside.before_update(step, buffers, losses)
+        group = self._replicas.group
+        return {stage: b.sum_over(group, losses[stage]) for stage, b in buffers.items()}
 
     def after_update(self, step: int, work: Work) -> None:
         averaging, is_last = self._settings, step == self._replicas.last_step
@@ -257,13 +247,13 @@ class LocalRounds(Exchange):
                     self._finish(fragment, 0.0 if is_last else averaging.mix)
         for fragment in self._fragments:
             fragment.averager.end_step(step, is_last)
-        self.budget.end_step(step, work.weight)
+        self._end_step(step, work.weight)
         if is_last:
             self.compare(step)
 
     def compare(self, step: int) -> None:
-        if self._check is not None:
-            self._check.compare(step)
+        if not self._settings.is_elastic:
+            self._replicas.compare(step, self._replicas.group)
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments
@@ -305,6 +295,23 @@ class LocalRounds(Exchange):
         work = self._settings.work_of(self._replicas.most_work)
         return self._settings.weight_of(work * num_steps)
 
+    def _end_step(self, step: int, num_tokens: float) -> None:
+        """After the merge, if there is one. num_tokens: that the replica trained on."""
+        averaging = self._settings
+        most_s, most_tokens = averaging.most_s, averaging.most_tokens
+        if most_s is None and most_tokens is None:
+            return
+        if step % averaging.every == 0:
+            self._num_tokens, self._started_s = 0.0, self.clock()
+        elif not self.is_idle(step):
+            self._num_tokens += num_tokens
+            if self._started_s is None:  # the first step builds caches: it is not counted
+                self._started_s = self.clock()
+            is_over = most_s is not None and self.clock() - self._started_s >= most_s
+            is_over |= most_tokens is not None and self._num_tokens >= most_tokens
+            if bool(self._replicas.group.from_leader(torch.tensor([float(is_over)]))):
+                self._idle_until = step - step % averaging.every + averaging.every
+
     def _start(self, fragment: _Fragment, step: int) -> None:
         fragment.sent, fragment.work = fragment.work, 0.0
         weight = self._settings.weight_of(fragment.sent)
@@ -344,9 +351,20 @@ class LocalRounds(Exchange):
             fragment.work += fragment.sent
             if is_new:
                 fragment.values.keep(own)
-        self.budget.idle_until(step)
+        self._idle_until = max(self._idle_until, step)
         return step
 
     def parts(self) -> dict[str, Stateful]:
-        numbered = {str(number): fragment for number, fragment in enumerate(self._fragments)}
-        return {"budget": self.budget, **numbered}
+        return {str(number): fragment for number, fragment in enumerate(self._fragments)}
+
+    own_names = ("budget",)
+
+    def own(self) -> State:
+        elapsed_s = 0.0 if self._started_s is None else self.clock() - self._started_s
+        numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
+        return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}
+
+    def take(self, own: State) -> None:
+        self._idle_until = whole_number(own, "budget.idle_until")
+        self._num_tokens, elapsed_s = torch.as_tensor(own["budget.numbers"]).tolist()
+        self._started_s = self.clock() - elapsed_s if elapsed_s else None

@@ -53,7 +53,7 @@ def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
 
 
 def mean_of(contributions: Iterable[Contribution], count: int) -> list[Tensor]:
-    """weighted_mean of so many that count alike and may be made one after the other."""
+    """weighted_mean of so many that count alike; one is made after the other."""
     return _sum(contributions, [1.0 / count] * count)
 
 
@@ -140,12 +140,6 @@ class NormBound(Robust):
         return _sum(contributions, weights)
 
 
-def check_merge(merge: Merge, num_replicas: int) -> None:
-    """Raise ConfigError if so few replicas cannot outvote a bad one."""
-    if isinstance(merge, Robust):
-        merge.check(num_replicas)
-
-
 def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
     """Adds up one contribution after the other; none of them need be there at once."""
     merged: list[Tensor] = []
@@ -160,7 +154,6 @@ def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> lis
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    """Of all values together, in float64; not finite if any of them is not."""
     return math.sqrt(sum(map(squared_norm, tensors)))
 
 
@@ -223,13 +216,12 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
     seen = 0
     for index, (name, shape) in enumerate(shapes.items()):
-        num_rows = shape[0] if shape else 1
-        width = shape.numel() // num_rows if num_rows else 0
-        first = 0
-        while first < num_rows or (first == num_rows == 0):
+        num_rows, last = shape[0] if shape else 1, 0
+        width = shape.numel() // max(num_rows, 1)
+        while True:
             middle = seen + width / 2  # of the row: it goes where its middle lies
             share = min(num_shares - 1, int(num_shares * middle / max(total, 1)))
-            last = num_rows
+            first, last = last, num_rows
             if width and share < num_shares - 1:
                 ends_at = total * (share + 1) / num_shares
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
@@ -237,8 +229,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Piec
             label = name if last - first == num_rows else f"{name}[{first}:{last}]"
             shares[share].append(Piece(label, index, first, last, rows))
             seen += (last - first) * width
-            first = last
-            if not num_rows:
+            if last == num_rows:
                 break
     return shares
 

@@ -259,7 +259,6 @@ class ConsumptionPlan(StatefulParts):
         return self.promised.setdefault((p, number), max(1, expected))
 
     def _together(self, producers: Sequence[int]) -> float:
-        """The share of these."""
         return sum(self._shares[p] for p in producers)
 
     def levelling_orders(self) -> list[Order]:

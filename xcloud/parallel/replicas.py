@@ -5,7 +5,6 @@ time. No rounds. The inner optimizer is the trainer's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,13 +19,13 @@ from xcloud.base.settings import settings
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.comm.compression import Chain, seed_from
-from xcloud.comm.state import OUTER, State, copy_of, fill, whole_number
+from xcloud.comm.state import OUTER, State, copy_of, fill
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part
-from xcloud.parallel.exchange import RankGroup, Work, are_finite, digest, local_part
+from xcloud.parallel.exchange import RankGroup, Work, are_finite, digest
 from xcloud.parallel.merging import Piece, gather_shares
 from xcloud.record.reporter import Reporter
-from xcloud.security.defences import CloudPrivacy, private_contribution
+from xcloud.security.defences import Privacy, private_contribution
 
 Shapes = Mapping[str, torch.Size]
 _CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
@@ -50,7 +49,7 @@ class Replicas:
     last_step: int
     most_work: Work
     reporter: Reporter
-    privacy: CloudPrivacy | None = None
+    privacy: Privacy | None = None
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
 
     @cached_property
@@ -62,10 +61,6 @@ class Replicas:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-
-    @property
-    def is_sharded(self) -> bool:
-        return any(local_part(p) is not p for p in self.trained.values())
 
     def codec(
         self, shapes: Shapes, feedback: bool, stream: Sequence[str | int],
@@ -97,7 +92,7 @@ class Replicas:
         """With what watches and protects this cloud, under whose privacy nothing plain is sent.
         num_fragments: averagings of a rank that together are one contribution."""
         terms = replace(terms, watch=self.watch)
-        if self.privacy is None:
+        if self.privacy is None or self.privacy.unit != "cloud":
             return terms
         num_parts = self.links.num_parts * num_fragments
         return replace(terms, protect=private_contribution(names, self.privacy, num_parts, plain))
@@ -107,41 +102,26 @@ class Replicas:
         longest = max((averager.max_bytes for averager in averagers), default=0)
         self.links.open(longest, wait_s, under_way)
 
-
-@dataclass(frozen=True)
-class ReplicaCheck:
-    """Whether all ranks that train the same parameters hold them, bit for bit. Every one of them
-    makes the same calls.
-
-    every: updates between two comparisons, 0 = none; the last update is compared too. alike: the
-    ranks of this cloud that hold the same values.
-    """
-
-    of: Replicas
-    every: int
-    alike: RankGroup
-
-    def is_due(self, step: int) -> bool:
-        return step == self.of.last_step or (bool(self.every) and step % self.every == 0)
-
-    def compare(self, step: int) -> None:
-        """After update `step`; 0 = before the first, where frozen parameters are compared too.
+    def compare(self, step: int, alike: RankGroup) -> None:
+        """Whether all ranks that train the same parameters hold them, bit for bit, after update
+        `step`; 0 = before the first, where frozen parameters are compared too. Every one of them
+        makes the same calls. alike: the ranks of this cloud that hold the same values.
 
         Raises ReplicasDiffer naming stage and rank.
         """
-        links, stages = self.of.links, sorted(self.of.stages)
-        parameters = (self.of.stages[stage].parameters() for stage in stages)
+        links, stages = self.links, sorted(self.stages)
+        parameters = (self.stages[stage].parameters() for stage in stages)
         compared = [[p for p in some if p.requires_grad or not step] for some in parameters]
         mine = torch.stack([digest(some) for some in compared])
-        gathered = zip(self.alike.ranks, self.alike.gather(mine), strict=True)
+        gathered = zip(alike.ranks, alike.gather(mine), strict=True)
         theirs = {f"rank {rank} of the same cloud": found for rank, found in gathered}
         # The others are compared inside their cloud only.
-        if self.of.group.group_rank < links.num_shares:
+        if self.group.group_rank < links.num_shares:
             key = MessageKey(Kind.AVERAGING, step, _CHECK)
             for replica in links.others:
                 links.send(replica, key, (mine,), ("digests of parameters",), 0)
             for replica in links.others:
-                name = links.name_of(replica)
+                name = str(links.peers[replica])
                 found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), name)
                 theirs[name] = found.cpu()
         for name, found in theirs.items():
@@ -150,7 +130,7 @@ class ReplicaCheck:
                     when = f"after update {step}" if step else "before the first update"
                     raise ReplicasDiffer(
                         f"{when} the parameters of stage {stage} differ between rank "
-                        f"{self.alike.rank} and {name}; all clouds need the same seed, checkpoint "
+                        f"{alike.rank} and {name}; all clouds need the same seed, checkpoint "
                         "and caches, kind of processor and release of torch"
                     )
 
@@ -213,9 +193,8 @@ class OuterParameters:
         self._own = [self._parameters[piece.index] for piece in self._mine]
         self._group, self._optimizer = group, optimizer
         self.outer = [p.detach().clone() for p in self._own]
-        self.velocity = [
-            torch.zeros_like(t) if optimizer.momentum else t.new_empty(0) for t in self.outer
-        ]
+        has_momentum = bool(optimizer.momentum)
+        self.velocity = [t.new_zeros(t.shape if has_momentum else 0) for t in self.outer]
 
     @property
     def are_finite(self) -> bool:
@@ -279,55 +258,3 @@ class OuterParameters:
         like = self._parameters[0]
         for piece, value in gather_shares(self._group, self._shares, values, like):
             self._parameters[piece.index].copy_(value)
-
-
-@dataclass
-class StepBudget:
-    """How many steps a replica makes between two merges, where clouds are not equally fast: one
-    that has used up its time or tokens leaves out those up to the next multiple of `every`.
-
-    replica: its ranks, of which the first decides. clock: elapsed seconds are part of the state.
-    """
-
-    every: int
-    replica: RankGroup
-    most_s: float | None = None
-    most_tokens: int | None = None
-    clock: Callable[[], float] = time.monotonic
-    _idle_until: int = 0
-    _num_tokens: float = 0.0
-    _started_s: float | None = None
-
-    def is_idle(self, step: int) -> bool:
-        return step <= self._idle_until
-
-    def idle_until(self, step: int) -> None:
-        self._idle_until = max(self._idle_until, step)
-
-    def end_step(self, step: int, num_tokens: float) -> None:
-        """After the merge, if there is one at this step. Every rank of the replica calls it.
-        num_tokens: that the replica trained on."""
-        if self.most_s is None and self.most_tokens is None:
-            return
-        if step % self.every == 0:
-            self._num_tokens, self._started_s = 0.0, self.clock()
-            return
-        if self.is_idle(step):
-            return
-        self._num_tokens += num_tokens
-        if self._started_s is None:  # the first step builds caches: it is not counted
-            self._started_s = self.clock()
-        is_over = self.most_s is not None and self.clock() - self._started_s >= self.most_s
-        is_over |= self.most_tokens is not None and self._num_tokens >= self.most_tokens
-        if bool(self.replica.from_leader(torch.tensor([float(is_over)]))):
-            self.idle_until(step - step % self.every + self.every)
-
-    def state_dict(self) -> State:
-        elapsed_s = 0.0 if self._started_s is None else self.clock() - self._started_s
-        numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
-        return {"idle_until": self._idle_until, "numbers": numbers}
-
-    def load_state_dict(self, state: State) -> None:
-        self._idle_until = whole_number(state, "idle_until")
-        self._num_tokens, elapsed_s = torch.as_tensor(state["numbers"]).tolist()
-        self._started_s = self.clock() - elapsed_s if elapsed_s else None

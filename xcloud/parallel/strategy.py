@@ -8,9 +8,9 @@ settings and its Exchange in a file of its own, and a YAML in conf/strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
@@ -35,10 +35,9 @@ class Traits:
     late or lost, and everything goes through the first cloud. may_leave: a lost cloud does not end
     the run. every: updates that a contribution of a replica sums up. equal_every: updates after
     which all replicas are equal; 0 = only after the last. column: of survive/resume.TABLE.
-    changes_results: what is learned differs from what one process would learn.
-    For the planner: per_step: exchanges in a step, each of 1 / fragments of the trained values.
-    hidden_steps: that pass while one crosses. num_copies: of the trained values, kept in each
-    rank.
+    changes_results: what is learned differs from what one process would learn. per_step: exchanges
+    in a step, each of 1 / fragments of the trained values. hidden_steps: that pass while one
+    crosses. num_copies: of the trained values, kept in each rank.
     """
 
     is_apart: bool = False
@@ -151,12 +150,13 @@ class Strategy:
                 "(cluster.clouds.NAME.replica)"
             )
         per_replica = len(layout.clouds) // number
-        by_position = _is_by_position(layout)
+        held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
+        # The stages are those that clouds take which name none.
+        by_position = len(held) > 1 and [*held.values()] == [[k] for k in range(len(held))]
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
             return _with_stages(layout, [stages] * number, 1)
         if not by_position:
-            held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
             raise ConfigError(
                 f"strategy.replicas={number} makes the clouds of cluster {layout.name!r} "
                 f"pipelines of {per_replica}, but they name their stages ({held}); leave stages "
@@ -190,12 +190,6 @@ class Strategy:
         return layout
 
 
-def _is_by_position(layout: ClusterLayout) -> bool:
-    """Whether the stages are those that clouds take which name none."""
-    held = [cloud.stages for cloud in layout.clouds.values()]
-    return len(held) > 1 and held == [(k,) for k in range(len(held))]
-
-
 def _with_stages(
     layout: ClusterLayout, stages: Sequence[tuple[int, ...]], per_replica: int
 ) -> ClusterLayout:
@@ -205,3 +199,68 @@ def _with_stages(
         for k, (name, cloud) in enumerate(layout.clouds.items())
     }
     return replace(layout, clouds=clouds)
+
+
+class Place(NamedTuple):
+    """Of one rank. cloud: its number. is_sharded: it holds a part of its stages."""
+
+    cloud: int
+    replica: int
+    stages: Sequence[int]
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Who holds what, as a checkpoint keeps it, by which a run with other ranks goes on.
+
+    column: of the table in survive/resume.py. merges_every: steps after which all replicas are
+    equal, 0 = only at last_step. labels: of groups of settings.
+    """
+
+    column: str = "one-way"
+    ranks: Sequence[Place] = ()
+    merges_every: int = 0
+    last_step: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def held(
+        cls, layout: ClusterLayout, strategy: Strategy, last_step: int,
+        labels: Mapping[str, str] = {},
+    ) -> Places:  # fmt: skip
+        column, every = "pipeline", 1
+        if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
+            column, every = averaging.traits.column, averaging.traits.equal_every
+        clouds, placed = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
+        ranks = [
+            Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)
+            for p in placed
+        ]
+        return cls(column, ranks, every, last_step, labels)
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Places:
+        ranks = [Place(cloud, replica, tuple(stages), dealt)
+                 for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
+        return cls(**{**saved, "ranks": ranks})
+
+    def holders(self, stage: int, replica: int) -> list[int]:
+        """Ranks, in the order of their group ranks."""
+        places = enumerate(self.ranks)
+        return [r for r, p in places if stage in p.stages and p.replica == replica]
+
+    def is_merged(self, step: int) -> bool:
+        return step == self.last_step or (self.merges_every > 0 and step % self.merges_every == 0)
+
+    @property
+    def num_stages(self) -> int:
+        return len({stage for place in self.ranks for stage in place.stages})
+
+    @property
+    def sharded_parts(self) -> set[tuple[int, int]]:
+        """(stage, number of parts) of sharded stages."""
+        return {
+            (stage, len(self.holders(stage, place.replica)))
+            for place in self.ranks if place.is_sharded for stage in place.stages
+        }  # fmt: skip

@@ -78,11 +78,6 @@ class Space:
         each = (variants_of(kind, num_stages, num_micro_batches) for kind in kinds)
         return list(dict.fromkeys(chain.from_iterable(each)))
 
-    def with_schedules(self, plan: Plan) -> list[Plan]:
-        """The plan with every schedule to be tried."""
-        tried = self.schedules_for(len(plan.ends), plan.micro_batches)
-        return [plan._replace(schedule=schedule) for schedule in tried]
-
 
 @dataclass(frozen=True)
 class Ranked:
@@ -252,14 +247,6 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
         else:
             found[name] = 0.0 if last < 0 else math.inf
     return found
-
-
-def over_bandwidth(
-    step_s: StepAt, compressions: Sequence[str]
-) -> dict[str, list[tuple[float, float]]]:
-    """Bandwidth and step time of each compressor, for a picture."""
-    rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
-    return {name: [(rate, step_s(name, rate)) for rate in rates] for name in compressions}
 
 
 class AtCount(NamedTuple):

@@ -22,7 +22,6 @@ from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import (
     Privacy,
-    SamplePrivacy,
     clip_factor,
     gaussian_epsilon,
     most_squared_uses,
@@ -93,7 +92,7 @@ def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> Ti
     averager, links = None, wiring.tied
     if links is not None:
         (parameter,) = held.values()
-        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        within = len({peer.cloud for peer in links.peers}) == 1
         averager = AllToAll(
             links, TensorCodec(
                 {TIED: parameter.shape},
@@ -112,7 +111,7 @@ class PrivateGradients(Part):
     pipeline, whose micro-batches are single samples, and the exchange. The noise of a stage is
     added by one rank of each replica."""
 
-    def __init__(self, privacy: SamplePrivacy, trainer: Trainer) -> None:
+    def __init__(self, privacy: Privacy, trainer: Trainer) -> None:
         self._privacy, self._stages, self._feed = privacy, trainer.stages, trainer.feed
         self._clock = trainer.pipeline.clock
         self._limit = privacy.clip / math.sqrt(trainer.pipeline.num_stages)
@@ -168,7 +167,7 @@ def account(
     Opacus is not installed, and for clouds, which take part in every merge.
     """
     rate, sampled = 1.0, None
-    if isinstance(privacy, SamplePrivacy):
+    if privacy.unit == "sample":
         uses = most_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
         rate = min(1.0, plan.batch_size / plan.num_samples)
         try:

@@ -16,12 +16,12 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
 from xcloud.plan.pricing import OverEpochs, Pricer
 from xcloud.plan.search import (
+    BANDWIDTHS,
     AtCount,
     Ranked,
     Space,
     StepAt,
     crossings,
-    over_bandwidth,
     over_micro_batches,
     step_at,
 )
@@ -79,7 +79,9 @@ class Report:
     @cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """By compressor, bandwidth and step."""
-        return over_bandwidth(*self._over_lines)
+        step_s, names = self._over_lines
+        rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
+        return {name: [(rate, step_s(name, rate)) for rate in rates] for name in names}
 
     @cached_property
     def _over_lines(self) -> tuple[StepAt, Sequence[str]]:

@@ -268,49 +268,32 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
 
 
 @settings("security.privacy")
-class _Noised:
-    """clip: largest norm of one contribution. noise: standard deviation of the noise on every
-    value, in units of clip. delta: of the guarantee; choose less than 1 / number of samples."""
+class Privacy:
+    """Clips what one unit can contribute to what leaves a cloud, and adds noise.
 
+    unit: "sample": DP-SGD (Abadi et al., arXiv:1607.00133). Every sample's gradient is clipped,
+        each replica adds noise to the sum of its own before any of it leaves the cloud:
+        g = 1/B (sum_i g_i min(1, clip / |g_i|) + noise * clip * N(0, I)), B the update's samples,
+        g_i the gradient of sample i, times B over the weight of the whole update.
+        Differences: each stage is clipped by itself, to clip / sqrt(stages), which bounds the
+        whole by clip; lengths of texts, on which the weight depends, count as public.
+        "cloud": DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud. What a replica
+        gives to a merge, gradient or weight change, is clipped as a whole and noised; hides
+        whether a cloud took part with all its data. It takes many clouds, or few values (LoRA), to
+        learn despite it. Difference: each part of a message that is sent apart (fragments, shares
+        of ranks) is clipped by itself, to clip / sqrt(parts).
+    clip: largest norm of one contribution. noise: standard deviation of the noise on every value,
+        in units of clip. delta: of the guarantee; choose less than 1 / number of samples.
+    """
+
+    unit: Literal["sample", "cloud"]
     clip: PositiveFloat
     noise: NotNegativeFloat
     delta: Annotated[float, Field(gt=0.0, le=0.999999)] = 1e-5
 
-    unit = ""
-
     @property
     def label(self) -> str:
         return f"private by {self.unit} (clip {self.clip:g}, noise {self.noise:g})"
-
-
-@settings("security.privacy")
-class SamplePrivacy(_Noised):
-    """DP-SGD (Abadi et al., arXiv:1607.00133): every sample's gradient is clipped, each replica
-    adds noise to the sum of its own before any of it leaves the cloud.
-
-    g = 1/B (sum_i g_i min(1, clip / |g_i|) + noise * clip * N(0, I)), B the update's samples, g_i
-    the gradient of sample i, times B over the weight of the whole update.
-    Differences: each stage is clipped by itself, to clip / sqrt(stages), which bounds the whole by
-    clip; lengths of texts, on which the weight depends, count as public (they are sent in plain).
-    """
-
-    unit = "sample"
-
-
-@settings("security.privacy")
-class CloudPrivacy(_Noised):
-    """DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud: what a replica gives to
-    a merge, gradient or weight change, is clipped as a whole and noised before it is sent.
-
-    Hides whether a cloud took part with all its data. It takes many clouds, or few values (LoRA),
-    to learn despite it. Difference: each part of a message that is sent apart (fragments, shares
-    of ranks) is clipped by itself, to clip / sqrt(parts).
-    """
-
-    unit = "cloud"
-
-
-Privacy = SamplePrivacy | CloudPrivacy
 
 
 def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
@@ -324,7 +307,7 @@ def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
 
 
 def private_contribution(
-    names: Collection[str], privacy: CloudPrivacy, num_parts: int, silent: Collection[str] = ()
+    names: Collection[str], privacy: Privacy, num_parts: int, silent: Collection[str] = ()
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Clips what this replica contributes, and adds noise. names: of the tensors. num_parts:
     messages that together are one contribution of a cloud. silent: names of which zero is sent (or

@@ -1,6 +1,6 @@
 """Measure how much text and labels an honest-but-curious cloud recovers from what it saw: attack
-the observations of observer.py, after training (docs/privacy.md, section 3). What replicas average
-is attacked by experiments/gradient_leaks (security/meter=averages).
+the observations of rank/leaks.py, after training (docs/privacy.md, section 3). What replicas
+average is attacked by experiments/gradient_leaks (security/meter=averages).
 
 Shapes of attacks: N samples or rows, D features, C classes.
 
@@ -22,11 +22,11 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,16 +37,9 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import (
-    OBSERVATIONS_DIR,
-    TRUTH,
-    AveragingWatch,
-    Observer,
-    ReadingStage,
-    Rows,
-    Stream,
-)
 
+OBSERVATIONS_DIR = "observations"
+TRUTH = "truth"
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
@@ -65,18 +58,52 @@ class LeakMeter:
     max_rows: Annotated[int, Field(ge=100)] = 20_000
     keep: bool = False
 
-    def averaged(
-        self, observer: Observer, stage: ReadingStage, num_others: int
-    ) -> AveragingWatch | None:
-        """What watches a stage's averaging with `num_others` replicas; None: nobody, as here."""
-        return None
-
     def measure(self, run_dir: Path) -> dict[str, Any]:
         """See `measure`. Forgets what was observed, unless it is to be kept."""
         found = measure(run_dir)
         if not self.keep:
             shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
         return found
+
+
+class Stream(NamedTuple):
+    """One kind of message as one rank saw it. direction: forward or backward. boundary: number of
+    the stage before it. how: "received" from another cloud, or computed here and "sent" to it."""
+
+    direction: str
+    boundary: int
+    how: str
+    field: str
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self))
+
+    @classmethod
+    def parse(cls, name: str) -> Stream:
+        direction, boundary, how, field = name.split(".", 3)
+        return cls(direction, int(boundary), how, field)
+
+    def __str__(self) -> str:
+        kind = "activation" if self.direction == "forward" else "gradient"
+        return f"{self.field} {kind} of boundary {self.boundary}, {self.how}"
+
+
+class Rows(NamedTuple):
+    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
+
+    ids: Tensor
+    counts: Tensor
+    rows: Tensor
+
+    @classmethod
+    def join(cls, parts: Iterable[Rows]) -> Rows:
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Each sample's id and rows, in the order of messages."""
+        split = torch.split(self.rows, self.counts.tolist())
+        return zip(self.ids.tolist(), split, strict=True)
 
 
 Found = dict[str, dict[str, dict[str, float]]]  # cloud -> message -> attack or figure
@@ -163,7 +190,6 @@ def _hidden(notes: Observations, field: str) -> Iterator[tuple[str, Stream, dict
 
 
 def _labels(notes: Observations) -> Found:
-    """attack -> AUC."""
     if LABEL not in notes.truth:
         return {}  # not known here, or spans or tokens, which are no classes
     truth, texts = notes.truth[LABEL], notes.truth.keys() - {LABEL}
@@ -338,17 +364,15 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
     """The token guessed for each unknown row by a network with one hidden layer."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-    known = rows_ND[is_known_N].float()
-    mean, spread = known.mean(0), known.std(0, correction=0).clamp(min=1e-9)
-    x = ((rows_ND.float() - mean) / spread).numpy()
-    network = MLPClassifier(
-        256, batch_size=256, learning_rate_init=3e-3, max_iter=12, random_state=0
-    )
+    settings = {"batch_size": 256, "learning_rate_init": 3e-3, "max_iter": 12, "random_state": 0}
+    network = make_pipeline(StandardScaler(), MLPClassifier(256, **settings))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # so few epochs are meant
-        network.fit(x[is_known_N.numpy()], tokens_N[is_known_N].numpy())
-    return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
+        network.fit(rows_ND[is_known_N].float().numpy(), tokens_N[is_known_N].numpy())
+    return torch.from_numpy(network.predict(rows_ND[~is_known_N].float().numpy()))
 
 
 def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None) -> None:

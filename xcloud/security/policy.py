@@ -46,8 +46,8 @@ parallel.one_forward_one_backward.OneForwardOneBackward
 parallel.one_forward_one_backward.ZeroBubble parallel.one_way.Feed
 parallel.replicas.OuterOptimizer parallel.schedule.GPipe parallel.strategy.Strategy
 plan.settings.Autopilot plan.settings.Planning record.tracking.MlflowTracker
-record.tracking.NullTracker security.defences.CloudPrivacy security.defences.GaussianNoise
-security.defences.Marvell security.defences.MaxNorm security.defences.SamplePrivacy
+record.tracking.NullTracker security.defences.GaussianNoise security.defences.Marvell
+security.defences.MaxNorm security.defences.Privacy
 security.leak_meter.LeakMeter security.policy.Visibility
 tasks.classification.DemoClassification tasks.classification.DemoCrossLingual
 tasks.classification.FolderClassification tasks.classification.FolderCrossLingual

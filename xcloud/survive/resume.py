@@ -21,7 +21,8 @@ from torch import Tensor
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.state import MEMORY, OUTER, State
-from xcloud.job.job import Job, Places
+from xcloud.job.job import Job
+from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 
 _REMEMBERED = "what compression remembers of earlier steps"

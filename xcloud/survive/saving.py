@@ -22,7 +22,7 @@ from xcloud import __version__
 from xcloud.base.errors import LinkError
 from xcloud.base.project import commit
 from xcloud.comm.state import State, StateTree, copying, own_copy, states_of
-from xcloud.job.job import Places
+from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Checkpoints
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.contracts.model import Stage
-from xcloud.parallel.averaging import ReplicaLinks
+from xcloud.parallel.averaging import Peer, ReplicaLinks
 from xcloud.parallel.hub import HUB
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.security.defences import LABEL, Defence
@@ -137,12 +137,10 @@ _AHEAD = 3  # messages on a link beside those of steps under way: handed back, o
 class PeerLinks(ReplicaLinks):
     """Its ends are made by `open`, once it is known how long a message may be.
 
-    line: name of the lines. stage: for the record of messages. peers: by replica,
-    the rank that holds the same values there, this rank's own included; none where this rank has
-    no counterpart. raw_bytes: FP32 bytes of what went to other clouds.
+    line: name of the lines. stage: for the record of messages. raw_bytes: FP32 bytes of what went
+    to other clouds.
     """
 
-    peers: tuple[int, ...]
     ends: Ends
     device: torch.device
     line: str
@@ -159,26 +157,16 @@ class PeerLinks(ReplicaLinks):
             self._open(replica)
 
     def _open(self, replica: int) -> None:
-        ends, peer, capacity = self.ends, self.peers[replica], self._capacity
+        ends, peer, capacity = self.ends, self.peers[replica].rank, self._capacity
         self._out[replica], self._in[replica] = ends.both(
             self.line, peer, capacity, self._ahead, boundary=self.stage
         )
         self._overdue_s[replica] = max(ends.overdue_s([peer], capacity), self._wait_s)
 
-    def name_of(self, replica: int) -> str:
-        peer = self.peers[replica]
-        return f"rank {peer} of cloud {self.ends.layout.cloud_of(peer)!r}"
-
-    def cloud_of(self, replica: int) -> str:
-        return self.ends.layout.cloud_of(self.peers[replica])
-
-    def ranks_of(self, replica: int) -> tuple[int, ...]:
-        return self.ends.layout.ranks_in(self.cloud_of(replica))
-
     def post(
         self, replica: int, key: MessageKey, parts: Parts, carries: Sequence[str], raw_bytes: int
     ) -> None:
-        if self.ends.leaves_cloud(self.peers[replica]):
+        if self.ends.leaves_cloud(self.peers[replica].rank):
             self.raw_bytes += raw_bytes
         self._out[replica].send(key, parts, carries)
 
@@ -215,13 +203,13 @@ class HubLinks(PeerLinks):
             super()._open(replica)
 
     def _look_for(self, replica: int) -> None:
-        ranks = self.ranks_of(replica)
+        ranks = self.peers[replica].ranks
         if replica not in self._back and not self.ends.transport.begins_again(ranks):
             return
         if replica not in self._ended:
             self._back.add(replica)
             self._end(replica)
-            raise LinkClosed(f"{self.name_of(replica)} has begun again")
+            raise LinkClosed(f"{self.peers[replica]} has begun again")
         self._back.discard(replica)
         self._ended.discard(replica)
         for rank in ranks:
@@ -230,8 +218,13 @@ class HubLinks(PeerLinks):
 
     def _end(self, replica: int) -> None:
         self._ended.add(replica)
-        for rank in self.ranks_of(replica):
+        for rank in self.peers[replica].ranks:
             self.ends.forget(rank)
+
+
+def peers_of(layout: ClusterLayout, ranks: Iterable[int]) -> list[Peer]:
+    clouds = ((rank, layout.cloud_of(rank)) for rank in ranks)
+    return [Peer(rank, cloud, layout.ranks_in(cloud)) for rank, cloud in clouds]
 
 
 def replica_links(
@@ -249,12 +242,10 @@ def replica_links(
     own = layout.placement(ends.rank)
     stage = min(own.stages)
     group_rank = layout.ranks_of(stage, own.replica).index(ends.rank)
-    peers: tuple[int, ...] = ()
-    if group_rank < shares[stage]:
-        peers = tuple(ranks[group_rank] for ranks in layout.replicas_of(stage))
+    there = layout.replicas_of(stage) if group_rank < shares[stage] else ()
     of = (
-        own.replica, layout.num_replicas, shares[stage], sum(shares.values()), peers, ends, device,
-        "averaging", stage,
+        own.replica, peers_of(layout, [ranks[group_rank] for ranks in there]), layout.num_replicas,
+        shares[stage], sum(shares.values()), ends, device, "averaging", stage,
     )  # fmt: skip
     return PeerLinks(*of) if rejoin is None else HubLinks(*of, rejoin=rejoin)
 
@@ -267,7 +258,7 @@ def tied_links(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerL
     if peers[0] == peers[1] or ends.rank not in peers:
         return None
     own = peers.index(ends.rank)
-    return PeerLinks(own, 2, 1, 1, peers, ends, device, "tied", own * last)
+    return PeerLinks(own, peers_of(layout, peers), 2, 1, 1, ends, device, "tied", own * last)
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
-from xcloud.cluster.link_profile import LinkWindow
 from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way_parts import OneWayContext
@@ -125,26 +124,22 @@ class OneWayRank(Role[OneWayExperiment]):
         groups = [ends.group(layout.ranks_in(cloud), context.device) for cloud in layout.clouds]
         (self.group,) = (group for group in groups if group is not None)
         self.most_waiting = 4 * most_ahead + 64
-        self._capacity = {
-            "batches": self.job.model.max_payload_bytes + FRAME_SLACK_BYTES,
-            "orders": 2 * _ORDER_BYTES * most_ahead + FRAME_SLACK_BYTES,
-        }
+        batch_bytes, order_bytes = self.job.model.max_payload_bytes, 2 * _ORDER_BYTES * most_ahead
+        self._lines = {}  # capacity and window
+        for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
+            capacity = num_bytes + FRAME_SLACK_BYTES
+            self._lines[line] = capacity, ends.window(most_ahead + _MORE_AHEAD, capacity)
         self.control: Control = join_control(ends, context.on_report)
         self.lives, self.records, self.received = ends.lives, ends.records, ends.received
         self.memory = MemoryMeter(context.device)
 
     def out(self, line: str, peer: int) -> SendingEnd:
-        return self.ends.out(line, peer, self._capacity[line], self._window(line))
+        return self.ends.out(line, peer, *self._lines[line])
 
     def incoming(
         self, line: str, peer: int, handlers: Handlers, on_end: Callable[[LinkError], None]
     ) -> None:
-        window = self._window(line)
-        self.ends.incoming(line, peer, self._capacity[line], window, handlers, on_end=on_end)
-
-    def _window(self, line: str) -> LinkWindow:
-        under_way = self.job.feed.most_ahead + _MORE_AHEAD
-        return self.ends.window(under_way, self._capacity[line])
+        self.ends.incoming(line, peer, *self._lines[line], handlers, on_end=on_end)
 
     def divergence_guard(self) -> DivergenceGuard:
         training = self.job.training

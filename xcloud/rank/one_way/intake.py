@@ -303,7 +303,6 @@ class Intake:
             inbox.wait(POLL_S, lambda: inbox.here != here)  # noqa: B023
 
     def _await_a_change(self) -> None:
-        """Nobody feeds at the moment: until one is ready, or gone."""
         inbox, states = self.inbox, enumerate(self.plan.state)
         idle = [p for p, state in states if state in (State.ABSENT, State.SLOW)]
         inbox.wait(POLL_S, lambda: any(inbox.is_ready(p) or inbox.end_of(p) for p in idle))

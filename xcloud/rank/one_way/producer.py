@@ -9,7 +9,6 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,24 +39,20 @@ class SaveNow(NamedTuple):
     code: int
 
 
-@dataclass
 class OrderBook:
     """What is ordered of one rank of a producer. `take_*` are handlers of a link, and raise
     FrameError for what no consumer sends. num_consumers: ranks that a batch may be for.
     most_waiting: orders not begun; most_number: of a batch. source: this rank."""
 
-    consumer: PeerLife = field(default_factory=PeerLife)
-    num_consumers: int = 1
-    most_waiting: int = 1 << 14
-    most_number: int = 1 << 30
-    source: int = 0
-    is_stopped: bool = field(default=False, init=False)
-    _last: int = field(default=0, init=False)  # number ordered
-    _for_nobody: set[int] = field(default_factory=set, init=False)
-    """Of these some rank may still want the batch."""
-    _waiting: queue.SimpleQueue[Order | SaveNow | LinkError | None] = field(
-        default_factory=queue.SimpleQueue, init=False
-    )
+    def __init__(
+        self, consumer: PeerLife | None = None, num_consumers: int = 1,
+        most_waiting: int = 1 << 14, most_number: int = 1 << 30, source: int = 0,
+    ) -> None:  # fmt: skip
+        self.consumer, self.num_consumers = consumer or PeerLife(), num_consumers
+        self.most_waiting, self.most_number, self.source = most_waiting, most_number, source
+        self.is_stopped, self._last = False, 0  # number ordered
+        self._for_nobody = set[int]()  # of these some rank may still want the batch
+        self._waiting = queue.SimpleQueue[Order | SaveNow | LinkError | None]()
 
     def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
         """Batch `number` was made before the run went on, and is kept if it was for nobody."""
@@ -206,7 +201,6 @@ class ProducerRun(StatefulParts):
         return fed
 
     def _learn(self, number: int, fed: Fed) -> None:
-        """Average the gradients over the ranks of this cloud, and update."""
         loss, group = fed.loss, self._rank.group
         is_finite = math.isfinite(loss)
         if self._buffer is not None:
@@ -232,7 +226,6 @@ class ProducerRun(StatefulParts):
             self._report()
 
     def _report(self) -> None:
-        """What was made since the last time: one line for many batches, as it crosses the link."""
         if not self._made:
             return
         figures: dict[str, Any] = dict(self._made)
