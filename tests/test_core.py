@@ -54,7 +54,7 @@ FEATURES = (
     "parallel.within_cloud", "parallel.strategy", "rank.gradient_parts", "plan", "planner",
     "rank.autopilot", "rank.leaks", "rank.one_way",
     "rank.reports", "record.checkpoints", "record.further_figures",
-    "security.defences", "security.leak_meter", "security.observer",
+    "security.defences", "security.leak_meter",
     "survive.checkpointing", "survive.resume", "sweep",
     "training.pinned_batches", "use", "watch.following", "wire.further_ends",
 )  # fmt: skip

@@ -46,7 +46,7 @@ def job_from_config(config: DictConfig) -> Job:
         raise ConfigError(text)
     check_keys(OmegaConf.to_container(plain), "")
     try:
-        made = instantiate(plain, _convert_="all")
+        return Job.of(instantiate(plain, _convert_="all"))
     except InstantiationException as error:
         cause = error.__cause__ or error
         where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
@@ -54,9 +54,6 @@ def job_from_config(config: DictConfig) -> Job:
             named = not where or str(cause).startswith((f"{where}.", f"{where} "))
             raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
         raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
-    if not isinstance(made, Job):
-        raise ConfigError(f"_target_ must make a job, such as xcloud's Experiment, got {made!r}")
-    return made
 
 
 def check_keys(node: Any, path: str) -> None:

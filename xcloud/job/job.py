@@ -115,6 +115,13 @@ class Job(Names, ABC):
     plan: Planning | None = None
     autopilot: Autopilot | None = None
 
+    @classmethod
+    def of(cls, made: object) -> Job:
+        if not isinstance(made, Job):
+            text = "_target_ must make a job, such as xcloud's Experiment"
+            raise ConfigError(f"{text}, got {made!r}")
+        return made
+
     @property
     def run_name(self) -> str:
         """Begins with what tells runs apart: "int8+int8 two_clouds abnet_iwslt s1", in a sweep
