@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
-from xcloud.base.errors import LinkTimeout
+from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 
 if TYPE_CHECKING:
@@ -69,9 +69,12 @@ class Meeting:
         self.store.set(name, text)
 
     def read(self, name: str, rank: int) -> str:
-        """What `rank` writes by this name. Raises LinkTimeout naming it."""
+        """What `rank` writes by this name. Raises LinkTimeout naming it, LinkClosed if the store
+        has ended with rank 0."""
         try:
             self.store.wait([name], timedelta(seconds=self.within_s))
+        except dist.DistNetworkError:
+            raise LinkClosed(f"rank 0 ended while this rank waited for rank {rank}") from None
         except dist.DistStoreError:
             raise LinkTimeout(
                 f"rank {rank} has not come in {self.within_s:g} s (cluster.liveness.join_within_s)"

@@ -1,6 +1,6 @@
 """Before anything else, all ranks meet and compare what they are about to run. A difference ends
 the run in every rank with the same message: the setting, its values, and the ranks and clouds that
-have them. The data are checked later, by fingerprint (rank/task_data.py).
+have them. The data are compared later, by fingerprint (`agree_on`, from rank/task_data.py).
 
 Clouds draw batches, learning rates and dropout from the experiment file alone, so another `seed`
 pairs samples that do not belong together, and another layout hangs the process groups: hence
@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ class Verdict:
     attempt: Annotated[int, Field(ge=0)] = 0
 
 
-_VERDICT = TypeAdapter(Verdict)
+_VERDICT, _FACTS = TypeAdapter(Verdict), TypeAdapter(_SECTION)
 
 
 def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
@@ -120,6 +120,48 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
     return verdict
+
+
+def agree_on(
+    what: str,
+    meeting: Meeting,
+    facts: Mapping[str, str],
+    left_out: Mapping[int, Collection[str]] = {},
+) -> Mapping[str, str]:
+    """All ranks must hold the same facts before the first step; every rank calls it. what: a name
+    for them. left_out: by rank, those that it need not have. Returns those of rank 0.
+
+    Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
+    may begin at any time.
+    """
+    meeting.write(f"{what}.{meeting.rank}", json.dumps(dict(facts)))
+    theirs, others = facts, range(0 if meeting.is_open else meeting.num_ranks)
+    for peer in others[1:] if meeting.rank == 0 else [0]:
+        theirs = decode_facts(meeting.read(f"{what}.{peer}", peer), peer)
+        compare_facts(facts, theirs, peer, left_out.get(max(peer, meeting.rank), ()))
+    return facts if meeting.rank == 0 else theirs
+
+
+def decode_facts(text: str, peer: int) -> dict[str, str]:
+    said = f"rank {peer} sent no names and values of facts"
+    found: dict[str, str] = _decoded(_FACTS, text, said)
+    return found
+
+
+def compare_facts(
+    mine: Mapping[str, str], theirs: Mapping[str, str], peer: int, left_out: Collection[str] = ()
+) -> None:
+    """left_out: names that one of the two need not have."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        if (name not in mine or name not in theirs) and name in left_out:
+            continue
+        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if here != there:
+            raise ConfigError(
+                f"this rank and rank {peer} disagree about {name}: {here} here, {there} there. "
+                "All clouds need the same experiment file, the same release of xcloud and the "
+                "same rows of data in the same order."
+            )
 
 
 class _Comparison:

@@ -36,7 +36,6 @@ from xcloud.cluster.layout import Layout
 from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.transport import FOREVER, JOIN_WITHIN_S, Meeting, meeting_store
 from xcloud.job.job import Job
-from xcloud.parallel.control import NOTHING, compare_facts, decode_facts, encode_facts
 from xcloud.parallel.exchange import digest
 from xcloud.parallel.hub import HUB
 
@@ -44,28 +43,6 @@ BEAT_S = 0.5
 GRACE_S = 1.0  # in which the main thread may find a better reason to end
 STORE = -1  # in the place of a rank: where the ranks meet
 _LOOK_EVERY_S = 0.2
-
-
-class StoreFacts:
-    """What each rank compares before its first step: rank 0 leaves its own in the store."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting, self._number = meeting, 0
-
-    def agree(
-        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
-    ) -> Mapping[str, str]:
-        """As Control.agree; every rank calls it, in the same order."""
-        meeting, rank = self._meeting, self._meeting.rank
-        self._number += 1
-        name = f"facts.{self._number}"
-        if rank == HUB:
-            meeting.write(name, encode_facts(facts).numpy().tobytes().decode("ascii", "replace"))
-            return facts
-        text = bytearray(meeting.read(name, HUB).encode())
-        theirs = decode_facts((torch.frombuffer(text, dtype=torch.uint8),), HUB)
-        compare_facts(facts, theirs, HUB, left_out.get(rank, ()))
-        return theirs
 
 
 def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:

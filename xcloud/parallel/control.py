@@ -1,4 +1,4 @@
-"""Small messages between clouds besides the pipeline: norms, agreement, meetings, reports.
+"""Small messages between clouds besides the pipeline: norms, meetings, reports.
 
 A star around rank 0; for norms, one in each replica of the pipeline around the first of its
 leaders. One rank of each stage (its leader) speaks for the stage. Everything here is framed,
@@ -15,18 +15,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.cluster.link_end import PeerLife, ReceivingEnd, SendingEnd
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
-AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
-NOTHING: Mapping[int, Collection[str]] = {}
-_MAX_FACTS_BYTES = 1 << 16
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
 _NORMS = ("squared gradient norm of each stage, NaN if not finite",)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
@@ -148,25 +144,6 @@ class Control:
     def peers(self) -> list[int]:
         return sorted(self.out)
 
-    def agree(
-        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
-    ) -> Mapping[str, str]:
-        """All ranks must hold the same facts before the first step. Returns those of rank 0.
-
-        Raises ConfigError in the rank that differs (and in rank 0), naming the fact. left_out: by
-        rank, those that it need not have.
-        """
-        key = MessageKey(Kind.AGREEMENT)
-        carries = (f"digests of: {', '.join(sorted(facts))}",)
-        for peer, link in self.incoming.items():
-            if self.rank != 0:
-                self.out[peer].send(key, (encode_facts(facts),), carries)
-            theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S), peer)
-            if self.rank == 0:
-                self.out[peer].send(key, (encode_facts(facts),), carries)
-            compare_facts(facts, theirs, peer, left_out.get(max(peer, self.rank), ()))
-        return facts if self.rank == 0 else theirs
-
     def meet(self, ranks: Collection[int] | None = None) -> None:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
         and rank 0 is one of them.
@@ -243,35 +220,3 @@ def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:
     for rank, age_s in enumerate(frame.parts[0].tolist()):
         if rank in lives and age_s >= 0:
             lives[rank].note(now_s - age_s)
-
-
-def encode_facts(facts: Mapping[str, str]) -> Tensor:
-    text = "\n".join(f"{name}={value}" for name, value in sorted(facts.items()))
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)  # empty: a rank that sees nothing
-
-
-def decode_facts(parts: Parts, peer: int) -> dict[str, str]:
-    """Raises FrameError for anything but lines of a name and a digest."""
-    if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].numel() > _MAX_FACTS_BYTES:
-        raise FrameError(f"what rank {peer} knows of the data is no text")
-    text = parts[0].numpy().tobytes().decode(errors="replace")
-    lines = text.split("\n") if text else []
-    if not all("=" in line and line.isprintable() for line in lines):
-        raise FrameError(f"what rank {peer} knows of the data is not lines of a name and a value")
-    return dict(line.split("=", 1) for line in lines)
-
-
-def compare_facts(
-    mine: Mapping[str, str], theirs: Mapping[str, str], peer: int, left_out: Collection[str] = ()
-) -> None:
-    """left_out: names that one of the two need not have."""
-    for name in sorted(mine.keys() | theirs.keys()):
-        if (name not in mine or name not in theirs) and name in left_out:
-            continue
-        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
-        if here != there:
-            raise ConfigError(
-                f"this rank and rank {peer} disagree about {name}: {here} here, {there} there. "
-                "All clouds need the same experiment file, the same release of xcloud and the "
-                "same rows of data in the same order."
-            )

@@ -14,9 +14,9 @@ from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.join.restarts import StoreFacts, parameters_fact
+from xcloud.join.agreement import agree_on
+from xcloud.join.restarts import parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
-from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import Pipeline
@@ -51,10 +51,6 @@ class Features:
         self.context, self.job, self.rank = context, context.job, context.rank
         self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
         self.placement = self.job.cluster.placement(self.rank)
-        self.control: Control | StoreFacts | None = wiring.control
-        if self.job.roster.is_elastic:
-            self.control = StoreFacts(context.transport.meeting)
-        """By which this rank compares with others what it has loaded."""
         self._sharders: dict[int, Sharder] = {}
         if self.job.cluster.clouds[self.placement.cloud].shard:
             held = {stage: wiring.groups[stage] for stage in self.placement.stages}
@@ -88,8 +84,8 @@ class Features:
 
     def meet(self, stages: Mapping[int, Stage]) -> None:
         """Another cloud may build its stages longer than a message may take."""
-        if isinstance(self.control, StoreFacts):
-            self.control.agree(parameters_fact(stages))
+        if self.job.roster.is_elastic:
+            agree_on("parameters", self.context.transport.meeting, parameters_fact(stages))
         else:
             self.wiring.meet()
 
@@ -127,14 +123,19 @@ class Features:
         which must be those that a checkpoint was made with."""
         job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
         privacy, choose = job.security.privacy, job.compression.for_tensor
+        own_gradients: Part | None = None
+        if privacy is not None and privacy.unit == "sample":
+            own_gradients = PrivateGradients(privacy, trainer)
+        elif any(group.group_size > 1 for group in wiring.groups.values()):
+            own_gradients = OverlappedSums(
+                trainer.buffers, wiring.groups, lambda: trainer.num_backwards
+            )
         changing = Parts(
             [
                 *(own.join(context) for own in job.parts.values()),
-                PrivateGradients(privacy, trainer)
-                if privacy is not None and privacy.unit == "sample"
-                else OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards),
+                own_gradients,
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
-                pilot_of(context, trainer, wiring),
+                pilot_of(context, trainer, wiring) if job.autopilot is not None else None,
                 meter,
             ]
         )

@@ -56,7 +56,7 @@ class StageRank(Role[Experiment]):
 
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
-        data = load(self.job, self.rank, self.features.control)
+        data = load(self.job, self.context.transport.meeting)
         note_data(self.context, data)
         built = self.build(data)
         if self.train(built):

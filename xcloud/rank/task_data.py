@@ -9,15 +9,15 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError, FrameError
+from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import (
     SPLITS,
     Batch,
@@ -30,7 +30,8 @@ from xcloud.contracts.model import (
 )
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import Signal, compare_facts
+from xcloud.join.agreement import agree_on, compare_facts
+from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
@@ -45,43 +46,36 @@ UNREAD = "the task's settings and sizes"
 SAMPLES = {split: f"samples of {split}" for split in SPLITS}
 
 
-class Comparison(Protocol):
-    """Compares facts between ranks before the first step: a Control, or a store."""
-
-    def agree(
-        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = ...
-    ) -> Mapping[str, str]: ...
-
-
-def load(experiment: Experiment, rank: int, control: Comparison | None) -> TaskData:
+def load(experiment: Experiment, meeting: Meeting) -> TaskData:
     """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
     if the task accepts sizes: they are among the facts of rank 0, which reads the text.
 
     Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """
-    task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
+    task, seed, rank = experiment.task, experiment.seed, meeting.rank
+    fields = experiment.fields_of(rank)
     unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
-    told = control is not None and 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
+    told = 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
     left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values())) if told else {}
-    if control is not None and told and rank in unseeing:
-        theirs = control.agree({}, left_out)
+    if told and rank in unseeing:
+        theirs = agree_on("data", meeting, {}, left_out)
         data = with_sizes(task, _sizes_in(theirs)).load(frozenset(), seed)
         compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
         return data
     data = task.load(fields, seed)
     _check_fields(data, fields)
-    for defence in filter(None, experiment.security.defences.values()):
+    for defence in experiment.security.chosen_defences.values():
         if data.head is not None:
             defence.check_labels(data.head.kind, data.head.num_outputs)
         elif "label" in fields:  # for each token
             defence.check_labels("tokens", 1)
-    if control is not None:  # sizes are compared first: they say more than a digest
-        sizes = {split: data.num_samples(split) for split in SPLITS}
-        facts = {SAMPLES[split]: str(size) for split, size in sizes.items()}
-        facts[DATA] = data.fingerprint()
-        if told:
-            facts[UNREAD] = with_sizes(task, sizes).load(frozenset(), seed).fingerprint()
-        control.agree(facts, left_out)
+    # Sizes are compared first: they say more than a digest.
+    sizes = {split: data.num_samples(split) for split in SPLITS}
+    facts = {SAMPLES[split]: str(size) for split, size in sizes.items()}
+    facts[DATA] = data.fingerprint()
+    if told:
+        facts[UNREAD] = with_sizes(task, sizes).load(frozenset(), seed).fingerprint()
+    agree_on("data", meeting, facts, left_out)
     return data
 
 

@@ -40,9 +40,9 @@ _DIRECTION = {
 UNFRAMED = [
     "rendezvous: addresses and ports of the ranks, names of their process groups; where ranks may "
     "begin again, how often each has",
-    "start: settings of the experiment, digests of the code, checkpoints: lines of text from each "
-    "rank, and whether it may go on; where ranks may begin again, from rank 0 alone, with digests "
-    "of data and parameters",
+    "start: settings of the experiment, digests of the code, checkpoints, numbers of samples and "
+    "digests of the task's settings and data: lines of text from each rank, and whether it may go "
+    "on; where ranks may begin again, with digests of parameters",
     "start: a number for this run and one for each machine (emulated links only)",
     "start: a barrier before the first step",
     "end: when the last steps of each rank began and ended, 8 or fewer",
