@@ -60,7 +60,7 @@ from xcloud.plan.settings import Arranged, Plan, Priced
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import table_of
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.summary import read_run
+from xcloud.record.further_figures import read_run
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY

@@ -39,6 +39,7 @@ from xcloud.rank.autopilot import (
     codec_costs,
     forecast_of,
 )
+from xcloud.record.further_figures import ENTRIES
 from xcloud.record.summary import RunStatistics
 from xcloud.survive.resume import is_marked
 from xcloud.training.pinned_batches import PinnedBatchPlan
@@ -216,14 +217,14 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
     assert few < 0.8 * many
 
-    statistics = RunStatistics(2)
+    statistics = RunStatistics(2, ENTRIES)
     for one in events:
         statistics.feed(one)
     assert statistics.summary(name="s", status="failed", commit="c")["autopilot"] == [
         {"step": 3, "choice": "int4+int4", "before": "none+none"}
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
-        resumed = RunStatistics(2)
+        resumed = RunStatistics(2, ENTRIES)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
         resumed.feed_log([*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))

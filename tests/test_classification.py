@@ -83,7 +83,7 @@ def test_each_rank_keeps_only_what_it_may_see(
     for fields in (LABEL, NONE):
         view = views[fields]
         assert not view.vocabularies and not view._tokenizers and not view._pairs
-        with pytest.raises(DataError, match="is no text field visible here"):
+        with pytest.raises(DataError, match="is no field visible here"):
             view.sentences("text")
     for fields in (TEXT, NONE):
         assert "label" not in views[fields]._columns

@@ -11,6 +11,7 @@ import pytest
 
 from tests.event_lines import append_event, steps_done
 from xcloud.record.events import EventReader, StepCollector, StepTotals, update_s
+from xcloud.record.further_figures import ElasticCollector
 from xcloud.record.summary import RunStatistics
 
 
@@ -168,7 +169,7 @@ def absence(what: str, step: int) -> dict[str, Any]:
 
 def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
     """What its loss completes comes with the next events, in order; back, it is waited for."""
-    collector, found = StepCollector(2), []
+    collector, found = ElasticCollector(2), []
 
     def feed(event: dict[str, Any]) -> None:
         totals = collector.feed(event)
@@ -193,7 +194,7 @@ def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
 
 def test_a_cloud_that_is_gone_before_it_has_told_of_a_step_is_not_waited_for() -> None:
     """What it was about to tell when it was killed is lost with it."""
-    collector = StepCollector(2)
+    collector = ElasticCollector(2)
     events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
     found = [collector.feed(event) for event in (*events, step_event(0, 3), step_event(1, 3))]
     assert [totals.step for totals in found if totals] == [1, 2, 3]
@@ -211,7 +212,7 @@ def test_a_step_of_which_a_report_was_lost_is_not_remembered_for_ever() -> None:
 def test_a_run_that_goes_on_has_the_steps_that_a_lost_rank_did_not_tell() -> None:
     """Rank 1, gone in step 2, was back in 3 and was lost with the rank that it tells. After that
     it begins with the others."""
-    collector = StepCollector(2)
+    collector = ElasticCollector(2)
     events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
     events += [step_event(0, 3), {"event": "resume", "step": 3}, step_event(0, 4)]
     found = [collector.feed(event) for event in (*events, step_event(1, 4), {"event": "note"})]

@@ -146,7 +146,7 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
     assert view.head is None and not view._tokenizers
     assert not view._windows and not view._columns
-    with pytest.raises(DataError, match="is no text field visible here"):
+    with pytest.raises(DataError, match="is no field visible here"):
         view.sentences("text")
     with pytest.raises(DataError, match="'label' is no field visible here"):
         view.score("test", {0: [1, 1, 1]})

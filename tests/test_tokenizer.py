@@ -123,10 +123,10 @@ def test_saved_and_loaded_is_the_same(bpe: Tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{}", '{"format": "another"}', "[]"])
 def test_a_broken_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(DataError, match="cannot read tokenizer file"):
+    with pytest.raises(DataError, match=r"no xcloud tokenizer 1 file .*No such file"):
         Tokenizer.load(path)
     path.write_text(content)
-    with pytest.raises(DataError, match="not an xcloud tokenizer 1 file"):
+    with pytest.raises(DataError, match="no xcloud tokenizer 1 file"):
         Tokenizer.load(path)
 
 

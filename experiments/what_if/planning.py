@@ -232,7 +232,7 @@ def _row(what_if: WhatIf, profile: Profile, pricer: Pricer, plan: Plan) -> WhatI
     return WhatIfPlan(
         plan.strategy,
         plan,
-        _split(plan, profile),
+        _split(plan),
         priced,
         tokens / priced.step_s,
         priced.compute_s / rank_s,
@@ -243,12 +243,11 @@ def _row(what_if: WhatIf, profile: Profile, pricer: Pricer, plan: Plan) -> WhatI
     )
 
 
-def _split(plan: Plan, profile: Profile) -> str:
+def _split(plan: Plan) -> str:
     """Such as "20 | 12"; "16 x 5" for 16 stages of 5; "whole"."""
     if len(plan.ends) == 1:
         return "whole"
-    starts = (0, *plan.ends[:-1])
-    counts = [b - a for a, b in zip(starts, plan.ends, strict=True)]
+    counts = [end - start for start, end in plan.spans]
     if len(set(counts)) == 1:
         return f"{len(counts)} x {counts[0]}"
     if len(counts) <= 6:

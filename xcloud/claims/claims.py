@@ -88,16 +88,15 @@ class Rule:
 
     says: str
     figure: Figure
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float = -math.inf
+    at_most: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.at_least is None and self.at_most is None:
+        if (self.at_least, self.at_most) == (-math.inf, math.inf):
             raise ConfigError(f"claim.rules: {self.says!r} needs at_least or at_most")
 
     def is_met(self, found: Estimate) -> bool:
-        low, high = self.at_least, self.at_most
-        return (low is None or found.mean >= low) and (high is None or found.mean <= high)
+        return self.at_least <= found.mean <= self.at_most
 
 
 @settings("claim.cells")

@@ -37,8 +37,8 @@ Records = Mapping[str, Record]
 
 def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
     """Those that there are, by claim."""
-    read = {name: Record.read(project_root() / FOLDER / name) for name in claims}
-    return {name: record for name, record in read.items() if record is not None}
+    read = ((name, Record.read(project_root() / FOLDER / name)) for name in claims)
+    return {name: record for name, record in read if record is not None}
 
 
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
@@ -62,8 +62,7 @@ def _shown(figure: Figure | None, record: Record | None) -> str:
     if figure is None:
         return "–"
     found = figure.of(record.rows) if record else None
-    named = f" ({figure.row})" if found else ""
-    return f"{found or 'not run'}{named}"
+    return f"{found} ({figure.row})" if found else "not run"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -96,11 +95,11 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
         ("Missing", claim.missing or "nothing that we know of"),
         ("Minutes", f"{claim.human_minutes} of yours, {claim.machine_minutes} of the machine"),
     ]  # fmt: skip
+    tables = [Table("Rules", rules)]
     if record:
         facts.append(("Made", f"{record.made_at}, commit {record.commit}; {record.where}"))
         facts += [("Note", record.note)] * bool(record.note)
-    tables = [Table("Rules", rules)]
-    tables += [Table("Every run", pd.DataFrame(rows, dtype=object))] * bool(rows)
+        tables.append(Table("Every run", pd.DataFrame(rows, dtype=object)))
     pictures = [Picture(picture, claim.title)] if picture else []
     return Page(claim.name, claim.title, facts, claim.command, pictures, tables, up="All claims")
 

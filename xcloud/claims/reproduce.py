@@ -36,7 +36,6 @@ FOLDER, RECORD_FILE = "records", "record.json"
 README = Path(__file__).with_name("record.md")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
 LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
-MOST_SAID = 2000  # characters, of a run that has failed
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -145,7 +144,7 @@ class Rows:
         with said.open("w") as file:
             done = subprocess.run(command, cwd=root, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
-            end = said.read_text("utf-8", errors="replace").strip()[-MOST_SAID:]
+            end = said.read_text("utf-8", errors="replace").strip()[-2000:]
             raise RunFailed(f"{' '.join(command)}\n{end}")
         said.replace(folder / "run.log")  # Hydra's own holds warnings only
 
@@ -231,11 +230,10 @@ def environment() -> dict[str, Any]:
 
 def digests(paths: Sequence[Path]) -> dict[str, str]:
     """sha256 of every file in these folders, by its name there."""
+    files = ((path, file) for path in paths for file in sorted(path.rglob("*")) if file.is_file())
     return {
         str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for path in paths
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
+        for path, file in files
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import settings
 from xcloud.comm.ids import IdPacking
-from xcloud.contracts.model import BuildContext
+from xcloud.contracts.model import BuildContext, BuildPlace
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.electra.parts import (
     DISCRIMINATOR_DIR,
@@ -93,10 +93,9 @@ class MultilingualElectra:
         }
         # The ranks of a cloud share one order; clouds with the same language draw different ones.
         seed = seed_of(context.seed, "texts", context.cloud)
-        stream = TextStream(
-            tables, tokenizer.token_ids, text.language_power, seed, settings.batch_size,
-            context.group_rank, context.group_size,
-        )  # fmt: skip
+        ranks = (context.group_rank, context.group_size)
+        how = (text.language_power, seed, settings.batch_size, *ranks)
+        stream = TextStream(tables, tokenizer.token_ids, *how)
         report(f"texts: {stream.describe()}")
         encoder = self._encoder(settings.backbone, "generator", tokenizer, context)
         packing = self._packing(tokenizer)
@@ -148,11 +147,10 @@ class MultilingualElectra:
             context.report(line.replace(f"{context.cache_dir}/", ""))
 
         generates = name == "generator"
+        place = {one.name: getattr(context, one.name) for one in fields(BuildPlace)}
         build = BuildContext(
-            seed=context.seed, device=context.device, cache_dir=context.cache_dir,
-            vocabularies={name: tokenizer.token_ids}, sentences=lambda field: (),
-            max_length=self.text.max_length, group_rank=context.group_rank,
-            barrier=context.barrier, report=report,
+            **{**place, "report": report}, vocabularies={name: tokenizer.token_ids},
+            sentences=lambda field: (), max_length=self.text.max_length,
             setting=f"model.{'generators.CLOUD' if generates else name}.backbone",
         )  # fmt: skip
         weights = backbone.weights(name, build)

@@ -25,6 +25,8 @@ from xcloud.parallel.part import FurtherPart
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Places, Strategy
 from xcloud.plan.settings import Autopilot, Planning
+from xcloud.record.events import StepCollector
+from xcloud.record.further_figures import ENTRIES, ElasticCollector
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.defences import Defence
@@ -156,7 +158,9 @@ class Job(Names, ABC):
         return int(self.training.max_steps)
 
     def statistics(self) -> RunStatistics:
-        return RunStatistics(self.cluster.num_ranks)
+        num_ranks = self.cluster.num_ranks
+        kind = ElasticCollector if self.roster.is_elastic else StepCollector
+        return RunStatistics(kind(num_ranks), ENTRIES)
 
     @property
     def places(self) -> Places:

@@ -28,7 +28,8 @@ from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job, Labels, Roster
 from xcloud.parallel.one_way import Feed
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
-from xcloud.record.summary import RunStatistics, Summary, ratio
+from xcloud.record.further_figures import ENTRIES
+from xcloud.record.summary import Entry, RunStatistics, Summary, ratio
 from xcloud.training.settings import Checkpoints, OnDivergence
 
 
@@ -143,7 +144,8 @@ class OneWayStatistics(RunStatistics):
 
     def __init__(self, layout: OneWayLayout) -> None:
         self._feed = FeedCollector(layout)
-        super().__init__(self._feed)
+        producers = Entry(("producer",), lambda events: {}, is_of_steps=True)
+        super().__init__(self._feed, (*ENTRIES, producers))
         self._shares = dict(zip(layout.producers, layout.shares, strict=True))
         self._made = defaultdict[tuple[str, str], float](float)  # batches, seconds, by producer
         self._loss: dict[str, float | None] = {}

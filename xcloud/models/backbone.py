@@ -238,15 +238,14 @@ class PretrainedBackbone(Source):
     def check_length(self, max_length: int) -> None:
         if self.hidden is None and max_length > (most := self._read()[0].max_positions):
             raise ConfigError(
-                f"the task's max_length is {max_length}, but {self.name_or_path!r} has {most} "
-                "positions"
+                f"task.max_length is {max_length}, but {self.name_or_path!r} has {most} positions"
             )
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         if context.group_rank == 0:
             context.report(f"backbone for {name!r}: reading {self.name_or_path}")
         config, theirs = self._read()
-        replace(self, hidden=None).check_length(context.max_length)
+        replace(self, hidden=None).check_length(context.max_length)  # it can be read here
         if self.hidden not in (None, config.hidden):
             raise ConfigError(
                 f"PretrainedBackbone.hidden is {self.hidden}, but {self.name_or_path!r} has "

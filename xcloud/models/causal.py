@@ -99,7 +99,7 @@ class CausalLM(TextModel):
                     raise ConfigError(f"model.split.{name} is for encoders: leave it out")
             if self.blocks_per_stage is not None:
                 raise ConfigError(
-                    f"model.split.layer={split.layer} says where the first stage ends; leave out "
+                    f"model.split.layer={split.layer} ends the first stage: leave out "
                     "model.blocks_per_stage"
                 )
 
@@ -182,8 +182,7 @@ class CausalLM(TextModel):
         tokenizer, too. architecture: of any stage."""
         if self.split.rank is not None:
             raise ConfigError(
-                "transformers and peft do not know the projections of model.split; try the model "
-                "with python -m xcloud generate"
+                "transformers and peft have no place for model.split: use `xcloud generate`"
             )
         out.mkdir(parents=True, exist_ok=True)
         config = config_of(architecture["config"])

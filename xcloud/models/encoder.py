@@ -42,12 +42,11 @@ class Packing:
         if shortest < 1:
             raise ValueError("a sample has no token")
         self.counts = counts.long()
-        self.num_samples = counts.shape[0]
         self.longest = longest
         self.mask: Tensor | None = None
         places = torch.arange(longest, device=counts.device)
         if shortest == longest:
-            own = places.repeat(self.num_samples)
+            own = places.repeat(len(counts))
         else:
             is_token_BS = places < self.counts[:, None]
             self.mask = is_token_BS[:, None, None, :]
@@ -77,7 +76,7 @@ class Packing:
     def unpack(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B, S, ...]; padded cells hold arbitrary values."""
         flat = rows if self.mask is None else rows.index_select(0, self._rows)
-        return torch.unflatten(flat, 0, (self.num_samples, self.longest))
+        return torch.unflatten(flat, 0, (len(self.counts), self.longest))
 
 
 @dataclass

@@ -79,8 +79,7 @@ class LowRankSplit(TextModel):
         """ConfigError unless there are 2 or 3 stages."""
         if num_stages not in (2, 3):
             raise ConfigError(
-                "LowRankSplit has 2 stages (bottom, top with head) or 3 (bottom, middle, head), "
-                f"got {num_stages}; see conf/cluster/two_clouds.yaml and u_shape.yaml"
+                f"LowRankSplit has 2 stages (cluster=two_clouds) or 3 (u_shape), got {num_stages}"
             )
         return super().fields(stage, num_stages)
 

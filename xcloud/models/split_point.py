@@ -147,8 +147,7 @@ class Split:
         for name, rank in {"rank": self.rank, "head_rank": self.head_rank}.items():
             if rank is not None and rank > hidden:
                 raise ConfigError(
-                    f"split.{name} is {rank}, but the model has {hidden} features; give at most "
-                    f"{hidden}, or null to let all cross"
+                    f"split.{name} is {rank}, but the model has {hidden} features: lower it"
                 )
 
 

@@ -121,12 +121,10 @@ class Lines:
     ) -> None:
         self.lines = [FREE if line is None else line for line in lines]
         self.latency_s = [line.latency_s for line in self.lines]
-        self.free_s = [0.0] * len(lines)
-        self._last_s = [0.0] * len(lines)
-        self._num_carried = [0] * len(lines)
-        self._num_bytes = num_bytes
-        steady = [not (p.trace or p.outages or p.outage_every_s) for p in self.lines]
-        self._odd = [not s or p.jitter_s > 0 for s, p in zip(steady, self.lines, strict=True)]
+        self.free_s, self._last_s = [0.0] * len(lines), [0.0] * len(lines)
+        self._num_carried, self._num_bytes = [0] * len(lines), num_bytes
+        odd = ((p.trace, p.outages, p.outage_every_s, p.jitter_s) for p in self.lines)
+        self._odd = [*map(any, odd)]
         line_s = cache(lambda route, size: self.lines[route].line_s(size))
         sizes = zip(program.parcels, num_bytes, strict=True)
         self._line_s = [line_s(parcel.route, size) for parcel, size in sizes]
@@ -136,8 +134,7 @@ class Lines:
         free_s = self.free_s[route]
         start_s = now_s if now_s > free_s else free_s
         if not self._odd[route]:
-            until_s = start_s + self._line_s[number]
-            self.free_s[route] = until_s
+            until_s = self.free_s[route] = start_s + self._line_s[number]
             return Passage(now_s, start_s, until_s, until_s + self.latency_s[route])
         line = self.lines[route]
         until_s = self.free_s[route] = line.sent_at(start_s, self._num_bytes[number])

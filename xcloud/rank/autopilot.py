@@ -274,15 +274,11 @@ def forecast_of(job: Experiment, device: torch.device) -> Forecast:
     """With the codecs of all choices measured on this device, which stands for all."""
     assert isinstance(job.compression, Selectable)
     layout, rows = job.cluster, -(-job.training.batch_size // job.num_pieces)
-    crossed = {n: own for n, own in job.boundaries.items() if layout.leaves_cloud(n)}
-    codecs = [
-        {
-            (number, direction): costs
-            for number, boundary in crossed.items()
-            for direction, costs in codec_costs(boundary, choice, rows, device)
-        }
-        for choice in job.compression.choices.values()
-    ]
+    crossed = [(n, own) for n, own in job.boundaries.items() if layout.leaves_cloud(n)]
+    codecs = []
+    for choice in job.compression.choices.values():
+        each = ((n, codec_costs(boundary, choice, rows, device)) for n, boundary in crossed)
+        codecs.append({(n, direction): costs for n, of in each for direction, costs in of})
     return Forecast(job.schedules, layout, job.training.accumulate_steps, codecs)
 
 

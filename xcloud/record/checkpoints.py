@@ -30,9 +30,8 @@ from xcloud.record.files import (
     CheckpointSteps,
     numbers,
     read_json,
-    sync_names,
-    write_whole,
 )
+from xcloud.record.segments import sync_names, write_whole
 
 State = Mapping[str, Tensor | int]
 

@@ -3,9 +3,9 @@ summary.py.
 
 `events.jsonl` (long: with finished segments before it, files.py) is append-only, one JSON
 object per line; all have "event", "rank", "cloud", "t" and what intake.py says. Rank 0 writes it
-for all ranks, the parent follows. A step is complete when every rank has reported it, but those
-of clouds that are gone. A run that was interrupted continues in the same file: "resume" names the
-step, and what was reported of later ones no longer counts.
+for all ranks, the parent follows. A step is complete when every rank has reported it. A run that
+was interrupted continues in the same file: "resume" names the step, and what was reported of later
+ones no longer counts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Key = tuple[Any, ...]  # ("tokens",), ("compute_s", cloud), ("line_busy_s", kind
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
 # AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
+HEAD = ("event", "rank", "cloud", "t")  # of every event
 OWN = "step_s"  # a rank's own time for a step, of which these are parts
 FEED = {"taken", "skipped", "fed_bytes", "line_s"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")
@@ -224,8 +225,8 @@ class Columns:
 class StepCollector:
     """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
 
-    Ranks of a cloud that is gone are not waited for, nor, once a run resumes, those that have not
-    reported the steps before. What this completes comes one by one with the next events.
+    Once a run resumes, ranks that have not reported the steps before are not waited for. What this
+    completes comes one by one with the next events.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -233,8 +234,6 @@ class StepCollector:
             raise ValueError(f"StepCollector.num_ranks must be 1 or more, got {num_ranks}")
         self.num_ranks = num_ranks
         self._reports: dict[int, dict[int, Event]] = {}
-        self._gone_until: dict[int, float] = {}  # the last step that a lost rank does not report
-        self._done = -1  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
 
     @property
@@ -242,41 +241,29 @@ class StepCollector:
         return {*self._reports}
 
     def feed(self, event: Event) -> StepTotals | None:
-        if event["event"] == "resume":  # from a step before those that were done
-            for step in sorted(self._reports):
-                if step <= event["step"]:  # of a rank that was lost before it could report
-                    self._complete.append(StepTotals.of(step, self._reports[step]))
-            self._reports.clear()
-            self._done = min(self._done, event["step"])
-            self._gone_until = {r: min(u, event["step"]) for r, u in self._gone_until.items()}
-        if event["event"] == "absence":
-            self._note_absence(event)
+        if event["event"] == "resume":
+            self._go_back(event["step"])
         if event["event"] == "step":
-            step, rank = event["step"], event["rank"]
-            if step > self._done:
-                self._reports.setdefault(step, {})[rank] = event
-                self._close(step)
+            self._reports.setdefault(event["step"], {})[event["rank"]] = event
+            self._close(event["step"])
         return self._complete.popleft() if self._complete else None
 
-    def _note_absence(self, event: Event) -> None:
-        for rank in event["ranks"]:
-            if event["what"] == "left":
-                self._gone_until[rank] = math.inf
-            elif event["what"] == "back" and rank in self._gone_until:
-                self._gone_until[rank] = event["step"]  # it begins with the next one
+    def _go_back(self, to_step: int) -> None:
         for step in sorted(self._reports):
-            self._close(step)
+            if step <= to_step:  # of a rank that was lost before it could report
+                self._complete.append(StepTotals.of(step, self._reports[step]))
+        self._reports.clear()
+
+    def _absent(self, step: int) -> set[int]:
+        """Ranks that are not waited for."""
+        return set()
 
     def _close(self, step: int) -> None:
-        reports = self._reports[step]
-        gone = {rank for rank, until in self._gone_until.items() if step <= until}
-        if len(reports.keys() | gone) < self.num_ranks:
+        if len(self._reports[step].keys() | self._absent(step)) < self.num_ranks:
             return
         self._complete.append(StepTotals.of(step, self._reports.pop(step)))
         # A rank reports in order: what is missing of earlier steps was lost.
         self._reports = {later: some for later, some in self._reports.items() if later > step}
-        if self._gone_until:
-            self._done = max(self._done, step)
 
 
 def update_s(spans: Iterable[tuple[float, float]]) -> float:

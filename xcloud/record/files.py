@@ -1,25 +1,18 @@
-"""Files of a run's folder: their names; bytes, written whole or not at all; which checkpoints
-there are; and those of an event log: events.jsonl, which grows, and before it the finished
-segments events.0001.jsonl.gz, events.0002.jsonl.gz, ... No events here.
-
-A segment is finished by a rename, then compressed under another name, brought to the disk and
-renamed again, and only then deleted as it was. At any moment each line is therefore in one place
-of the stream that `read` gives, whatever ends the process.
+"""Files of a run's folder: their names; which checkpoints there are; and those of an event log:
+events.jsonl, which grows, and before it the finished segments events.0001.jsonl.gz,
+events.0002.jsonl.gz, ... (segments.py). No events here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import json
 import os
 import re
 import socket
 import time
 import zlib
-from collections.abc import Iterable
-from io import FileIO
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -139,81 +132,21 @@ def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
                 return b"", False
 
 
-def finish(path: Path) -> FileIO:
-    """Make what is in the log a finished segment; returns the file to append to from now on.
-    Nothing may be written meanwhile. Raises OSError, with the log as it was."""
-    plain = _plain(path, 1 + max(_numbers(path), default=0))
-    path.rename(plain)
-    try:
-        return open(path, "ab", buffering=0)
-    except OSError:
-        plain.rename(path)
-        raise
-
-
-def compress(path: Path) -> None:
-    """Compress the finished segments that are not. Raises OSError, with all of them readable."""
-    for number in sorted(_numbers(path)):
-        plain = _plain(path, number)
-        if not plain.exists():
-            continue
-        write_whole(_compressed(plain), 0, [gzip.compress(plain.read_bytes(), 6)])
-        plain.unlink()
-
-
-def _plain(path: Path, number: int) -> Path:
+def segment(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number:04}{path.suffix}")
-
-
-def _compressed(plain: Path) -> Path:
-    return plain.with_name(f"{plain.name}.gz")
 
 
 def _finished(path: Path, number: int) -> Path | None:
     """As it is now. It is compressed before it is deleted, hence the order."""
-    plain = _plain(path, number)
-    return next((file for file in (plain, _compressed(plain)) if file.exists()), None)
-
-
-def _numbers(path: Path) -> set[int]:
-    name = rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(?:\.gz)?"
-    return {*numbers(path.parent, name)}
+    plain = segment(path, number)
+    return next((f for f in (plain, plain.with_name(f"{plain.name}.gz")) if f.exists()), None)
 
 
 def _open(file: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")
 
 
-def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
-    """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
-    draft, digest, num_bytes = path.with_name(f".{path.name}.{rank}"), hashlib.sha256(), 0
-    try:
-        with open(draft, "wb", buffering=0) as file:
-            for piece in pieces:
-                digest.update(piece)
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[file.write(rest) :]
-                num_bytes += len(piece)
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_names(path.parent)
-    return digest.hexdigest(), num_bytes
-
-
 def replace_text(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
-
-
-def sync_names(folder: Path) -> None:
-    """Bring to the disk which files and folders are in it."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -25,7 +25,7 @@ from pydantic import (
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
-from xcloud.record.events import MEMORY, TIMES, Event
+from xcloud.record.events import HEAD, MEMORY, TIMES, Event
 from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
@@ -90,8 +90,8 @@ _TABLE = {
 def _kind(name: str, line: str) -> type[BaseModel]:
     """line: "needed:type … | optional:type …". What every event has is set by the receiver, and
     not looked at."""
-    needs, may = (f"{line} |".split("|"))[:2]
-    fields: dict[str, Any] = {field: (Any, None) for field in ("event", "rank", "cloud", "t")}
+    needs, _, may = line.partition("|")
+    fields: dict[str, Any] = {field: (Any, None) for field in HEAD}
     for part, default in ((needs, ...), (may, None)):
         for field, kind in (each.split(":") for each in part.split()):
             fields[field] = _TYPES[kind], default
@@ -101,20 +101,24 @@ def _kind(name: str, line: str) -> type[BaseModel]:
 KINDS = {name: _kind(name, line) for name, line in _TABLE.items()}
 
 
-def misfit(event: Event, max_steps: int) -> str:
-    """Why another rank's event is not accepted, "" if it is. max_steps: of the run."""
+class Refused(ValueError):
+    """Why another rank's report is not accepted."""
+
+
+def check(event: Event, max_steps: int) -> None:
+    """Raise Refused unless another rank of a run of max_steps may report the event."""
     name = event["event"]
     if type(name) is not str or name not in KINDS:
-        return f"{name!r:.60} is no event that another rank reports"
+        raise Refused(f"{name!r:.60} is no event that another rank reports")
     try:
         KINDS[name].model_validate(event)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        return f"{name} with {where!r:.60} = {first['input']!r:.60}: {first['msg']}"
+        what = f"{where!r:.60} = {first['input']!r:.60}"
+        raise Refused(f"{name} with {what}: {first['msg']}") from None
     if name != "skipped_update" and event.get("step", 0) > max_steps:
-        return f"{name} of step {event['step']}, beyond the last one ({max_steps})"
-    return ""
+        raise Refused(f"{name} of step {event['step']}, beyond the last one ({max_steps})")
 
 
 BYTES_PER_S = 1 << 18  # of one rank
@@ -147,19 +151,18 @@ class Intake:
         """Lines of rank `peer`, by whose link they came. Raises FrameError for what is no text."""
         if len(frame.parts) != 1 or frame.parts[0].dtype != torch.uint8:
             raise FrameError(f"a report of rank {peer} must be one vector of bytes")
-        data = frame.parts[0].numpy().tobytes()
+        data, accepted = frame.parts[0].numpy().tobytes(), b""
         if not self._has_room(peer, len(data)):
             return self._refuse(peer, f"more than {BYTES_PER_S:,} bytes a second")
-        accepted = []
-        for line in data.split(b"\n"):
-            if line.strip():
-                checked = self._checked(peer, line)
-                if isinstance(checked, bytes):
-                    accepted.append(checked)
-                else:
-                    self._refuse(peer, checked)
+        for line in filter(bytes.strip, data.split(b"\n")):
+            try:
+                accepted += self._checked(peer, line)
+            except Refused as why:
+                self._refuse(peer, str(why))
+            except (ValueError, RecursionError):  # of what it quotes, too
+                self._refuse(peer, "no JSON")
         if accepted:
-            self._events.append(b"".join(accepted))
+            self._events.append(accepted)
 
     def close(self) -> None:
         for peer, num in sorted(self.num_refused.items()):
@@ -174,30 +177,20 @@ class Intake:
         self._room[peer] = room, now_s
         return True
 
-    def _checked(self, peer: int, line: bytes) -> bytes | str:
-        """The line as it is written down, or why it is refused."""
-        try:
-            event = json.loads(line)
-            if not isinstance(event, dict) or "event" not in event:
-                return "no event"
-            why = misfit(event, self._max_steps) or self._not_theirs(peer, event)
-        except (ValueError, RecursionError):  # of what it quotes, too
-            return "no JSON"
-        if why:
-            return why
-        now_s, at_s = round(time.time(), 3), event.get("t")
-        is_near = isinstance(at_s, float) and abs(at_s - now_s) < CLOCKS_DIFFER_S
-        t = at_s if is_near else now_s
-        event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": t}
-        return json.dumps(event, separators=(",", ":")).encode() + b"\n"
-
-    def _not_theirs(self, peer: int, event: Mapping[str, object]) -> str:
-        kind = str(event["event"])
+    def _checked(self, peer: int, line: bytes) -> bytes:
+        """The line as it is written down. Raises Refused."""
+        event = json.loads(line)
+        if not isinstance(event, dict) or "event" not in event:
+            raise Refused("no event")
+        check(event, self._max_steps)
+        kind, now_s, at_s = event["event"], round(time.time(), 3), event.get("t")
         has_loss = kind == "step" and (event.get("tokens") or event.keys() & {*SCORED})
-        for name in [kind, *(["loss"] if has_loss else [])]:
+        for name in (kind, "loss") if has_loss else (kind,):
             if peer not in self._may_report.get(name, {peer}):
-                return f"rank {peer} may not report the {name} of this run"
-        return ""
+                raise Refused(f"rank {peer} may not report the {name} of this run")
+        is_near = isinstance(at_s, float) and abs(at_s - now_s) < CLOCKS_DIFFER_S
+        event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": at_s if is_near else now_s}
+        return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
     def _refuse(self, peer: int, why: str) -> None:
         with self._lock:

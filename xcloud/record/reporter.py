@@ -21,7 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from xcloud.cluster.link_end import PeerLife
-from xcloud.record import files
+from xcloud.record import files, segments
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.files import replace_text, state_file
 
@@ -95,10 +95,10 @@ class EventFile:
             with self._lock:
                 if self._is_torn:
                     return
-                old, self._file = self._file, files.finish(self._path)
+                old, self._file = self._file, segments.finish(self._path)
                 self._num_bytes = 0
                 old.close()
-            files.compress(self._path)
+            segments.compress(self._path)
         except (OSError, ValueError) as error:  # ValueError: closed
             self._finish_at += files.SEGMENT_BYTES
             log.debug("%s could not be finished as a segment: %s", self._path, error)

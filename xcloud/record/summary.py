@@ -1,57 +1,21 @@
-"""One pass over a run's events, and what follows from it: `summary.json`, and the curves that
-pictures show. No tracker, no printing, no torch.
-
-How the figures are made:
-- `step_time_s` is the wall time of an update, from the end of the one before to its own
-  (events.update_s), without what lay between (an evaluation, the copy of a checkpoint); seconds by
-  cloud are means per step and rank.
-- The first steps (3, or a tenth of fewer than 30) are warm-up: excluded from everything measured
-  in seconds, included in byte counts. `num_warmup_steps_left_out` says how many. Rates are over
-  the time spent in steps, so evaluation does not slow them.
-- `bubble_ratio` = sum of waiting / sum of computing, over ranks and steps. The paper ([N] 1.1)
-  has idle time over *ideal* computing time m(t_f + t_b); here both are measured, so waiting for
-  the link and for the other side's codec counts as idle, and computing includes its jitter.
-  Waiting for what is averaged is in `sync_s` and not in here.
-- `compression_ratio` = FP32 bytes of the tensors / bytes counted on the wire, headers included;
-  null where nothing crossed. Where a cut passes on fewer features than the uncut model would, the
-  FP32 bytes are those of the uncut model's tensor. `total` covers the kinds of traffic that carry
-  tensors (those with an FP32 size); ids, lengths and the like would be the same uncompressed and
-  are counted separately under `wan_bytes_per_step.other`.
-- `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
-  They count as steps in every figure except those of the loss.
-- `num_resumes`, `num_steps_done_twice`: how often the run resumed from a checkpoint, and the
-  steps that it lost by that. `goodput`: the share of the time from the first event to the last
-  that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
-  each step as it was done last.
-- `quality_error`, `dev_quality_error`: the standard error of each score, by its name, over the
-  samples that were scored (tasks/scores.py): not over seeds.
-- `data`: what was read, as all clouds agree: name, digest (of settings, sizes and what the corpus
-  is known by, not of private text), rows of each split, where rank 0 may know them.
-- `quality_before`: of the test set before the first step, where the model is a pretrained one.
-- `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
-- `memory`: bytes of each rank at the end of training, before the evaluation (rank/memory.py).
-- `privacy`: what clipping with noise guarantees (rank/gradient_parts.py); null without it.
-- `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
-- `lost_event_lines`, `lost_files`, `num_lost_checkpoints`: lost to a full disk; figures are of
-  the remaining lines.
-- `link_utilisation` = time that the busiest line between two clouds, each way one, carried such
-  traffic / time in steps; null where no line is emulated.
-- `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).
+"""One pass over a run's events, and what follows from it: `summary.json`, whose figures
+docs/commands.md explains, and the curves that pictures show. No tracker, no printing, no torch.
+What features add is in further_figures.py.
 """
 
 import json
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
 from xcloud.base.units import score_digits
 from xcloud.record.events import (
+    HEAD,
     MALFORMED,
     MAX_TIME_S,
     MEMORY,
@@ -62,7 +26,6 @@ from xcloud.record.events import (
     TRAFFIC,
     Columns,
     Event,
-    EventReader,
     StepCollector,
     StepTotals,
 )
@@ -72,28 +35,36 @@ Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
-OF_STEPS = {
-    *("quality", "skipped_update", "merge", "partial_merge", "absence", "autopilot", "producer"),
+KEPT = {
+    **dict.fromkeys(("quality", "skipped_update"), True),
+    **dict.fromkeys(("timeline", "finish", "cut", "lost_file", "memory", "data"), False),
+    "lost_checkpoint": False,
 }
-"""Events that no longer count once the run has resumed from an earlier step."""
+"""Events that the figures are made of; whether they no longer count once the run has resumed from
+an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
-KEPT = {*OF_STEPS, *OF_AN_ATTEMPT, "privacy", "cut", "lost_file", "lost_checkpoint",
-        "refused_reports", "memory", "data"}  # fmt: skip
-HEAD = ("event", "rank", "cloud", "t")  # of every event
-MERGES = ("merge", "partial_merge", "absence")
-MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
-          "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """What a feature adds to the summary. kinds: of its events. make: of all of them, if there are
+    any. is_of_steps: see KEPT."""
+
+    kinds: Sequence[str]
+    make: Callable[[list[Event]], Summary]
+    is_of_steps: bool = False
 
 
 class RunStatistics:
     """Feed it every event of a run, in order and once; `summary()` works at any time, also after
     a failure. What was reported of later steps than one that the run resumes from is dropped.
 
-    steps: joins the ranks' reports; or how many ranks there are.
+    steps: joins the ranks' reports; or how many ranks there are. entries: of features.
     """
 
-    def __init__(self, steps: StepCollector | int) -> None:
+    def __init__(self, steps: StepCollector | int, entries: Sequence[Entry] = ()) -> None:
         self.collector = StepCollector(steps) if isinstance(steps, int) else steps
+        self._entries = entries
+        self._kept = KEPT | {kind: one.is_of_steps for one in entries for kind in one.kinds}
         self.steps = Columns()
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
@@ -121,11 +92,11 @@ class RunStatistics:
             self._last_event_at_s = at_s
         if kind == "resume":
             self._go_back(int(event["step"]))
-        elif kind in KEPT:
+        elif kind in self._kept:
             if kind == "quality":
                 scores = {key: _scores(event.get(key) or {}) for key in ("values", "errors")}
                 event = {**event, **scores}
-            if kind in OF_STEPS and not isinstance(event["step"], int):
+            if self._kept[kind] and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
             self._events.append(event)
         totals = self.collector.feed(event)
@@ -152,7 +123,7 @@ class RunStatistics:
             event
             for event in self._events
             if event["event"] not in OF_AN_ATTEMPT
-            and (event["event"] not in OF_STEPS or event["step"] <= step)
+            and (not self._kept[event["event"]] or event["step"] <= step)
         ]
         until_s = max(self.steps["ended_s"], default=self._started_at_s or 0.0)
         for earlier in self.resumes:
@@ -270,7 +241,6 @@ class RunStatistics:
         lost = {int(event["step"]) for event in self.events("lost_checkpoint")}
         memory = {event["rank"]: event for event in self.events("memory")}
         kept = ["cloud", "rank", *MEMORY]
-        privacy = self.events("privacy")[-1:]
         summary = {
             **self._quality(),
             "memory": [
@@ -278,20 +248,15 @@ class RunStatistics:
                 for rank in sorted(memory)
             ],
             "num_lost_checkpoints": len(lost),
-            "privacy": _body(privacy[0]) if privacy else None,
+            "privacy": None,
             "num_cut": {str(e["field"]): int(e["num"]) for e in self.events("cut")},
             "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
         }
-        merges = Counter(event.get("what", event["event"]) for event in self.events(*MERGES))
-        if merges:
-            summary["merges"] = {name: merges[what] for what, name in MERGED.items()}
         for event in self.events("data")[-1:]:
-            summary["data"] = _body(event)
-        if switches := self.events("autopilot"):
-            names = ("step", "choice", "before")
-            summary["autopilot"] = [{name: event[name] for name in names} for event in switches]
-        if refused := self.events("refused_reports"):
-            summary["refused_reports"] = {str(e["sender"]): int(e["num"]) for e in refused}
+            summary["data"] = body(event)
+        for entry in self._entries:
+            if found := self.events(*entry.kinds):
+                summary |= entry.make(found)
         return summary
 
     def _quality(self) -> Summary:
@@ -310,15 +275,6 @@ class RunStatistics:
             "signatures": dict(test.get("signature") or {}),
             **at_step,
         }
-
-
-def read_run(path: Path) -> RunStatistics:
-    """Of the event log of a run that has ended, for the ranks that report steps, which producers
-    of one-way jobs do not; of a missing log what a run has before its first event."""
-    steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
-    run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
-    run.feed_log(EventReader(path, warn=False))
-    return run
 
 
 def num_warmup_steps(num_steps: int) -> int:
@@ -341,7 +297,7 @@ def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
     return round(above / below, digits) if above is not None and below else None
 
 
-def _body(event: Event) -> dict[str, Any]:
+def body(event: Event) -> dict[str, Any]:
     return {key: value for key, value in event.items() if key not in HEAD}
 
 

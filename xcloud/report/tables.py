@@ -99,8 +99,8 @@ def print_report(
     exported model, what the tracker recorded."""
     console = console or console_of()
     heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
-    if summary.get("wall_s") is not None:
-        heading += f", {human_duration(summary['wall_s'])}"
+    if (wall_s := summary.get("wall_s")) is not None:
+        heading += f", {human_duration(wall_s)}"
     if summary.get("num_resumes") and summary.get("started_at"):
         heading += f", first started {summary['started_at']}"
     console.print()
@@ -109,7 +109,7 @@ def print_report(
         say(console, f"cause: {summary['cause']}", "red")
     if summary["num_steps"]:
         _print_figures(summary, console)
-    margin = max((len(label) for label in places), default=0)
+    margin = max(map(len, places), default=0)
     for label, place in places.items():
         say(console, f"{label:<{margin}}  {place}")
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from xcloud.base.units import LESS_IS_BETTER, score_name
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.summary import read_run
+from xcloud.record.further_figures import read_run
 from xcloud.report.pictures import (
     DASHES,
     INK,
@@ -46,7 +46,6 @@ SCATTERS = {  # cost -> file, title, axis
 
 MOST_CURVES = 8  # of losses; more cannot be told apart
 BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
-LEGEND_WIDTH = 115  # characters per row
 _LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8.5, "frameon": False}
 Curves = Mapping[str, pd.DataFrame]  # by label: losses, a line for each step, a column a seed
 
@@ -159,7 +158,6 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     for number in [*chosen, *rows.index.drop(chosen)]:
         row = rows.loc[number]
         if not (losses := _losses(results.of_row[number])).empty:
-            # The label, plus the cluster if there are several and the label does not name it.
             is_clear = row.cluster in row.setting or rows.cluster.nunique() == 1
             label = row.setting if is_clear else f"{row.setting}, {row.cluster}"
             curves[label] = losses
@@ -228,13 +226,12 @@ def write_swept_picture(folder: Path, swept: Swept, title: str) -> Path:
     for axes, score in zip(panels, swept.scores, strict=True):
         _draw_swept(axes, swept, score)
     panels[-1].set_xlabel(swept.setting)
-    handles = [Line2D([], [], label=line, **_style(index))
-               for index, line in enumerate(swept.lines)]  # fmt: skip
+    handles = [Line2D([], [], label=line, **_style(n)) for n, line in enumerate(swept.lines)]
     for (_, row), colour in zip(swept.beside.iterrows(), BANDS, strict=False):
         label = f"{row.setting}: {spread_text(row, swept.scores[0])}"
         handles.append(Line2D([], [], color=colour, linewidth=5, label=label))
     longest = max(len(str(handle.get_label())) for handle in handles)
-    num_columns = max(1, min(4, len(handles), LEGEND_WIDTH // (longest + 8)))
+    num_columns = max(1, min(4, len(handles), 115 // (longest + 8)))  # 115 characters fit a row
     figure.legend(handles=handles, ncols=num_columns, **_LEGEND)
     return save(figure, folder / SWEPT_PICTURE)
 
@@ -270,6 +267,5 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
 
 def _style(index: int) -> dict[str, Any]:
     """A colour and marker for each line; another dash style once these are used up."""
-    dash = DASHES[index // len(LINES) % len(DASHES)]
-    return {"color": LINES[index % len(LINES)], "marker": MARKERS[index % len(LINES)],
-            "linestyle": dash}  # fmt: skip
+    number, dash = index % len(LINES), DASHES[index // len(LINES) % len(DASHES)]
+    return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

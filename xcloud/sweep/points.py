@@ -20,9 +20,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -327,11 +328,8 @@ def code_fingerprint() -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
 
 
-def _free_name(name: str, taken: Sequence[str] | set[str]) -> str:
-    number, free = 2, name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
+def _free_name(name: str, taken: Collection[str]) -> str:
+    return next(free for n in count(1) if (free := f"{name}-{n}" * (n > 1) or name) not in taken)
 
 
 def _describe(changed: Changed, most: int = 3) -> str:

@@ -8,10 +8,10 @@ varies by itself.
 from __future__ import annotations
 
 import argparse
-import logging
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,12 +63,9 @@ PAPER = "paper: "  # prefix of headings of published figures
 WIDTH_OF_A_SWEEP = 200  # in a file: a wrapped label cannot be searched for
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
-_NUM_RANKS = re.compile(r"cluster\.clouds\.[^.]+\.num_ranks")
 _BESIDE = ["settings", "published", "reference", "workload", "score", "cluster"]
 _PUBLISHED = ("quality", "share", "ratio", "of_one_cloud")
 _FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
-
-log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,7 +207,11 @@ def remarks_of(results: Results) -> Iterator[str]:
 
 
 def _num_ranks(settings: Mapping[str, object]) -> int:
-    return sum(n for k, n in settings.items() if _NUM_RANKS.fullmatch(k) and isinstance(n, int))
+    return sum(
+        n
+        for k, n in settings.items()
+        if fnmatch(k, "cluster.clouds.*.num_ranks") and isinstance(n, int)
+    )
 
 
 def write_csv(folder: Path, results: Results) -> list[Path]:
@@ -345,6 +346,5 @@ def page_in_mlflow(
         metrics, params = (score, *COSTS), columns_of(settings)
         return list(tracker.store.show_sweep(sweep, metrics, params, files))
     except Exception as error:  # MLflow may be down or refuse; the sweep continues.
-        log.debug("no page for sweep %s", sweep, exc_info=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [f"MLflow: no page could be prepared: {reason}"]

@@ -48,7 +48,6 @@ FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
 MOST_REASONS = 10  # shown of why points are invalid
 OUTPUT_FILE = "output.log"
-END_WITHIN_S = 60.0  # of the second request
 
 Compose = Callable[[Sequence[str]], Any]
 
@@ -99,13 +98,13 @@ class Processes:
             raise RunFailed(last.removeprefix("xcloud: ") or f"it ended with exit code {code}")
 
     def end(self) -> None:
-        """Ask all runs to save the step under way and to end; a second Ctrl+C, to end at once."""
+        """Ask all runs to save the step under way and to end; at a second Ctrl+C within 60 s."""
         say("\nsaving what there is; once more, to end at once")
         with suppress(KeyboardInterrupt):
             self._terminate(None)
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._terminate(END_WITHIN_S)
+        self._terminate(60.0)
 
     def _terminate(self, within_s: float | None) -> None:
         for process in self._running:
@@ -323,7 +322,7 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Run one point. Ctrl+C is handled by the sweep."""
-    parser = argparse.ArgumentParser(prog="python -m xcloud.sweep.runner", description=__doc__)
+    parser = argparse.ArgumentParser("python -m xcloud.sweep.runner", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ from xcloud.demo_corpus import stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
-from xcloud.tasks.text_task import TextTask, TokenTable, View, public_tokenizer
+from xcloud.tasks.text_task import TextTask, TokenTable, View, check_visible, public_tokenizer
 from xcloud.tasks.tokenizer import (
     SPECIAL_TOKENS,
     PretrainedTokenizer,
@@ -89,11 +89,8 @@ def columns_of(samples: Sequence[Sequence[Document]]) -> dict[str, TokenTable]:
     texts = ([token for document in sample for token in document.ids] for sample in samples)
     types = ([n for n, document in enumerate(sample) for _ in document.ids] for sample in samples)
     labels = ([token for document in sample for token in document.labels()] for sample in samples)
-    return {
-        "text": TokenTable(texts, NO_TOKEN),
-        "types": TokenTable(types),
-        "label": TokenTable(labels, NO_LABEL),
-    }
+    rows = {"text": (texts, NO_TOKEN), "types": (types, 0), "label": (labels, NO_LABEL)}
+    return {name: TokenTable(*of) for name, of in rows.items()}
 
 
 class CausalTokenizer:
@@ -197,15 +194,13 @@ class CausalTokenizer:
         return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _render(self, messages: Chat, ask: bool, where: str) -> str:
-        if self._pretrained.chat_template is None:
-            said = "has no chat template; give plain text, or the tokenizer of a model for chats"
-            raise DataError(f"{where}: tokenizer {self._name} {said}")
         plain = [dict(message) for message in messages]
         how = {"tokenize": False, "add_generation_prompt": ask}
         try:
             return str(self._pretrained.apply_chat_template(plain, **how))
         except Exception as error:  # whatever the template raises
-            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+            said = f"the chat template of {self._name} cannot write it: {error}"
+            raise DataError(f"{where}: {said}") from error
 
 
 @settings("task", kw_only=True)
@@ -274,7 +269,7 @@ class LanguageData(View[LanguageModelling]):
 
     def weight(self, ids: Tensor) -> float:
         """Tokens that are guessed in these training samples."""
-        self.check_visible("label")
+        check_visible("label", self._fields)
         return float((self.batch("train", ids)["label"] != NO_LABEL).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:

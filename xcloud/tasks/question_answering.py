@@ -48,20 +48,17 @@ def rows_of(table: Table) -> Rows:
         for number, context, question, answers in _asked(table):
             where = f"{table.where}, paragraph {number}"
             if not answers:
-                raise DataError(
-                    f"{where}: the question {question!r} has no answer; SQuAD 2.0's "
-                    "unanswerable questions are not supported"
-                )
+                said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
+                raise DataError(f"{where}: the question {question!r} {said}")
             row = (where, context, question, [_place(context, one, where) for one in answers])
             for column, cell in zip(texts.values(), row, strict=True):
                 column.append(cell)
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f'{table.where}: expected {{"context", "qas": [{{"question", "answers"}}]}}, or '
-            f"the columns context, question, answers, but {error!r}"
-        ) from error
+        said = 'expected {"context", "qas": [{"question", "answers"}]}, or the columns context, '
+        said += f"question, answers, but {error!r}"
+        raise DataError(f"{table.where}: {said}") from error
     return Rows(len(texts["group"]), texts)
 
 
@@ -194,11 +191,9 @@ class QuestionAnswering(TextTask):
         super().__post_init__()
         least = self.max_question + PairTable.num_special(True, 2) + LEAST_CONTEXT
         if self.max_length < least:
-            raise ConfigError(
-                f"task.max_length is {self.max_length}, too short for a question of "
-                f"task.max_question={self.max_question} tokens and some of the paragraph; set "
-                f"it to at least {least}, or lower task.max_question"
-            )
+            asked = f"a question of task.max_question={self.max_question} tokens and some of the "
+            said = f"too short for {asked}paragraph; set it to at least {least}"
+            raise ConfigError(f"task.max_length is {self.max_length}, {said}")
 
     def read(self, fields: frozenset[str]) -> Corpus:
         """The columns of `rows_of`, all for any field."""
@@ -264,19 +259,15 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         for question, window in best.items():
             answer = windows.answer(window, *predictions[window][:2])
             references = [text for text, _ in windows.asked.texts["answers"][question]]
-            samples[question] = {
-                "prediction": answer,
-                "reference": references[0],
-                "f1": word_f1(answer, references),
-                "exact_match": exact_match(answer, references),
-            }
-        f1, exact = (np.array([s[k] for s in samples.values()]) for k in ("f1", "exact_match"))
-        f1_error = bootstrap_error(len(f1), lambda counts: float(np.average(f1, weights=counts)))
-        return Scores(
-            {"f1": round(float(f1.mean()), 4), "exact_match": round(float(exact.mean()), 4)},
-            {"f1": round(f1_error, 4), "exact_match": round(ratio_error(exact, 1), 4)},
-            samples,
-        )
+            texts = {"prediction": answer, "reference": references[0]}
+            f1, exact = word_f1(answer, references), exact_match(answer, references)
+            samples[question] = {**texts, "f1": f1, "exact_match": exact}
+        found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
+        values = {name: round(float(each.mean()), 4) for name, each in found.items()}
+        f1_N = found["f1"]
+        error = bootstrap_error(len(f1_N), lambda counts: float(np.average(f1_N, weights=counts)))
+        errors = {"f1": error, "exact_match": ratio_error(found["exact_match"], 1)}
+        return Scores(values, {name: round(each, 4) for name, each in errors.items()}, samples)
 
     def signature(self) -> dict[str, str]:
         compared = "lowercase, without punctuation and articles; the best reference counts"
@@ -317,14 +308,8 @@ class DemoQuestionAnswering(DemoSized, QuestionAnswering):
 
     def find(self) -> SplitTables:
         told = stories(self.total, self.corpus_seed)
-        asked = [
-            [
-                {"question": q, "answers": [{"text": a, "start": start}]}
-                for q, a, start in one.questions
-            ]
-            for one in told
-        ]
-        ends = [sum(list(self.counts.values())[:n]) for n in range(len(SPLITS) + 1)]
-        by_split = {s: told[ends[n] : ends[n + 1]] for n, s in enumerate(SPLITS)}
-        rows = zip((one.text for one in told), asked, strict=True)
-        return self.generated(("context", "qas"), rows, by_split)
+        rows = []
+        for one in told:
+            asked = [(q, [{"text": text, "start": at}]) for q, text, at in one.questions]
+            rows.append((one.text, [{"question": q, "answers": said} for q, said in asked]))
+        return self.generated(("context", "qas"), rows, told)

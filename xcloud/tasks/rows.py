@@ -228,10 +228,8 @@ class Source:
             if usual:
                 chosen[split] = usual
         if "train" not in chosen:
-            raise DataError(
-                f"{self.where}: no training set; expected {expected}; found: {listed}. Choose "
-                f"with {key.format('train')}=NAME (missing dev or test is held out of it)"
-            )
+            said = f"no training set; expected {expected}; found: {listed}"
+            raise DataError(f"{self.where}: {said}. Choose with {key.format('train')}=NAME")
         tables: Tables = {}
         for split, sets in chosen.items():
             parts: dict[str, list[Table]] = {}
@@ -295,10 +293,9 @@ class Source:
         if not wanted:
             return {}
         if sum(wanted.values()) >= len(left):
-            raise DataError(
-                f"{self.where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but "
-                f"train has {len(left):,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
-            )
+            said = f"{' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train has"
+            lower = " and ".join(f"task.{split}_share" for split in wanted)
+            raise DataError(f"{self.where}: {said} {len(left):,}; lower {lower}")
         split_of: dict[Any, Split] = {}
         for split, count in wanted.items():
             split_of |= {left[i]: split for i in chosen_rows(len(left), count, self.split_seed)}

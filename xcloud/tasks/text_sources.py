@@ -188,14 +188,13 @@ class HubText(TextSource):
 
     def describe(self) -> str:
         folder = local_folder(self.name)
-        return self.name if folder is None else f"files in {folder.resolve().name}"
+        return f"files in {folder.resolve().name}" if folder else self.name
 
     def check(self, parts: Sequence[str]) -> None:
         """Checks settings only: the ranks access the hub when they read."""
-        for part in parts:
-            if len(languages_of(part)) == 2 and self.pairs_name is None:
-                said = "needs parallel text: set text.source.pairs_name"
-                raise ConfigError(f"the pair {part} {said}")
+        if (pairs := [p for p in parts if len(languages_of(p)) == 2]) and self.pairs_name is None:
+            said = "needs parallel text: set text.source.pairs_name"
+            raise ConfigError(f"the pair {pairs[0]} {said}")
 
     def identity(self, part: str) -> str:
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name
@@ -204,11 +203,11 @@ class HubText(TextSource):
         return f"hub {self!r} {part} {stamp(files)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
-        columns, keys = languages_of(part), {"language": part, "pair": part}
+        columns = languages_of(part)
         name, config = self.pairs_name or "", self.pairs_config
         if len(columns) == 1:
             columns, name, config = (self.column,), self.name, self.config
-        config = config and config.format(**keys)
+        config = config and config.format(language=part, pair=part)
         loaded = load_hub(name, config, True, revision=self.revision, split=self.split)
         for row in HubTable(loaded, name).rows(columns, "text.source.column"):
             yield tuple(cell or "" for cell in row)

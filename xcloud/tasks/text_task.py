@@ -135,6 +135,13 @@ class TextTask(SourceTask):
 T = TypeVar("T", bound=SourceTask)
 
 
+def check_visible(field: str, there: Iterable[str]) -> None:
+    """Raise DataError for a field that this rank does not see."""
+    if field not in (fields := sorted(there)):
+        visible = ", ".join(fields) or "none"
+        raise DataError(f"{field!r} is no field visible here; visible: {visible}")
+
+
 class Tokenized:
     """The tokenizers of the visible text fields."""
 
@@ -146,10 +153,8 @@ class Tokenized:
         return {field: tokenizer.token_ids for field, tokenizer in self._tokenizers.items()}
 
     def tokenizer(self, field: str) -> Any:
-        """Raises DataError for a text field that this rank does not see."""
-        if field not in self._tokenizers:
-            visible = ", ".join(sorted(self._tokenizers)) or "none"
-            raise DataError(f"{field!r} is no text field visible here; visible: {visible}")
+        """Of a text field that this rank sees."""
+        check_visible(field, self._tokenizers)
         return self._tokenizers[field]
 
     def save_tokenizers(self, folder: Path) -> None:
@@ -209,16 +214,10 @@ class View(Tokenized, Generic[T]):
         """The number of samples."""
         return float(len(ids))
 
-    def check_visible(self, field: str) -> None:
-        """Raise DataError for a field that this rank does not see."""
-        if field not in self._fields:
-            visible = ", ".join(sorted(self._fields)) or "none"
-            raise DataError(f"{field!r} is no field visible here; visible: {visible}")
-
     def check_predictions(self, split: Split, predictions: Mapping[int, object]) -> None:
         """Raise DataError if what they are compared with is not visible here, ValueError if there
         are none, or one is for no sample of the split."""
-        self.check_visible(self._task.fields[-1])
+        check_visible(self._task.fields[-1], self._fields)
         if not predictions:
             raise ValueError(f"no predictions to score on {split}")
         num = self._rows[split]

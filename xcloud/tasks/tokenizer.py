@@ -130,10 +130,8 @@ class Tokenizer:
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
             how = (content["special"], content["rejoin"], content["num_separators"])
             return Tokenizer(backend, TokenIds(**content["token_ids"]), *how)
-        except OSError as error:
-            raise DataError(f"{path}: cannot read tokenizer file ({error.strerror})") from error
         except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{path}: not an {FORMAT} file ({error})") from error
+            raise DataError(f"{path}: no {FORMAT} file ({error})") from error
 
 
 class TokenizerChoice:

@@ -203,7 +203,7 @@ class TranslationData(View[Translation], TranslationText):
 
     def weight(self, ids: Tensor) -> float:
         """Target tokens to predict in these training samples: T without bos and padding."""
-        self.check_visible("target")
+        self.tokenizer("target")
         return float((self._tables["target"]["train"].lengths(ids) - 1).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:

@@ -54,9 +54,9 @@ class Wit3Translation(InFolder, Translation):
                 break
         else:
             raise DataError(
-                f"{top}: no train.tags.{names[0]}.{a} (nor .{names[1]}.) here. Get the texts "
-                f'{names[0]} of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), unpack '
-                "them, and set task.path to the folder with train.tags.*; nothing is downloaded"
+                f"{top}: no train.tags.{names[0]}.{a} (nor .{names[1]}.) here. Unpack {names[0]} "
+                'of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), and set task.path '
+                "to the folder with train.tags.*; nothing is downloaded"
             )
         tables: Tables = {
             "train": {"": [TextFile(f"train.tags.{pair}", "lines", train, _untagged)]}

@@ -74,8 +74,8 @@ class SweepLauncher(Launcher):
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         also = self.settings.also or {}
         asked = with_also([tuple(overrides) for overrides in job_overrides], also)
-        name, processes = self.config.get("sweep"), Processes(self.settings.parallel)
-        sweep = Sweep(name or folder.name, folder, self.settings, processes)
+        name = self.config.get("sweep") or folder.name
+        sweep = Sweep(name, folder, self.settings, Processes(self.settings.parallel))
         for number in (signal.SIGTERM, signal.SIGUSR1):  # as Ctrl+C does
             signal.signal(number, signal.default_int_handler)
         if code := sweep.run(asked, self._compose):

@@ -1,0 +1,75 @@
+"""What must be on the disk whole or not at all: files of checkpoints, and the finished segments of
+a long event log.
+
+A segment is finished by a rename, then compressed under another name, brought to the disk and
+renamed again, and only then deleted as it was. At any moment each line is therefore in one place
+of the stream that `files.read` gives, whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+
+from xcloud.record.files import numbers, segment
+
+
+def finish(path: Path) -> FileIO:
+    """Make what is in the log a finished segment; returns the file to append to from now on.
+    Nothing may be written meanwhile. Raises OSError, with the log as it was."""
+    plain = segment(path, 1 + max(_numbers(path), default=0))
+    path.rename(plain)
+    try:
+        return open(path, "ab", buffering=0)
+    except OSError:
+        plain.rename(path)
+        raise
+
+
+def compress(path: Path) -> None:
+    """Compress the finished segments that are not. Raises OSError, with all of them readable."""
+    for number in sorted(_numbers(path)):
+        plain = segment(path, number)
+        if not plain.exists():
+            continue
+        write_whole(plain.with_name(f"{plain.name}.gz"), 0, [gzip.compress(plain.read_bytes(), 6)])
+        plain.unlink()
+
+
+def _numbers(path: Path) -> set[int]:
+    name = rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(?:\.gz)?"
+    return {*numbers(path.parent, name)}
+
+
+def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
+    draft, digest, num_bytes = path.with_name(f".{path.name}.{rank}"), hashlib.sha256(), 0
+    try:
+        with open(draft, "wb", buffering=0) as file:
+            for piece in pieces:
+                digest.update(piece)
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                num_bytes += len(piece)
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_names(path.parent)
+    return digest.hexdigest(), num_bytes
+
+
+def sync_names(folder: Path) -> None:
+    """Bring to the disk which files and folders are in it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
