@@ -39,7 +39,8 @@ from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.join.agreement import Verdict, meet_here, table_of
+from xcloud.join.agreement import Verdict, table_of
+from xcloud.join.restarts import meet_at_any_time
 from xcloud.launch import rank_process
 from xcloud.launch.rank_process import join
 from xcloud.parallel.gradient_averaging import GradientAveraging
@@ -341,7 +342,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         transport: Any = world.transport(rank)
         verdict = Verdict(from_step=step, attempt=1)
         if job.roster.is_elastic:
-            meet = partial(meet_here, job, rank, run_dir)
+            meet = partial(meet_at_any_time, job, rank, run_dir)
             meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
             transport = GlooTransport(meeting)
         process = rank_process.Process(StopSignal())

@@ -86,20 +86,26 @@ def test_exactly_representable_input_survives_the_whole_chain() -> None:
     [
         (
             {"fp16": Cast("float16"), "svd": Svd(0.5)},
-            r"svd\(0.5\) cannot come after fp16: it leaves no floating-point part; put svd",
+            r"svd\(0.5\) cannot come after fp16: members stand in the order low_rank, ",
         ),
         (
             {"int8": BlockInt(8), "topk": TopK(0.1)},
-            r"topk\(0.1\) cannot come after int8: .* first",
+            r"topk\(0.1\) cannot come after int8: ",
         ),
         (
             {"topk": TopK(0.1), "svd": Svd(0.5)},
-            r"svd\(0.5\) cannot come after topk\(0.1\): .* needs the matrix",
+            r"svd\(0.5\) cannot come after topk\(0.1\): ",
         ),
-        ({"int8": BlockInt(8), "fp16": Cast("float16")}, r"fp16 cannot .* after int8: .*keep one"),
-        ({"int8": BlockInt(8), "int4": BlockInt(4)}, r"int4 cannot come after int8: .*keep one"),
-        ({"a": Svd(0.5), "b": Svd(0.2)}, r"both are low_rank; keep one"),
-        ({"a": TopK(0.5), "b": RandomK(0.2)}, r"both are sparse; keep one"),
+        (
+            {"int8": BlockInt(8), "fp16": Cast("float16")},
+            r"fp16 cannot come after int8: .* one",
+        ),
+        (
+            {"int8": BlockInt(8), "int4": BlockInt(4)},
+            r"int4 cannot come after int8: .* one",
+        ),
+        ({"a": Svd(0.5), "b": Svd(0.2)}, "at most one of each"),
+        ({"a": TopK(0.5), "b": RandomK(0.2)}, "at most one of each"),
         ({"a": Chain(int8=BlockInt(8))}, r"'a' is itself a chain \(int8\); name its members"),
         ({"svd": {"rate": 0.6}}, r"'svd' must be a compressor, got .*_target_"),
         ({"svd": 0.6}, r"'svd' must be a compressor, got 0.6"),

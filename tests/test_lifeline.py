@@ -202,7 +202,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
         return mine
 
     def meeting(rank: int) -> Meeting:
-        store = meeting_store(rank, tmp_path, None, 0)
+        store = meeting_store(tmp_path)
         beginning = int(store.add(f"beginnings.{rank}", 1))
         return Meeting(rank, 3, store, is_open=True, beginning=beginning)
 

@@ -14,6 +14,7 @@ from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.transport import Meeting, meeting_store
+from xcloud.join.restarts import server_store
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()
@@ -22,7 +23,7 @@ WINDOW = LinkWindow()
 def begun(
     rank: int, folder: Path, host: str | None = None, port: int = 0, within_s: float = 60.0
 ) -> GlooTransport:
-    store = meeting_store(rank, folder, host, port)
+    store = meeting_store(folder) if host is None else server_store(rank, host, port)
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return GlooTransport(Meeting(rank, 3, store, within_s, True, beginning))
 

@@ -11,10 +11,11 @@ micro-batch i belongs to replica i mod R, and there to rank (i // R) mod n of th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, SkipValidation
 
@@ -37,7 +38,7 @@ class Carrier(Protocol):
 
 
 @settings("cluster")
-class Layout:
+class Layout(ABC):
     """All clouds of a run, and what joins them.
 
     clouds: each has num_ranks and a device ("auto", "cpu" or "cuda").
@@ -58,6 +59,9 @@ class Layout:
     liveness: Liveness = field(default_factory=Liveness)
     link_budget_bytes: Positive = BUDGET_BYTES
     carrier: SkipValidation[Carrier | None] = None
+
+    ranks_meet_in_the_end: ClassVar[bool] = True
+    """No rank may be lost on the way, so that all take part in what the end asks for."""
 
     def _check_clouds(self) -> None:
         if not self.clouds:
@@ -97,11 +101,6 @@ class Layout:
         return found
 
     @property
-    def ranks_meet_in_the_end(self) -> bool:
-        """No rank may be lost on the way, so that all take part in what the end asks for."""
-        return True
-
-    @property
     def crosses_clouds(self) -> bool:
         return len(self.clouds) > 1
 
@@ -116,9 +115,9 @@ class Layout:
                 return name
         raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
 
+    @abstractmethod
     def placement(self, rank: int) -> Any:
         """Where it stands: its `cloud`, and what else the kind of layout says."""
-        raise NotImplementedError
 
     def wan_of(self, here: str, there: str) -> Wan:
         """What joins two clouds."""
@@ -147,9 +146,9 @@ class Layout:
         return f"{len(self.clouds)} clouds ({self._described}), link: {self.describe_link()}"
 
     @property
+    @abstractmethod
     def _described(self) -> str:
         """The clouds and what each does."""
-        raise NotImplementedError
 
     def describe_link(self) -> str:
         if not self.crosses_clouds:
@@ -308,12 +307,11 @@ class ClusterLayout(Layout):
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
     def leader_of(self, replica: int = 0) -> tuple[int, ...]:
-        """Lane 0 of every stage of a replica, by stage."""
+        """The first rank of every stage of a replica, by stage."""
         return tuple(self.ranks_of(stage, replica)[0] for stage in range(self.num_stages))
 
     def leaders(self, replica: int = 0) -> tuple[int, ...]:
-        """Lane 0 of every stage of a replica: the ranks that speak for their stages across clouds.
-        The first of them is that of the replica's first cloud."""
+        """Those ranks, each once: they speak for their stages across clouds."""
         return tuple(sorted({*self.leader_of(replica)}))
 
     def min_micro_batches(self) -> int:

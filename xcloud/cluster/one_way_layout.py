@@ -51,6 +51,8 @@ class OneWayLayout(Layout):
     name: str = "one_way"
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
 
+    ranks_meet_in_the_end = False
+
     def __post_init__(self) -> None:
         self._check_clouds()
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
@@ -109,10 +111,6 @@ class OneWayLayout(Layout):
         ranks = self.ranks_in(name)
         producer = None if source < 0 else self.producer_of[source]
         return OneWayPlacement(rank, name, producer, ranks.index(rank), len(ranks))
-
-    @property
-    def ranks_meet_in_the_end(self) -> bool:
-        return False
 
     @property
     def crosses_clouds(self) -> bool:

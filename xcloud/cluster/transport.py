@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
@@ -87,19 +87,10 @@ class Meeting:
         return [self.read(f"{name}.{rank}", rank) for rank in ranks]
 
 
-def meeting_store(
-    rank: int, run_dir: Path, host: str | None, port: int, within_s: float = JOIN_WITHIN_S
-) -> Store:
-    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
-    there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
-    live (join/restarts.py); a server that ends is noticed at once."""
-    store: Store
-    if host is None:
-        # Not by its URL, which would end at a '#' or '?' in the path.
-        store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
-    else:
-        within = timedelta(seconds=within_s)
-        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+def meeting_store(run_dir: Path) -> Store:
+    """Of all ranks of one machine, in a file of the run folder."""
+    # Not by its URL, which would end at a '#' or '?' in the path.
+    store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
     store.set_timeout(FOREVER)
     return store
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -196,20 +196,20 @@ class Codecs(StatefulParts):
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
 
+@dataclass(eq=False)
 class _Channel(StatefulParts):
     """One end, with a codec for each floating field: what they remember must not mix."""
 
-    def __init__(
-        self,
-        fields: tuple[BoundaryField, ...],
-        new_codecs: Callable[[], Codecs],
-        clock: StepClock,
-        identity: ChannelId,
-    ) -> None:
-        self.fields, self.clock, self.identity = fields, clock, identity
-        self.codecs = {f.name: new_codecs() for f in fields if f.dtype.is_floating_point}
+    link: SendingEnd | ReceivingEnd
+    fields: tuple[BoundaryField, ...]
+    new_codecs: InitVar[Callable[[], Codecs]]
+    clock: StepClock
+    identity: ChannelId
+
+    def __post_init__(self, new_codecs: Callable[[], Codecs]) -> None:
+        self.codecs = {f.name: new_codecs() for f in self.fields if f.dtype.is_floating_point}
         for name, codecs in self.codecs.items():
-            codecs.use_stream(identity.stream(name))
+            codecs.use_stream(self.identity.stream(name))
 
     def parts(self) -> StateTree:
         """Compressors and memories, by field and phase. Bytes counted are no state."""
@@ -240,24 +240,16 @@ class Receiver(Protocol):
         """Raises FrameError unless what was handed over is of these specs."""
 
 
+@dataclass(eq=False)
 class SendChannel(_Channel):
     """Compresses and sends. `raw_bytes` grows by the FP32 size of what the floating
     fields stand for (BoundaryField.replaces)."""
 
-    def __init__(
-        self,
-        link: SendingEnd,
-        fields: tuple[BoundaryField, ...],
-        new_codecs: Callable[[], Codecs],
-        clock: StepClock,
-        identity: ChannelId,
-    ) -> None:
-        super().__init__(fields, new_codecs, clock, identity)
-        self.link, self.raw_bytes = link, 0
+    link: SendingEnd
+    raw_bytes: int = 0
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
         with self.clock.during("compress"):
-            training = key.kind is not Kind.EVALUATION
             counts = message.get("counts")
             parts: list[Tensor] = []
             carries: list[str] = []
@@ -265,46 +257,37 @@ class SendChannel(_Channel):
                 tensor = message[field.name].detach()
                 spec = field.spec(field.num_rows(samples, counts))
                 assert TensorSpec.of(tensor) == spec, (field.name, TensorSpec.of(tensor), spec)
-                if not spec.is_floating:
-                    parts.append(tensor)
-                    carries.append(field.in_words)
-                    continue
-                codec = self.codecs[field.name].at(key.step)
-                if training:
-                    self.raw_bytes += field.raw_bytes(spec.shape[0])
+                encoded: Parts = (tensor,)
+                if spec.is_floating:
                     rows = partial(field.sample_rows, samples, counts)
-                    encoded = codec.encode(tensor, rows)
-                else:
-                    stream = self.identity.stream(
-                        field.name, "evaluation", key.step, key.micro_batch
-                    )
-                    encoded = codec.compress_apart(tensor, stream)
+                    encoded = self._encoded(key, field, tensor, rows)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             self.link.send(key, tuple(parts), carries)
         return message
 
+    def _encoded(
+        self, key: MessageKey, field: BoundaryField, tensor: Tensor, rows: Callable[[], SampleRows]
+    ) -> Parts:
+        codec = self.codecs[field.name].at(key.step)
+        if key.kind is Kind.EVALUATION:
+            stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
+            return codec.compress_apart(tensor, stream)
+        self.raw_bytes += field.raw_bytes(len(tensor))
+        return codec.encode(tensor, rows)
+
     def send_start(self, tensors: Parts) -> None:
         self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))
 
 
+@dataclass(eq=False)
 class ReceiveChannel(_Channel):
     """Receives and decompresses."""
 
-    def __init__(
-        self,
-        link: ReceivingEnd,
-        fields: tuple[BoundaryField, ...],
-        new_codecs: Callable[[], Codecs],
-        clock: StepClock,
-        identity: ChannelId,
-        device: torch.device,
-        overdue_s: float,
-        max_rows_per_sample: int,
-    ) -> None:
-        super().__init__(fields, new_codecs, clock, identity)
-        self.link, self.device, self.overdue_s = link, device, overdue_s
-        self.max_rows_per_sample = max_rows_per_sample
+    link: ReceivingEnd
+    device: torch.device
+    overdue_s: float
+    max_rows_per_sample: int
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
         with self.clock.during("wait"):
@@ -323,7 +306,7 @@ class ReceiveChannel(_Channel):
                 counts = message.get("counts")
                 spec = field.spec(field.num_rows(samples, counts))
                 codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
-                wire = codec.compressor.wire_specs(spec) if spec.is_floating else (spec,)
+                wire = codec.compressor.wire_specs(spec)
                 taken, parts = parts[: len(wire)], parts[len(wire) :]
                 found = tuple(TensorSpec.of(part) for part in taken)
                 if found != wire:
@@ -333,11 +316,8 @@ class ReceiveChannel(_Channel):
                     )
                 if not spec.is_floating:
                     self._check_range(field, taken[0])
-                taken = [part.to(self.device) for part in taken]
-                if not spec.is_floating:
-                    message[field.name] = taken[0]
-                    continue
-                value = codec.compressor.decompress(tuple(taken), spec)
+                on_device = tuple(part.to(self.device) for part in taken)
+                value = codec.compressor.decompress(on_device, spec)
                 if key.kind is not Kind.EVALUATION and not isinstance(codec.memory, NoMemory):
                     value = codec.memory.after_receive(value, field.sample_rows(samples, counts))
                 message[field.name] = value

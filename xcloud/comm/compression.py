@@ -184,8 +184,8 @@ class Chain(Compressor):
         for earlier, later in pairwise(members.values()):
             if _ORDER.index(later.family) <= _ORDER.index(earlier.family):
                 raise ConfigError(
-                    f"Chain: {later.label} cannot come after {earlier.label}: "
-                    + _why_not(earlier, later)
+                    f"Chain: {later.label} cannot come after {earlier.label}: members stand in "
+                    "the order low_rank, sparse, precision, with at most one of each"
                 )
 
     @property
@@ -257,19 +257,6 @@ class Chain(Compressor):
                 )
             )
         return specs
-
-
-def _why_not(earlier: Compressor, later: Compressor) -> str:
-    if later.family == earlier.family == "precision":
-        return "its codes are already as short as requested; keep one, with fewer bits"
-    if later.family == earlier.family:
-        return f"both are {later.family}; keep one, with the product of their rates"
-    if earlier.family == "precision":
-        return f"it leaves no floating-point part; put {later.label} first"
-    return (
-        f"{later.label} needs the matrix, and {earlier.label} leaves a list of values; put "
-        f"{later.label} first"
-    )
 
 
 class CompressionPlan(ABC):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
 import time
@@ -90,16 +89,10 @@ _VERDICT, _FACTS = TypeAdapter(Verdict), TypeAdapter(_SECTION)
 
 
 def meet_here(job: Job, rank: int, run_dir: Path) -> Meeting:
-    """On one machine, in a file of the run folder. Where ranks may begin at any time, also again,
-    at a server in rank 0 if MASTER_ADDR and MASTER_PORT are set."""
+    """On one machine, where ranks begin once."""
     num_ranks, within_s = job.cluster.num_processes, job.cluster.liveness.join_within_s
-    if not job.roster.is_elastic:
-        store = meeting_store(rank, run_dir, None, 0) if num_ranks > 1 else HashStore()
-        return Meeting(rank, num_ranks, store, within_s)
-    host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
-    port += "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves at that port itself
-    store = meeting_store(rank, run_dir, host, port, within_s)
-    return Meeting(rank, num_ranks, store, within_s, True, int(store.add(f"beginnings.{rank}", 1)))
+    store = meeting_store(run_dir) if num_ranks > 1 else HashStore()
+    return Meeting(rank, num_ranks, store, within_s)
 
 
 def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -> Verdict:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
@@ -34,9 +34,8 @@ from xcloud.cluster.gloo_groups import of_this_attempt
 from xcloud.cluster.gloo_link import Pair
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.transport import FOREVER, Meeting
+from xcloud.cluster.transport import FOREVER, JOIN_WITHIN_S, Meeting, meeting_store
 from xcloud.job.job import Job
-from xcloud.join.agreement import meet_here
 from xcloud.parallel.exchange import digest
 from xcloud.parallel.hub import HUB
 
@@ -52,9 +51,29 @@ def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
     return {"the parameters before the first update": bytes(whole.tolist()).hex()}
 
 
+def meet_at_any_time(job: Job, rank: int, run_dir: Path) -> Meeting:
+    """Where ranks may begin at any time, also again: at a server in rank 0 if MASTER_ADDR and
+    MASTER_PORT are set, otherwise in the run folder."""
+    within_s, host = job.cluster.liveness.join_within_s, os.environ.get("MASTER_ADDR")
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    port += "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves at that port itself
+    store = meeting_store(run_dir) if host is None else server_store(rank, host, port, within_s)
+    beginning = int(store.add(f"beginnings.{rank}", 1))
+    return Meeting(rank, job.cluster.num_processes, store, within_s, True, beginning)
+
+
+def server_store(rank: int, host: str, port: int, within_s: float = JOIN_WITHIN_S) -> Store:
+    """In rank 0, which is there within_s from now. Who then waits in it for a rank waits as long
+    as that one and rank 0 live; a server that ends is noticed at once."""
+    within = timedelta(seconds=within_s)
+    store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+    store.set_timeout(FOREVER)
+    return store
+
+
 def meet_under_torchrun(job: Job, rank: int, run_dir: Path, detector: FailureDetector) -> Meeting:
     if job.roster.is_elastic:
-        meeting = meet_here(job, rank, run_dir)
+        meeting = meet_at_any_time(job, rank, run_dir)
         watch(meeting, detector, job.cluster)
         return meeting
     num_ranks, within_s = int(os.environ["WORLD_SIZE"]), job.cluster.liveness.join_within_s

@@ -7,7 +7,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def run(
     monitor, ranks = Monitor(job, configs.flatten(config), run_dir), _ranks(job, run_dir, asked)
 
     cause: str | None = None
-    with StopSignals(ranks.ask_to_stop) as signals:
+    signals = StopSignals(ranks.ask_to_stop)
+    with signals.handled():
         try:
             monitor.start()
             _train(ranks, monitor, job, lambda: _follow(ranks, monitor, config, file))
@@ -65,7 +67,7 @@ def run(
                 raise RunStopped(cause) from None
             raise
         finally:
-            signals.only_the_record_is_left()
+            signals.writes_record = True
             ranks.end()
             if asked != file:
                 asked.unlink(missing_ok=True)
@@ -158,34 +160,31 @@ def _train(
 
 
 class StopSignals:
-    """`with StopSignals(on_first)`: the first of STOP_SIGNALS calls on_first, any later one raises
-    KeyboardInterrupt. came_late: the first one came after `only_the_record_is_left`. Outside the
-    main thread (a launcher of sweeps) it does nothing: its owner handles signals."""
+    """While `handled` lasts, the first of STOP_SIGNALS calls on_first, any later one raises
+    KeyboardInterrupt. writes_record: only the record of the run is left to be written. came_late:
+    the first signal came after that."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
-        self.came_late = False
         self._on_first, self._was_asked = on_first, False
-        self._writes_record = False
-        self._before: dict[int, Any] = {}
+        self.writes_record = self.came_late = False
 
-    def only_the_record_is_left(self) -> None:
-        self._writes_record = True
-
-    def __enter__(self) -> StopSignals:
-        with contextlib.suppress(ValueError):  # not the main thread
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Outside the main thread nothing is: Python gives it no signals."""
+        before: dict[int, Any] = {}
+        with contextlib.suppress(ValueError):
             for number in STOP_SIGNALS:
-                self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+                before[number] = signal.signal(number, self._take)
+        try:
+            yield
+        finally:
+            for handled, handler in before.items():
+                signal.signal(handled, handler)
 
     def _take(self, number: int, frame: object) -> None:
         if self._was_asked:
             raise KeyboardInterrupt
-        self._was_asked = True
-        self.came_late = self._writes_record
+        self._was_asked, self.came_late = True, self.writes_record
         doing = "writing the record of the run" if self.came_late else "saving what there is"
         with contextlib.suppress(OSError):  # not print: it may be what was interrupted
             os.write(2, f"\n{doing}; once more, to end at once\n".encode())

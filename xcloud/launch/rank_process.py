@@ -34,6 +34,7 @@ from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.join.agreement import Table, Verdict, agree, meet_here, table_of
+from xcloud.join.restarts import meet_at_any_time
 from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_failure
 from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
@@ -250,7 +251,8 @@ class RankProcess(Process):
         return config, configs.job_from_config(config)
 
     def meet(self, job: Job) -> Meeting:
-        return meet_here(job, self.rank, self.run_dir)
+        meet = meet_at_any_time if job.roster.is_elastic else meet_here
+        return meet(job, self.rank, self.run_dir)
 
     def fail(self, error: BaseException) -> int:
         """Returns the exit code."""

@@ -4,10 +4,10 @@ rank/parts.py makes those of a job.
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock
@@ -82,22 +82,8 @@ class FurtherPart(Protocol):
         """Of this rank. context: its RankContext (rank/role.py)."""
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _of_all(hook: F) -> F:
-    """Calls all parts in their order."""
-
-    @functools.wraps(hook)
-    def call(self: Parts, *args: Any, **kwargs: Any) -> None:
-        for part in self._parts:
-            getattr(part, hook.__name__)(*args, **kwargs)
-
-    return cast(F, call)
-
-
 class Parts(Part):
-    """Several as one; None is left out."""
+    """Several as one: each hook calls all of them in their order. None is left out."""
 
     def __init__(self, parts: Sequence[Part | None] = ()) -> None:
         self._parts = tuple(part for part in parts if part is not None)
@@ -105,16 +91,18 @@ class Parts(Part):
     def parts(self) -> StateTree:
         return {part.name: part for part in self._parts if part.name}
 
-    before_update = _of_all(Part.before_update)
-    begin = _of_all(Part.begin)
-    before_pass = _of_all(Part.before_pass)
-    after_micro_batch = _of_all(Part.after_micro_batch)
-    after_backward = _of_all(Part.after_backward)
-    after_exchange = _of_all(Part.after_exchange)
-    after_update = _of_all(Part.after_update)
-    finish = _of_all(Part.finish)
-    settle = _of_all(Part.settle)
-    close = _of_all(Part.close)
-
     def signal(self, step: int) -> Signal:
         return max((part.signal(step) for part in self._parts), default=Signal.GO_ON)
+
+
+def _to_all(hook: str) -> Callable[..., None]:
+    def call(self: Parts, *arguments: Any, **named: Any) -> None:
+        for part in self._parts:
+            getattr(part, hook)(*arguments, **named)
+
+    return call
+
+
+for _hook in vars(Part).keys() - vars(Parts).keys():
+    if inspect.isfunction(getattr(Part, _hook)):
+        setattr(Parts, _hook, _to_all(_hook))

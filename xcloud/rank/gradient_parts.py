@@ -1,5 +1,6 @@
-"""Parts that change a rank's gradients before the optimizer: differential privacy (DP-SGD; the
-mathematics are security/defences.py's), and the matrix that both ends of a pipeline hold.
+"""What changes a rank's gradients before the optimizer: differential privacy (DP-SGD; the
+mathematics are security/defences.py's), the matrix that both ends of a pipeline hold, and the
+exchange with other replicas.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from xcloud.comm.compression import Chain, seed_from
 from xcloud.comm.state import StateTree
 from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging import AllToAll, Averager
-from xcloud.parallel.exchange import FlatBuffer, RankGroup
+from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part
+from xcloud.parallel.replicas import Replicas
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import (
     Privacy,
@@ -104,6 +107,26 @@ def join_tied(wiring: Wiring, trainer: Trainer, choose: Choose, seed: int) -> Ti
     groups = {stage: wiring.groups[stage] for stage in held}
     buffers = {stage: trainer.stages[stage].buffer for stage in held}
     return TiedGradients(held, groups, averager, buffers)
+
+
+def replicas_exchange(
+    job: Experiment,
+    wiring: Wiring,
+    stages: Mapping[int, nn.Module],
+    reporter: Reporter,
+    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None,
+) -> Exchange:
+    """watch: see Terms."""
+    assert wiring.replicas is not None and job.strategy.averaging is not None
+    size = job.training.batch_size
+    return job.strategy.averaging.join(
+        Replicas(
+            wiring.replicas,
+            wiring.groups[min(stages)],  # the same ranks hold all stages of this one
+            stages, job.compression.for_tensor, job.seed, job.max_steps,
+            Work(size, 2.0 * size * job.task.max_length), reporter, job.security.privacy, watch,
+        )
+    )  # fmt: skip
 
 
 class PrivateGradients(Part):

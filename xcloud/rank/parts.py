@@ -17,14 +17,18 @@ from xcloud.job.experiment import Experiment
 from xcloud.join.agreement import agree_on
 from xcloud.join.restarts import parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
-from xcloud.parallel.exchange import AllReduce, Exchange, Work
+from xcloud.parallel.exchange import AllReduce, Exchange
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.within_cloud import OverlappedSums, Sharder, sharders
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
-from xcloud.rank.gradient_parts import PrivacyAccount, PrivateGradients, join_tied
+from xcloud.rank.gradient_parts import (
+    PrivacyAccount,
+    PrivateGradients,
+    join_tied,
+    replicas_exchange,
+)
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
@@ -97,19 +101,10 @@ class Features:
             sharder.rest(pipeline.stages[number])
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
-        job, size = self.job, self.job.training.batch_size
-        links, averaging, groups = self.wiring.replicas, job.strategy.averaging, self.wiring.groups
-        if links is None or averaging is None:
-            return AllReduce(groups)
-        group = groups[min(stages)]  # the same ranks hold all stages of this one
-        privacy, most = job.security.privacy, Work(size, 2.0 * size * job.task.max_length)
-        return averaging.join(
-            Replicas(
-                links, group, stages, job.compression.for_tensor, job.seed, job.max_steps, most,
-                self.reporter, privacy,
-                leaks.averaged.received if leaks is not None and leaks.averaged else None,
-            )
-        )  # fmt: skip
+        if self.wiring.replicas is None:
+            return AllReduce(self.wiring.groups)
+        received = leaks.averaged.received if leaks is not None and leaks.averaged else None
+        return replicas_exchange(self.job, self.wiring, stages, self.reporter, received)
 
     def parts(
         self,

@@ -7,7 +7,6 @@ counters of its links, which only grow.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from xcloud.cluster.frame import Kind
@@ -25,16 +24,6 @@ from xcloud.training.batch_plan import Feed
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import Wiring, wire
-
-
-@dataclass(frozen=True)
-class Built:
-    """What one rank trains with."""
-
-    data: TaskData
-    trainer: Trainer
-    parts: Parts
-    evaluator: Evaluator
 
 
 class StageRank(Role[Experiment]):
@@ -58,13 +47,13 @@ class StageRank(Role[Experiment]):
         self.reporter.event("phase", now=True, name="loading")
         data = load(self.job, self.context.transport.meeting)
         note_data(self.context, data)
-        built = self.build(data)
-        if self.train(built):
-            self.finish(built)
+        trainer, parts, evaluator = self.build(data)
+        if self.train(trainer, parts, evaluator):
+            self.finish(data, trainer, parts, evaluator)
         else:
-            self.stop(built)
+            self.stop(trainer, parts)
 
-    def build(self, data: TaskData) -> Built:
+    def build(self, data: TaskData) -> tuple[Trainer, Parts, Evaluator]:
         """Stages, what trains them, and its state if the run goes on from a checkpoint."""
         job, layout, features = self.job, self.job.cluster, self.features
         device, wiring, note = self.context.device, self.wiring, self.reporter.note
@@ -104,14 +93,13 @@ class StageRank(Role[Experiment]):
         wiring.expect_signs_of_life()
         self.reporter.event("phase", now=True, name="training")
         features.enter(trainer)
-        return Built(data, trainer, parts, evaluator)
+        return trainer, parts, evaluator
 
-    def train(self, built: Built) -> bool:
+    def train(self, trainer: Trainer, parts: Parts, evaluator: Evaluator) -> bool:
         """All updates that are left. Returns whether the run has come to its end; False if it was
         asked to stop."""
-        trainer, parts = built.trainer, built.parts
         if self.job.scores_first and not trainer.num_updates:  # what training is to improve on
-            built.evaluator.evaluate("test", 0)
+            evaluator.evaluate("test", 0)
         for step in range(trainer.num_updates + 1, self.job.max_steps + 1):
             with self.clock.paused():
                 parts.before_update(step)
@@ -123,27 +111,26 @@ class StageRank(Role[Experiment]):
             parts.finish()
         return True
 
-    def finish(self, built: Built) -> None:
+    def finish(self, data: TaskData, trainer: Trainer, parts: Parts, evaluator: Evaluator) -> None:
         """Export, evaluate through the same links, say goodbye."""
-        parts, pipeline = built.parts, built.trainer.pipeline
-        for stage, module in pipeline.stages.items():
+        for stage, module in trainer.pipeline.stages.items():
             leads = self.placement.replica == 0 and self.wiring.groups[stage].leads
             tensors = whole(module.exported(), keep=leads)
             if leads:
-                export_stage(self.context.run_dir, stage, module, tensors, built.data)
+                export_stage(self.context.run_dir, stage, module, tensors, data)
         parts.settle()
         self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
         self.reporter.event("phase", now=True, name="evaluation")
-        built.evaluator.evaluate("test", self.job.max_steps)
+        evaluator.evaluate("test", self.job.max_steps)
         parts.close(is_finished=True)
         self.reporter.event("finish", num_steps=self.job.max_steps)
 
-    def stop(self, built: Built) -> None:
+    def stop(self, trainer: Trainer, parts: Parts) -> None:
         """Before the end, as asked, with a checkpoint of the last step."""
-        built.parts.settle()
+        parts.settle()
         self.wiring.meet()
-        built.parts.close(is_finished=False)
-        self.reporter.event("stop", step=built.trainer.num_updates)
+        parts.close(is_finished=False)
+        self.reporter.event("stop", step=trainer.num_updates)
         self.is_stopped = True
 
     @property
