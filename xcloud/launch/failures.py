@@ -12,13 +12,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xcloud.base.errors import FrameError, LinkError, XcloudError
 from xcloud.record.files import error_file, failure_of, state_file
-
-if TYPE_CHECKING:
-    from xcloud.launch.processes import LocalRanks
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
@@ -93,25 +90,6 @@ def first_cause(
         lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
         what = f"ended with exit code {code}: {lines[-1]}"
     return f"rank {rank} of cloud {clouds[rank]!r}: {what} (log: {log})"
-
-
-def begin_again(ranks: LocalRanks, after_s: float) -> None:
-    """Start again the clouds that have lost a rank so long ago, by a signal or with another
-    rank."""
-    run_dir, clouds = ranks.run_dir, ranks.clouds
-    ended = [rank for rank, process in enumerate(ranks.processes) if process.poll()]
-    for cloud in lost_clouds(run_dir, clouds, ended):
-        if ranks.for_s(cloud) < after_s:
-            continue
-        del ranks.since_s[cloud]
-        again = [rank for rank, other in enumerate(clouds) if other == cloud]
-        for rank in again:
-            ranks.processes[rank].kill()
-        for rank in again:
-            ranks.processes[rank].wait()
-            error_file(run_dir, rank).unlink(missing_ok=True)
-            ranks.log(rank).replace(ranks.log(rank).with_suffix(".before.log"))
-            ranks.processes[rank] = ranks.start_rank(rank)
 
 
 def lost_clouds(run_dir: Path, clouds: Sequence[str], ended: Iterable[int]) -> set[str]:
