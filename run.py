@@ -76,7 +76,7 @@ def carry_out(
 
     following = None
     if config.get("follow_up"):
-        from xcloud.job.overrides import compose_follow_up
+        from xcloud.job.given import compose_follow_up
 
         following = compose_follow_up(config, CONF, run_dir, own=resumes is None)
     if has_more:
@@ -93,7 +93,7 @@ def go_on(words: list[str]) -> None:
     """The rest of a run, and of the one that follows it."""
     with exit_codes():
         from xcloud.base.errors import ConfigError
-        from xcloud.job.overrides import resumed
+        from xcloud.job.given import resumed
         from xcloud.survive.resume import check_can_go_on
 
         asked = [word for word in words if word.startswith(RESUME)]
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     except (HydraException, OmegaConfBaseException) as error:
         if composed:
             raise
-        from xcloud.job.overrides import explained
+        from xcloud.job.given import explained
 
         for line in explained(error, [w for w in sys.argv[1:] if not w.startswith("-")], CONF):
             print(f"xcloud: {line}", file=sys.stderr, flush=True)

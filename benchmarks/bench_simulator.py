@@ -28,7 +28,8 @@ from benchmarks.paper_step import UniformCosts, simulate
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.job.config import EXPERIMENT_FILE, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, job_from_config
+from xcloud.job.given import read_config
 from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from benchmarks.namespaces import ADDRESSES, INTERFACE
 from tests.forks import Child, become
 from xcloud.base.errors import XcloudError
-from xcloud.job.overrides import resumed
+from xcloud.job.given import resumed
 from xcloud.launch import local
 from xcloud.launch import processes as launch
 from xcloud.record.checkpoints import CheckpointFolder

@@ -39,7 +39,7 @@ from xcloud.rank.autopilot import (
     codec_costs,
     forecast_of,
 )
-from xcloud.record.further_figures import ENTRIES
+from xcloud.record.further_figures import ENTRIES, feed_log
 from xcloud.record.summary import RunStatistics
 from xcloud.survive.resume import is_marked
 from xcloud.training.pinned_batches import PinnedBatchPlan
@@ -226,7 +226,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         resumed = RunStatistics(2, ENTRIES)
         resume = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
-        resumed.feed_log([*events, resume])
+        feed_log(resumed, [*events, resume])
         assert is_kept == bool(resumed.events("autopilot"))
 
 

@@ -22,7 +22,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
 from xcloud.job.config import job_from_config
-from xcloud.job.overrides import resumed
+from xcloud.job.given import resumed
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe

@@ -14,6 +14,7 @@ from xcloud.cluster.link_profile import Liveness
 from xcloud.contracts.model import Task
 from xcloud.electra.model import MultilingualElectra
 from xcloud.job import config as configs
+from xcloud.job import given
 
 
 def options(group: str) -> list[str]:
@@ -353,10 +354,10 @@ def test_an_experiment_file_gives_the_same_experiment(tmp_path: Path) -> None:
     config = composed("+exp=abnet_iwslt", "seed=4")
     configs.write(config, tmp_path / "experiment.yaml")
 
-    assert configs.read_job(tmp_path / "experiment.yaml").headline == (
+    assert given.read_job(tmp_path / "experiment.yaml").headline == (
         configs.job_from_config(config).headline
     )
-    assert configs.read_job(tmp_path / "experiment.yaml").seed == 4
+    assert given.read_job(tmp_path / "experiment.yaml").seed == 4
 
 
 def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
@@ -364,7 +365,7 @@ def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
 
     for name, said in (("x.yaml", "no _target_"), ("y.yaml", "no file")):
         with pytest.raises(ConfigError, match=said):
-            configs.read_job(tmp_path / name)
+            given.read_job(tmp_path / name)
 
 
 def test_flat_parameters_have_dotted_names() -> None:

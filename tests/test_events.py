@@ -11,7 +11,7 @@ import pytest
 
 from tests.event_lines import append_event, steps_done
 from xcloud.record.events import EventReader, StepCollector, StepTotals, update_s
-from xcloud.record.further_figures import ElasticCollector
+from xcloud.record.further_figures import ElasticCollector, feed_log
 from xcloud.record.summary import RunStatistics
 
 
@@ -135,7 +135,7 @@ def at(t: float, event: str, step: int, **more: object) -> dict[str, object]:
 def resumes(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
     """Steps done again and seconds lost, of each."""
     run = RunStatistics(1)
-    assert run.feed_log(events) == 0
+    assert feed_log(run, events) == 0
     return [(one["steps_again"], one["lost_s"]) for one in run.resumes]
 
 
@@ -146,7 +146,7 @@ def test_steps_that_were_done_again_count_once_and_so_does_the_time_they_cost() 
     again = [at(20.0 + step, "step", step, loss=2.0) for step in (5, 6)]
     events = [*first, *lost, at(20.0, "resume", 4), *again]
     run = RunStatistics(1)
-    assert run.feed_log(events) == 0
+    assert feed_log(run, events) == 0
 
     assert steps_done(events) == [*first[:4], *again]
     assert list(run.steps["loss"]) == [1.0] * 4 + [2.0] * 2

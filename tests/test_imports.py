@@ -40,7 +40,7 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
     "models": {"training"},  # its optimizer, to pretrain a backbone
 }
 HYDRA = {
-    *("job/config.py", "job/overrides.py", "launch/local.py"),
+    *("job/config.py", "job/given.py", "launch/local.py"),
     "planner/trial.py",
 }
 MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.job import config as configs
+from xcloud.job import given
 from xcloud.launch import local
 from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
@@ -94,7 +95,7 @@ def test_the_experiment_file_is_replaced_once_the_ranks_have_taken_the_state_ove
     longer = OmegaConf.create(toy_config("two_clouds", ["training.max_steps=12"]))
     with pytest.raises(RunFailed):
         local.run(longer, tmp_path, resumes=partial(check_can_go_on, anew=True))
-    assert configs.read_job(file).max_steps == expected
+    assert given.read_job(file).max_steps == expected
     assert list(tmp_path.glob("*.yaml")) == [file]
 
 

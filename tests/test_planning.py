@@ -18,6 +18,7 @@ from xcloud.cluster.frame import TensorSpec, encode_frame
 from xcloud.comm.compression import Chain, Compression
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
+from xcloud.job import given
 from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import Action, GPipe, Schedule
@@ -291,5 +292,5 @@ def test_the_plan_that_is_applied_is_the_one_that_runs(tmp_path: Path) -> None:
     assert summary["predicted_step_time_s"] == pytest.approx(
         table["predicted_step_time_s"], abs=1e-6
     )
-    job = configs.read_job(tmp_path / "run" / configs.EXPERIMENT_FILE)
+    job = given.read_job(tmp_path / "run" / configs.EXPERIMENT_FILE)
     assert job.schedule.num_micro_batches == table["chosen"]["micro_batches"]  # type: ignore[attr-defined]

@@ -19,16 +19,17 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.job import config as configs
-from xcloud.job.overrides import compose_follow_up, with_overrides
+from xcloud.job import given
+from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.planner.trial import changed as changed_config
 from xcloud.security.policy import Policy
 from xcloud.watch.following import monitor_of
 
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
-    "translate, generate, export": configs.read_job,
+    "translate, generate, export": given.read_job,
     "resume": lambda file: with_overrides(file, [], CONF),
-    "worker": lambda file: configs.shared_job(configs.read_config(file), file.parent),
+    "worker": lambda file: given.shared_job(given.read_config(file), file.parent),
     "monitor": lambda file: monitor_of(file.parent, file),
 }
 SHARING = {name: READERS[name] for name in ("worker", "monitor")}
@@ -102,19 +103,19 @@ def test_a_file_cannot_change_how_a_constructor_is_called(
     key: str, tmp_path: Path, policy: object
 ) -> None:
     file = written(tmp_path, **{f"tracker__{key}": True})
-    assert refused(configs.read_job, file).startswith(f"tracker.{key}: ")
+    assert refused(given.read_job, file).startswith(f"tracker.{key}: ")
 
 
 def test_a_constructor_that_the_policy_names_is_called(
     tmp_path: Path, policy: Callable[..., None]
 ) -> None:
     file = written(tmp_path, OmegaConf.create(toy_config("local")))
-    message = refused(configs.read_job, file)
+    message = refused(given.read_job, file)
     assert message.endswith("constructors: [tests.toy.ToyTask]")
 
     policy(constructors=["tests.toy.ToyTask", "tests.toy.ToyModel"])
 
-    assert configs.read_job(file).name == "toy"
+    assert given.read_job(file).name == "toy"
 
 
 @pytest.mark.slow
@@ -350,7 +351,7 @@ def test_a_file_that_we_write_is_read_by_every_cloud(
     name = ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
     config = composed(f"+exp={exp}", *name)
     file = written(tmp_path, config)
-    job = configs.shared_job(configs.read_config(file), tmp_path)
+    job = given.shared_job(given.read_config(file), tmp_path)
     assert job.headline == configs.job_from_config(config).headline
 
 

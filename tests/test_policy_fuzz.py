@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from tests.configs import CONF
 from xcloud.base.errors import XcloudError
-from xcloud.job import config as configs
+from xcloud.job import given
 from xcloud.job.job import Job
 from xcloud.security.policy import CONSTRUCTORS
 
@@ -126,7 +126,7 @@ def check(seed: int, number: int, folder: Path) -> dict[str, int]:
         text = changed(tree, draw) if index % 2 else mutated(FILE, draw)
         file.write_text(text)
         try:
-            job = configs.shared_job(configs.read_config(file), folder)
+            job = given.shared_job(given.read_config(file), folder)
         except XcloudError:
             found["refused"] += 1
         except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xcloud.record.further_figures import feed_log
 from xcloud.record.summary import RunStatistics, Summary, write_summary
 
 REQUIRED = {
@@ -219,7 +220,7 @@ def test_a_run_that_went_on_says_what_it_lost() -> None:
         {**step, "step": 3, "t": 60.0},
         {"event": "lost_checkpoint", "rank": 0, "cloud": "a", "t": 60.0, "step": 3},
     ]
-    statistics.feed_log(events)
+    feed_log(statistics, events)
     found = statistics.summary(name="x", status="finished", commit="c")
 
     assert found["num_steps"] == 3 and found["wall_s"] == 50.0
@@ -241,7 +242,7 @@ def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its
         {**rank_0, "event": "resume", "t": 9001.0, "step": 1},
         {**step, "step": 2, "t": 9005.0},
     ]
-    statistics.feed_log(events)
+    feed_log(statistics, events)
     found = statistics.summary(name="x", status="failed", commit="c")
 
     assert found["wall_s"] == 12.0 + 5.0

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
-from xcloud.job.overrides import explained, hints, with_overrides
+from xcloud.job.given import explained, hints, with_overrides
 
 CONF = Path(__file__).parent.parent / "conf"
 

@@ -19,7 +19,8 @@ from tests.one_way_toy import cloud, feed_config
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.job import config as configs
-from xcloud.job.config import job_from_config, read_job
+from xcloud.job.config import job_from_config
+from xcloud.job.given import read_job
 from xcloud.job.job import Job
 from xcloud.join import agreement
 from xcloud.join.agreement import Verdict

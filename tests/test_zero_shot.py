@@ -12,7 +12,7 @@ from tests.checkpoints import saved
 from tests.configs import CONF, composed
 from tests.runs import completed
 from xcloud.base.errors import ConfigError
-from xcloud.job.overrides import compose_follow_up
+from xcloud.job.given import compose_follow_up
 from xcloud.launch.local import run
 
 SMALL = ("tracker=none", "cluster=local")

@@ -25,8 +25,9 @@ from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
-from xcloud.job.config import EXPERIMENT_FILE, read_job
+from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.experiment import Experiment
+from xcloud.job.given import read_job
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.namespaces import ADDRESSES
 from xcloud.contracts.model import Batch, Stage, TaskData
-from xcloud.job.config import job_from_config, read_config
+from xcloud.job.config import job_from_config
+from xcloud.job.given import read_config
 from xcloud.rank.task_data import context_of
 
 RANKS = 2

@@ -73,16 +73,12 @@ def check_keys(node: Any, path: str) -> None:
             raise ConfigError(f"{path or 'config'}._target_: {_lines(error)[0]}") from error
         parameters = inspect.signature(target).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        for key in node:
-            if key in parameters or open_ended or str(key).startswith("_"):
-                continue
-            raise ConfigError(unknown_key(path, str(key), list(parameters)))
+        for key in () if open_ended else node:
+            if key not in parameters and not str(key).startswith("_"):
+                raise ConfigError(unknown_key(path, str(key), list(parameters)))
         for name, parameter in parameters.items():
-            needed = parameter.default is parameter.empty and parameter.kind in (
-                parameter.POSITIONAL_OR_KEYWORD,
-                parameter.KEYWORD_ONLY,
-            )
-            if needed and name not in node:
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if is_named and parameter.default is parameter.empty and name not in node:
                 raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
     for key, entry in node.items():
         check_keys(entry, f"{path}.{key}" if path else str(key))
@@ -109,44 +105,12 @@ def read_plain(path: Path) -> Any:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 
-def read_config(path: Path) -> DictConfig:
-    """As data: nothing in it is imported or resolved. Raises ConfigError if it is missing or no
-    experiment file. Whoever builds it says whose it is: job_from_config, read_job, shared_job."""
-    loaded = read_plain(path)
-    if not isinstance(loaded, dict) or "_target_" not in loaded:
-        raise ConfigError(f"{path} is not an experiment file: it has no _target_")
-    return OmegaConf.create(loaded)
-
-
 def this_clouds_policy() -> Policy:
     """Of the file that XCLOUD_POLICY names, else of policy.yaml in the project's folder; the
     defaults where there is none. Raises ConfigError."""
     named = os.environ.get("XCLOUD_POLICY")
     path = Path(named or project_root() / POLICY_FILE)
     return Policy.of(read_plain(path), path) if named or os.path.lexists(path) else Policy()
-
-
-def read_job(path: Path) -> Job:
-    """The job of a run folder's file, which may come from elsewhere: it names xcloud's
-    constructors and those that this cloud's policy allows, or ConfigError says which else."""
-    return job_from_config(read_checked(path))
-
-
-def read_checked(path: Path) -> DictConfig:
-    """As read_config, within the bounds of this cloud's policy on what is built."""
-    config = read_config(path)
-    this_clouds_policy().check_build(plain_settings(config, without=()))
-    return config
-
-
-def shared_job(config: DictConfig, run_dir: Path) -> Job:
-    """The job of a file that several clouds share, within the bounds of this cloud's policy: also
-    what is read, written, contacted and held. Raises ConfigError before anything is imported."""
-    policy = this_clouds_policy()
-    policy.check(plain_settings(config, without=()), run_dir)
-    job = job_from_config(config)
-    policy.check_held(job.cluster.clouds, job.held_by)
-    return job
 
 
 def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:

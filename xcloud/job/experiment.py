@@ -80,12 +80,8 @@ class Experiment(PipelineJob):
         layout = self.cluster
         if layout.num_replicas > 1:
             _ = self.compression.averaged.averaging_choice.label  # raises for one that cannot be
-        for boundary in self.compression.boundaries:
-            if boundary >= layout.num_stages - 1:
-                raise ConfigError(
-                    f"compression.boundary_{boundary}: there is no such boundary; this cluster "
-                    f"has {layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
-                )
+        if self.compression.boundaries:
+            needs.check_boundaries(self)
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
         _check(self, FEATURES)

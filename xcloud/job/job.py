@@ -118,9 +118,8 @@ class Job(Names, ABC):
     @classmethod
     def of(cls, made: object) -> Job:
         if not isinstance(made, Job):
-            raise ConfigError(
-                f"_target_ must make a job, such as xcloud's Experiment, got {made!r}"
-            )
+            text = "_target_ must make a job, such as xcloud's Experiment"
+            raise ConfigError(f"{text}, got {made!r}")
         return made
 
     @property

@@ -243,6 +243,15 @@ def rows_arrive_alike(job: PipelineJob) -> Lack | None:
     return None
 
 
+def check_boundaries(job: PipelineJob) -> None:
+    num_stages = job.cluster.num_stages
+    if (boundary := max(job.compression.boundaries)) >= num_stages - 1:
+        raise ConfigError(
+            f"compression.boundary_{boundary}: there is no such boundary; this cluster has "
+            f"{num_stages} stages, so boundaries 0 to {num_stages - 2}"
+        )
+
+
 def check_choices(job: PipelineJob) -> None:
     """Whatever the autopilot may choose must be allowed as the run's own setting."""
     schedules, compression = job.schedules, job.compression

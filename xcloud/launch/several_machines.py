@@ -20,6 +20,7 @@ from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.project import MODEL_DIR
 from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
+from xcloud.job import given
 from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
@@ -47,8 +48,8 @@ class TorchrunProcess(RankProcess):
         self._detector: FailureDetector | None = None
 
     def read(self) -> tuple[Any, Job]:
-        config = configs.read_config(self.file)  # it comes from elsewhere
-        job = configs.shared_job(config, self.run_dir)
+        config = given.read_config(self.file)  # it comes from elsewhere
+        job = given.shared_job(config, self.run_dir)
         _check_cloud(job, self.rank, self._cloud)
         return config, job
 

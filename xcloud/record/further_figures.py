@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-from xcloud.record.events import Event, EventReader, StepCollector, StepTotals
+from xcloud.record.events import MALFORMED, Event, EventReader, StepCollector, StepTotals
 from xcloud.record.summary import Entry, RunStatistics, Summary, body
 
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
@@ -73,11 +74,22 @@ ENTRIES = (
 )
 
 
+def feed_log(run: RunStatistics, events: Iterable[Event]) -> int:
+    """All events of a log. Returns how many were malformed."""
+    num_malformed = 0
+    for event in events:
+        try:
+            run.feed(event)
+        except MALFORMED:
+            num_malformed += 1
+    return num_malformed
+
+
 def read_run(path: Path) -> RunStatistics:
     """Of the event log of a run that has ended, for the ranks that report steps, which producers
     of one-way jobs do not; of a missing log what a run has before its first event."""
     steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
     num_ranks = 1 + max((event["rank"] for event in steps), default=0)
     run = RunStatistics(ElasticCollector(num_ranks), ENTRIES)
-    run.feed_log(EventReader(path, warn=False))
+    feed_log(run, EventReader(path, warn=False))
     return run

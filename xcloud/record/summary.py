@@ -6,7 +6,7 @@ What features add is in further_figures.py.
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from xcloud.base.project import commit as project_commit
 from xcloud.base.units import score_digits
 from xcloud.record.events import (
     HEAD,
-    MALFORMED,
     MAX_TIME_S,
     MEMORY,
     NO_LOSS,
@@ -104,16 +103,6 @@ class RunStatistics:
             self.steps.append(totals)
         return totals
 
-    def feed_log(self, events: Iterable[Event]) -> int:
-        """All events of a log. Returns how many were malformed."""
-        num_malformed = 0
-        for event in events:
-            try:
-                self.feed(event)
-            except MALFORMED:
-                num_malformed += 1
-        return num_malformed
-
     def events(self, *kinds: str) -> list[Event]:
         return [event for event in self._events if event["event"] in kinds]
 
@@ -131,15 +120,6 @@ class RunStatistics:
                 earlier["lost_s"] = 0.0
         lost_s = (self._last_event_at_s or until_s) - until_s
         self.resumes.append({"step": step, "steps_again": len(again), "lost_s": lost_s})
-
-    def dev_quality(self) -> dict[str, list[tuple[int, float, float]]]:
-        """(step, score, its error), by name."""
-        curves: dict[str, list[tuple[int, float, float]]] = {}
-        for event in self.events("quality"):
-            for name, value in event["values"].items() if event["split"] == "dev" else ():
-                error = event["errors"].get(name) or 0.0
-                curves.setdefault(name, []).append((event["step"], value, error))
-        return curves
 
     def summary(
         self,

@@ -97,6 +97,16 @@ def write_pictures(
     return [path for path in drawn if path is not None]
 
 
+def dev_quality(run: RunStatistics) -> dict[str, list[tuple[int, float, float]]]:
+    """(step, score, its error), by name."""
+    curves: dict[str, list[tuple[int, float, float]]] = {}
+    for event in run.events("quality"):
+        for name, value in event["values"].items() if event["split"] == "dev" else ():
+            error = event["errors"].get(name) or 0.0
+            curves.setdefault(name, []).append((event["step"], value, error))
+    return curves
+
+
 def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     """Loss over steps, raw and smoothed; dev quality below it. None if there is no loss yet."""
     step, loss = np.asarray(run.steps.step), np.asarray(run.steps["loss"])
@@ -104,7 +114,7 @@ def write_loss(path: Path, run: RunStatistics, title: str) -> Path | None:
     if not known.any():
         return None
     step, loss = step[known], loss[known]
-    quality = run.dev_quality()
+    quality = dev_quality(run)
     figure = canvas(title, 8, 6.4 if quality else 4.2)
     panels = column(figure, [2, 1] if quality else [1])
     mean, window = smoothed(loss)

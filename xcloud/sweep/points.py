@@ -29,7 +29,8 @@ from typing import Any, Literal, TypeGuard
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
-from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
+from xcloud.job.given import read_config
 from xcloud.job.job import Job
 from xcloud.record.files import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary

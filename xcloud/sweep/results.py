@@ -21,7 +21,8 @@ import pandas as pd
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.units import LEAKS, LESS_IS_BETTER, UNKNOWN, score_text, shown_scores
-from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten
+from xcloud.job.given import read_config
 from xcloud.record.mlflow_store import Store, final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (

@@ -31,7 +31,8 @@ from xcloud.base.errors import ConfigError, RunFailed, XcloudError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
-from xcloud.job.config import EXPERIMENT_FILE, read_config, write
+from xcloud.job.config import EXPERIMENT_FILE, write
+from xcloud.job.given import read_config
 from xcloud.record.mlflow_store import final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (

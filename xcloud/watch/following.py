@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xcloud.base.errors import XcloudError
-from xcloud.job.config import flatten, read_config, shared_job
+from xcloud.job.config import flatten
+from xcloud.job.given import read_config, shared_job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file, read_json
 from xcloud.record.summary import SUMMARY_FILE, write_summary

@@ -59,12 +59,11 @@ class Attempt:
 
 
 class Monitor:
-    """`start()`, `poll()` often, `finish()` once. What is shown follows each event; the figures
-    are those of the whole log, read once more at the end."""
+    """`start()`, `poll()` often, `finish()` once."""
 
     def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
         self.experiment, self.attempt, self.num_malformed = experiment, Attempt(), 0
-        self._steps = experiment.statistics().collector
+        self._statistics = experiment.statistics()
         tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
@@ -109,8 +108,8 @@ class Monitor:
 
     def _take(self, event: Event) -> None:
         try:
-            totals = self._steps.feed(event)
             self.attempt.take(event)
+            totals = self._statistics.feed(event)
             if self._progress is not None:
                 self._progress.show(self._with_more(event))
                 if totals is not None:
@@ -148,10 +147,7 @@ class Monitor:
             with contextlib.suppress(OSError):
                 self._progress.close()
         status = "finished" if cause is None else "stopped" if is_stopped else "failed"
-        job, run_dir, statistics = self.experiment, self.run.run_dir, self.experiment.statistics()
-        num_malformed = statistics.feed_log(EventReader(run_dir / EVENTS_FILE, warn=False))
-        # The progress line and the figures mostly find the same ones.
-        num_lost = self.lost_lines() + max(num_malformed, self.num_malformed)
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
-                 "lost_event_lines": num_lost}  # fmt: skip
-        return write_record(job, run_dir, statistics, self._recording, facts)
+                 "lost_event_lines": self.lost_lines() + self.num_malformed}  # fmt: skip
+        run_dir, recording = self.run.run_dir, self._recording
+        return write_record(self.experiment, run_dir, self._statistics, recording, facts)

@@ -85,7 +85,7 @@ class SweepLauncher(Launcher):
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a point. Raises ConfigError with one line."""
         from xcloud.base.errors import ConfigError
-        from xcloud.job.overrides import in_one_line
+        from xcloud.job.given import in_one_line
 
         try:
             return self.context.config_loader.load_sweep_config(self.config, list(overrides))

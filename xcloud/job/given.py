@@ -1,5 +1,6 @@
-"""Command lines: what one that does not compose meant, a run's file with settings changed, the
-experiment that continues with what another one leaves. Only here the package composes.
+"""What a user gives: experiment files, which may come from elsewhere and are held against this
+cloud's policy; command lines, and what one that does not compose meant; a run's file with settings
+changed; the experiment that goes on with what another one leaves. Only here the package composes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,45 @@ from xcloud.job.config import (
     dotted,
     job_from_config,
     plain_settings,
-    read_checked,
-    read_job,
+    read_plain,
     this_clouds_policy,
 )
-from xcloud.job.job import PipelineJob
+from xcloud.job.job import Job, PipelineJob
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.record.files import EVENTS_FILE, check_is_run
 from xcloud.record.summary import read_summary
+
+
+def read_config(path: Path) -> DictConfig:
+    """As data: nothing in it is imported or resolved. Raises ConfigError if it is missing or no
+    experiment file. Whoever builds it says whose it is: job_from_config, read_job, shared_job."""
+    loaded = read_plain(path)
+    if not isinstance(loaded, dict) or "_target_" not in loaded:
+        raise ConfigError(f"{path} is not an experiment file: it has no _target_")
+    return OmegaConf.create(loaded)
+
+
+def read_job(path: Path) -> Job:
+    """The job of a run folder's file, which may come from elsewhere: it names xcloud's
+    constructors and those that this cloud's policy allows, or ConfigError says which else."""
+    return job_from_config(read_checked(path))
+
+
+def read_checked(path: Path) -> DictConfig:
+    """As read_config, within the bounds of this cloud's policy on what is built."""
+    config = read_config(path)
+    this_clouds_policy().check_build(plain_settings(config, without=()))
+    return config
+
+
+def shared_job(config: DictConfig, run_dir: Path) -> Job:
+    """The job of a file that several clouds share, within the bounds of this cloud's policy: also
+    what is read, written, contacted and held. Raises ConfigError before anything is imported."""
+    policy = this_clouds_policy()
+    policy.check(plain_settings(config, without=()), run_dir)
+    job = job_from_config(config)
+    policy.check_held(job.cluster.clouds, job.held_by)
+    return job
 
 
 @contextlib.contextmanager
@@ -181,7 +213,7 @@ def compose_follow_up(
     composed here; what a file asks for is checked as by read_job.
     """
     if not OmegaConf.select(config, "follow_up"):
-        return None  # and no job is built, which the run does
+        return None
     experiment = cast(OneWayExperiment, job_from_config(config))  # no other has a follow_up
     try:
         leaves = experiment.model.leaves(run_dir)
