@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.schedule import Action, ForwardOnly, GPipe, Schedule
+from xcloud.parallel.schedule import Action, GPipe, Schedule
 from xcloud.plan.costs import Costs, Direction, Update
 from xcloud.plan.formulas import (
     bubble_of_a_free_link,
@@ -26,6 +27,15 @@ from xcloud.record.timeline import chrome_trace
 from xcloud.report.pictures import write_timeline
 
 GRID = list(product([1, 2, 3, 5], [1, 2, 7], [(1.0, 2.0), (1.3, 0.7)], [0.0, 0.5, 1.5, 5.0]))
+
+
+@dataclass(frozen=True)
+class ForwardOnly(Schedule):
+    num_micro_batches: int
+    label = "forward only"
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        return [Action("forward", stage, i) for i in range(self.num_micro_batches)]
 
 
 def chain(num_stages: int, ranks: int = 1, **links: object) -> ClusterLayout:

@@ -174,10 +174,7 @@ class Codecs(StatefulParts):
         self._phases = phases
 
     def at(self, step: int) -> Codec:
-        for until, codec in self._phases:
-            if until is None or step <= until:
-                return codec
-        raise AssertionError("the last phase must be open")
+        return next(codec for until, codec in self._phases if until is None or step <= until)
 
     def max_bytes(self, spec: TensorSpec) -> int:
         """Wire bytes of a tensor of this spec in the most expensive phase."""

@@ -83,7 +83,8 @@ class FurtherPart(Protocol):
 
 
 class Parts(Part):
-    """Several as one: each hook calls all of them in their order. None is left out."""
+    """Several as one: each hook calls all of them in their order. A None among
+    them stands for no part."""
 
     def __init__(self, parts: Sequence[Part | None] = ()) -> None:
         self._parts = tuple(part for part in parts if part is not None)

@@ -21,7 +21,7 @@ from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.schedule import (
     Action,
-    ForwardOnly,
+    GPipe,
     Schedule,
     SplitBackward,
     put_off,
@@ -173,7 +173,8 @@ class Pipeline:
         for stage in self.stages.values():
             stage.eval()
         num_replicas = self.layout.num_replicas
-        for action in self._plan(ForwardOnly(num_replicas * len(pieces)))[0]:
+        actions, _ = self._plan(GPipe(num_replicas * len(pieces)))
+        for action in (a for a in actions if a.kind == "forward"):
             batch = fetch(pieces[action.micro_batch // num_replicas])
             received = self._receive(action, batch, now)
             if action.stage < self.num_stages - 1:

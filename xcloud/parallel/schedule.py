@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from xcloud.base.settings import Positive, settings
@@ -77,20 +76,6 @@ class GPipe(Schedule):
         return [Action("forward", stage, i) for i in order] + [
             Action("backward", stage, i) for i in order
         ]
-
-
-@dataclass(frozen=True)
-class ForwardOnly(Schedule):
-    """Evaluation: every micro-batch once, forward."""
-
-    num_micro_batches: int
-
-    @property
-    def label(self) -> str:
-        return f"forward only m={self.num_micro_batches}"
-
-    def actions(self, stage: int, num_stages: int) -> list[Action]:
-        return [Action("forward", stage, i) for i in range(self.num_micro_batches)]
 
 
 def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counter[K]:

@@ -82,7 +82,7 @@ class Switching(Part):
         self._in_force.choice = choice
         shape, compression = divmod(choice, len(self._compression.choices))
         self._selection.switch(compression, step + 1)
-        self._trainer.use_schedule(self._schedules[shape])
+        self._trainer.schedule = self._schedules[shape]
 
     def parts(self) -> StateTree:
         """With another compression or cluster it begins again with its first choice."""
@@ -97,7 +97,7 @@ class Switching(Part):
         if shape >= len(self._schedules) or compression != self._selection.choice:
             number = self._in_force.choice
             raise ValueError(f"the autopilot was saved with choice {number}, which it has not now")
-        self._trainer.use_schedule(self._schedules[shape])
+        self._trainer.schedule = self._schedules[shape]
 
     @property
     def _selection(self) -> Selection:

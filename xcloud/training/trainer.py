@@ -181,7 +181,8 @@ class TrainedStage:
 
 class Trainer(StatefulParts):
     """Makes the updates of one rank. groups: by stage, for those of this rank. sums: of the
-    stages' norms. num_updates: made or skipped so far."""
+    stages' norms. num_updates: made or skipped so far. schedule: all ranks may set another one
+    between the same two updates."""
 
     own_names = ("num_updates",)
 
@@ -250,10 +251,6 @@ class Trainer(StatefulParts):
         m, passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
         turns = self.pipeline.turns
         return {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()}
-
-    def use_schedule(self, schedule: Schedule) -> None:
-        """From the next update on. All ranks call it between the same two."""
-        self.schedule = schedule
 
     def parts(self) -> StateTree:
         """Batches, learning rates and dropout follow from the seed and the number of the update;
