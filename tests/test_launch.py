@@ -10,7 +10,12 @@ import pytest
 
 from xcloud.base.errors import FrameError, LinkClosed, RunFailed
 from xcloud.launch import processes as launch
-from xcloud.launch.failures import EXIT_FAILED, EXIT_PEER_LOST, first_cause, write_failure
+from xcloud.launch.failures import (
+    EXIT_FAILED,
+    EXIT_PEER_LOST,
+    first_cause,
+    write_failure,
+)
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import failure_of, ready_file, state_file
 

@@ -42,7 +42,10 @@ class ByteQueue(Generic[T]):
     def put(self, item: T, num_bytes: int, timeout_s: float | None = None) -> bool:
         """Whether there was room within timeout_s seconds (None: wait for ever)."""
         with self._changed:
-            has_room = self._changed.wait_for(lambda: self._has_room(num_bytes), timeout_s)
+            most = self.max_bytes - num_bytes
+            has_room = self._changed.wait_for(
+                lambda: not (num_bytes and self._num_bytes) or self._num_bytes <= most, timeout_s
+            )
             if has_room:
                 self._items.append((item, num_bytes))
                 self._num_bytes += num_bytes
@@ -65,10 +68,6 @@ class ByteQueue(Generic[T]):
     @property
     def is_empty(self) -> bool:
         return not self._items
-
-    def _has_room(self, num_bytes: int) -> bool:
-        room = self.max_bytes - self._num_bytes
-        return num_bytes <= room or not (num_bytes and self._num_bytes)
 
 
 class PeerLife:

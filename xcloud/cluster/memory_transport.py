@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from xcloud.cluster.link_end import (
 )
 from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
 
+T = TypeVar("T")
 PATIENCE = timedelta(seconds=60)
 
 
@@ -45,6 +48,14 @@ class MemoryWorld:
     def line(self, name: str, sender: int, receiver: int) -> _Line:
         with self._lock:
             return self._lines.setdefault((name, sender, receiver), _Line())
+
+
+def in_threads(num_ranks: int, work: Callable[[MemoryTransport], T]) -> list[T]:
+    """What the ranks return, in the order in which they end. Raises what the first that fails
+    raises; threads of the others may go on."""
+    world, threads = MemoryWorld(num_ranks), ThreadPoolExecutor(num_ranks, "rank")
+    working = [threads.submit(work, world.transport(rank)) for rank in range(num_ranks)]
+    return [one.result() for one in as_completed(working)]
 
 
 class MemoryTransport(Transport):

@@ -198,11 +198,11 @@ class LocalRanks:
                 self._suspended[rank] = self._lost_after_s
                 process.kill()
 
-    def _begin_again(self, restart_s: float) -> None:
-        """Clouds that have lost a rank, by a signal or with another rank, are started again."""
+    def _begin_again(self, after_s: float) -> None:
+        """The clouds that have lost a rank so long ago, by a signal or with another rank."""
         ended = [rank for rank, process in enumerate(self.processes) if process.poll()]
         for cloud in lost_clouds(self.run_dir, self.clouds, ended):
-            if self._for_s(cloud) < restart_s:
+            if self._for_s(cloud) < after_s:
                 continue
             del self._since_s[cloud]
             ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]

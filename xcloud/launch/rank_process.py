@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import singledispatch
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.memory_transport import MemoryTransport, in_threads
 from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
@@ -163,12 +162,11 @@ def live_in_threads(
     job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState
 ) -> bool:
     """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
-    rank 0. Raises what the first rank that fails raises; threads of the others may go on."""
-    world = MemoryWorld(job.cluster.num_ranks)
+    rank 0."""
 
-    def work(rank: int) -> bool:
+    def work(transport: MemoryTransport) -> bool:
+        rank = transport.rank
         own = RankState(run_dir, rank) if rank else state
-        transport = world.transport(rank)
         _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
         process = Process(asked, own)
         is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
@@ -176,9 +174,7 @@ def live_in_threads(
             own.close(STOPPED if is_stopped else DONE)
         return is_stopped
 
-    threads = ThreadPoolExecutor(world.num_ranks, "rank")  # the process ends without them
-    lives = [threads.submit(work, rank) for rank in range(world.num_ranks)]
-    return [one.result() for one in as_completed(lives)][-1]
+    return in_threads(job.cluster.num_ranks, work)[-1]
 
 
 def _device_of(job: Job, rank: int) -> torch.device:
