@@ -84,6 +84,7 @@ class InFlight:
             torch.autograd.backward(outputs, gradients)
 
 
+@dataclass(eq=False)
 class Pipeline:
     """One rank's stages and ports. Micro-batch i is of replica i mod the number of replicas;
     replica 0 evaluates.
@@ -91,20 +92,15 @@ class Pipeline:
     layout: who computes what. autocast: makes the context that stages compute in.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        layout: ClusterLayout,
-        stages: Mapping[int, Stage],
-        ports: Mapping[int, BoundaryPorts],
-        device: torch.device,
-        seed: int,
-        clock: StepClock,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self.rank, self.layout, self.stages, self.ports = rank, layout, stages, ports
-        self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
-        self._plans: dict[Schedule, tuple[list[Action], Splits]] = {}
+    rank: int
+    layout: ClusterLayout
+    stages: Mapping[int, Stage]
+    ports: Mapping[int, BoundaryPorts]
+    device: torch.device
+    seed: int
+    clock: StepClock
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    _plans: dict[Schedule, tuple[list[Action], Splits]] = field(default_factory=dict, init=False)
 
     @property
     def num_stages(self) -> int:
