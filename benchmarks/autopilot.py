@@ -175,7 +175,7 @@ def start(words: list[str]) -> str:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    events, collector = EventReader(run_dir / EVENTS_FILE).poll(), StepCollector(2)
+    events, collector = list(EventReader(run_dir / EVENTS_FILE)), StepCollector(2)
     totals = [collector.feed(event) for event in events]
     told = ("step", "choice", "before", "reason")
     return {

@@ -184,7 +184,7 @@ def weights_of(name: str, folders: list[Path]) -> str:
 def losses_of(run_dir: Path) -> dict[str, list[str]]:
     """Everything that was told of a loss, by step and rank; of steps done twice, too."""
     losses: dict[str, set[str]] = {}
-    for event in EventReader(run_dir / EVENTS_FILE, warn=False).poll():
+    for event in list(EventReader(run_dir / EVENTS_FILE, warn=False)):
         if event["event"] == "step" and "loss" in event:
             key = f"step {event['step']}, rank {event['rank']}"
             losses.setdefault(key, set()).add(repr(event["loss"]))

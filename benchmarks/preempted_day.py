@@ -109,7 +109,7 @@ def day(kind: str, run_dir: Path, config: dict[str, Any], asked: argparse.Namesp
 def measured(
     kind: str, run_dir: Path, starts: list[float], leaves: list[float], every_steps: int
 ) -> Any:
-    told = EventReader(run_dir / EVENTS_FILE, warn=False).poll()
+    told = list(EventReader(run_dir / EVENTS_FILE, warn=False))
     first = [e for e in told if e["event"] == "step" and e["rank"] == 0]
     counted = [e for e in steps_done(told) if e["rank"] == 0]
     ends_s = max(e["t"] for e in counted)

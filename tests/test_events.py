@@ -24,15 +24,15 @@ def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:
 def test_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     reader = EventReader(path)
-    assert reader.poll() == []  # the file does not exist yet
+    assert list(reader) == []  # the file does not exist yet
 
     append_event(path, "note", rank=0, cloud="source", text="año")
     append_event(path, "note", rank=1, cloud="target", text="两")
-    assert [event["text"] for event in reader.poll()] == ["año", "两"]
-    assert reader.poll() == []
+    assert [event["text"] for event in list(reader)] == ["año", "两"]
+    assert list(reader) == []
 
     append_event(path, "finish", rank=0, cloud="source", num_steps=3)
-    (event,) = reader.poll()
+    (event,) = list(reader)
     assert event["event"] == "finish" and event["num_steps"] == 3 and event["t"] > 1e9
 
 
@@ -42,10 +42,10 @@ def test_line_cut_at_any_byte_is_read_when_it_is_whole(tmp_path: Path) -> None:
         path = tmp_path / f"{cut}.jsonl"
         reader = EventReader(path)
         path.write_bytes(line[:cut])
-        assert reader.poll() == []
+        assert list(reader) == []
         with path.open("ab") as file:
             file.write(line[cut:])
-        assert [event["text"] for event in reader.poll()] == ["añ两"]
+        assert [event["text"] for event in list(reader)] == ["añ两"]
 
 
 def test_line_that_is_no_event_is_skipped_with_a_warning(
@@ -55,7 +55,7 @@ def test_line_that_is_no_event_is_skipped_with_a_warning(
     path.write_text('{"event": "st{"event": "note"}\n[1]\n\n{"event": "note"}\n')
 
     with caplog.at_level(logging.WARNING):
-        assert EventReader(path).poll() == [{"event": "note"}]
+        assert list(EventReader(path)) == [{"event": "note"}]
     assert len(caplog.records) == 2
 
 

@@ -84,7 +84,7 @@ def test_short_writes_still_make_whole_lines(tmp_path: Path) -> None:
     events.append(line("one") + b"\n" + line("two") + b"\n")
     events.close()
 
-    found = EventReader(tmp_path / EVENTS_FILE).poll()
+    found = list(EventReader(tmp_path / EVENTS_FILE))
     assert [event["text"] for event in found] == ["one", "two"]
     assert not (tmp_path / LOST_LINES_FILE).exists()
 
@@ -103,7 +103,7 @@ def test_a_torn_line_spoils_no_other_once_there_is_space(
     events.close()
 
     arrived = min(room // size, 3)
-    found = [event["text"] for event in EventReader(tmp_path / EVENTS_FILE).poll()]
+    found = [event["text"] for event in list(EventReader(tmp_path / EVENTS_FILE))]
     assert found[-1] == "four"
     assert set(["one", "two", "end"][:arrived]) <= set(found)
     if arrived == 2 and room == 2 * size:
@@ -137,7 +137,7 @@ def test_files_beside_the_run_are_warnings_and_counted(
     write_rank_audit(tmp_path / "no such folder", 0, ClusterLayout({"a": Cloud()}), [], {})
 
     assert len(caplog.records) == 2
-    (event,) = EventReader(tmp_path / EVENTS_FILE).poll()
+    (event,) = list(EventReader(tmp_path / EVENTS_FILE))
     assert (event["event"], event["name"]) == ("lost_file", "samples.txt")
 
 

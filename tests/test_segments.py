@@ -27,7 +27,7 @@ def note(number: int) -> bytes:
 
 
 def numbers(reader: EventReader) -> list[int]:
-    return [event["number"] for event in reader.poll()]
+    return [event["number"] for event in list(reader)]
 
 
 def settle(events: EventFile) -> None:

@@ -141,7 +141,7 @@ def test_a_real_run_leaves_a_timeline_of_all_it_did(schedule: str, tmp_path: Pat
 
     trace = json.loads((tmp_path / TRACE_FILE).read_text())
     assert_valid_trace(trace)
-    found = timeline_of(EventReader(tmp_path / "events.jsonl").poll())
+    found = timeline_of(list(EventReader(tmp_path / "events.jsonl")))
     assert found is not None
     assert json.loads(json.dumps(chrome_trace(found, {})))["traceEvents"] == trace["traceEvents"]
     assert 1 < found.step <= summary["num_steps"]

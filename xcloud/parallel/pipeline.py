@@ -204,7 +204,19 @@ class Pipeline:
         now: Pass,
         weights: SplitBackward | None = None,
     ) -> InFlight:
-        output = self._compute(action, received, batch, now, weights)
+        with self.clock.during("forward"):
+            if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
+                for value in received.values():
+                    if value.is_floating_point():
+                        value.requires_grad_()
+            # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
+            micro_batch = now.first_micro_batch + action.micro_batch
+            seed = random_seed(self.seed, now.step, micro_batch, action.stage)
+            torch.default_generator.manual_seed(seed)  # 70 times faster than torch.manual_seed
+            if self.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            with self.autocast(), weights or nullcontext():
+                output: StageOutput = self.stages[action.stage](received, batch)
         sent = output.send
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, action.micro_batch)
@@ -225,29 +237,6 @@ class Pipeline:
             return None
         peer = self.layout.owner(action.stage - 1, action.micro_batch)
         return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
-
-    def _compute(
-        self,
-        action: Action,
-        received: Message | None,
-        batch: Batch,
-        now: Pass,
-        weights: SplitBackward | None,
-    ) -> StageOutput:
-        with self.clock.during("forward"):
-            if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
-                for value in received.values():
-                    if value.is_floating_point():
-                        value.requires_grad_()
-            # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
-            micro_batch = now.first_micro_batch + action.micro_batch
-            seed = random_seed(self.seed, now.step, micro_batch, action.stage)
-            torch.default_generator.manual_seed(seed)  # 70 times faster than torch.manual_seed
-            if self.device.type == "cuda":
-                torch.cuda.manual_seed(seed)
-            with self.autocast(), weights or nullcontext():
-                output: StageOutput = self.stages[action.stage](received, batch)
-        return output
 
     def _receive_gradient(self, action: Action, work: InFlight, now: Pass) -> bool:
         """Of what was sent, into the stage. False where none returns."""

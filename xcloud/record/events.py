@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class EventReader:
-    """Follow an event log; `poll()` returns the events completed since the last call, iteration
-    gives them one by one, and may be left and taken up again.
+    """Follow an event log: iteration gives the events completed since the last one, and may be
+    left and taken up again.
 
     The log may not exist yet; an incomplete last line is kept until it is complete. A line that
     is not a JSON object (its writer died, another continued) is skipped, with a warning unless
@@ -67,9 +67,6 @@ class EventReader:
         self._segment, self._offset = 1, 0
         self._lines: deque[bytes] = deque()
         self._unfinished = b""
-
-    def poll(self) -> list[Event]:
-        return list(self)
 
     def __iter__(self) -> Iterator[Event]:
         while self._lines or self._read():

@@ -49,8 +49,7 @@ class EventFile:
         self._num_bytes, self._finish_at = self._file.tell(), files.SEGMENT_BYTES
         self._is_torn = _ends_inside_a_line(path)
         self._finishing = threading.Thread()
-        self._lost_finish: list[int] = []
-        self.num_lost_lines = 0
+        self.lost: segments.LostLines | None = None
         path.with_name(LOST_LINES_FILE).unlink(missing_ok=True)  # of an earlier run here
 
     def append(self, lines: bytes) -> None:
@@ -65,7 +64,8 @@ class EventFile:
                         raise OSError("nothing could be written")
                     num_written += num_new
             except (OSError, ValueError) as error:  # ValueError: closed, at the end of a rank
-                self._lose(data[data.rfind(b"\n", 0, num_written) + 1 :], error)
+                self.lost = self.lost or segments.LostLines(self._path, error)
+                self.lost.add(data[data.rfind(b"\n", 0, num_written) + 1 :])
             if num_written:
                 self._is_torn = data[num_written - 1 : num_written] != b"\n"
             self._num_bytes += num_written
@@ -80,14 +80,8 @@ class EventFile:
             self._finishing.join(FINISH_WITHIN_S)
         with self._lock:
             self._file.close()
-            if not self.num_lost_lines:
-                return
-            lost = {"lines": self.num_lost_lines, "finished_ranks": self._lost_finish}
-            path = self._path.with_name(LOST_LINES_FILE)
-            try:
-                path.write_text(json.dumps(lost), encoding="utf-8")
-            except OSError as error:
-                log.warning("%d lines of %s are lost (%s)", self.num_lost_lines, self._path, error)
+            if self.lost is not None:
+                self.lost.write(self._path.with_name(LOST_LINES_FILE))
 
     def _finish_segment(self) -> None:
         try:
@@ -102,19 +96,6 @@ class EventFile:
         except (OSError, ValueError) as error:  # ValueError: closed
             self._finish_at += files.SEGMENT_BYTES
             log.debug("%s could not be finished as a segment: %s", self._path, error)
-
-    def _lose(self, data: bytes, error: Exception) -> None:
-        lost = [line for line in data.split(b"\n") if line]
-        if not self.num_lost_lines:
-            log.warning(
-                "cannot write to %s (%s); the run continues, its lines are lost until this is "
-                "repaired: is there space on that disk?", self._path, error
-            )  # fmt: skip
-        self.num_lost_lines += len(lost)
-        for line in lost:
-            if b'"event":"finish"' in line:
-                with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
-                    self._lost_finish.append(int(json.loads(line)["rank"]))
 
 
 def _ends_inside_a_line(path: Path) -> bool:

@@ -1,5 +1,5 @@
 """What must be on the disk whole or not at all: files of checkpoints, and the finished segments of
-a long event log.
+a long event log; and what a full disk has lost of one.
 
 A segment is finished by a rename, then compressed under another name, brought to the disk and
 renamed again, and only then deleted as it was. At any moment each line is therefore in one place
@@ -8,8 +8,11 @@ of the stream that `files.read` gives, whatever ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import json
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -17,6 +20,8 @@ from io import FileIO
 from pathlib import Path
 
 from xcloud.record.files import numbers, segment
+
+log = logging.getLogger(__name__)
 
 
 def finish(path: Path) -> FileIO:
@@ -73,3 +78,28 @@ def sync_names(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+class LostLines:
+    """What could not be appended to an event log: how many lines, and whose "finish"."""
+
+    def __init__(self, log_file: Path, error: Exception) -> None:
+        self.num, self._finished_ranks = 0, list[int]()
+        log.warning(
+            "cannot write to %s (%s); the run continues, its lines are lost until this is "
+            "repaired: is there space on that disk?", log_file, error
+        )  # fmt: skip
+
+    def add(self, data: bytes) -> None:
+        for line in filter(None, data.split(b"\n")):
+            self.num += 1
+            if b'"event":"finish"' in line:
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
+                    self._finished_ranks.append(int(json.loads(line)["rank"]))
+
+    def write(self, path: Path) -> None:
+        lost = {"lines": self.num, "finished_ranks": self._finished_ranks}
+        try:
+            path.write_text(json.dumps(lost), encoding="utf-8")
+        except OSError as error:
+            log.warning("%d event lines are lost (%s)", self.num, error)

@@ -33,24 +33,19 @@ class Attempt:
     """What the ranks have said of themselves since they were last started.
 
     is_stopped: ended before its time, as it was asked to. trains: the ranks have the state that
-    they resume from. reports: any rank has reported, which they do once all have met. last_step,
-    steps_again: that any rank has done; that those before a resume had done beyond it.
+    they resume from. reports: any rank has reported, which they do once all have met.
     """
 
     def __init__(self) -> None:
         self.finished_ranks: set[int] = set()
         self.is_stopped = self.trains = self.reports = False
         self.stops_count = True
-        self.last_step = self.steps_again = 0
 
     def take(self, event: Event) -> None:
         kind = event["event"]
-        if kind == "step":
-            self.last_step = max(self.last_step, event["step"])
-        elif kind == "resume":
+        if kind == "resume":
             self.finished_ranks, self.is_stopped, self.stops_count = set(), False, True
-            self.trains, self.steps_again = False, max(self.last_step - event["step"], 0)
-            self.last_step = event["step"]
+            self.trains = False
         elif kind == "phase":
             self.trains |= event.get("name") == "training"
         elif kind == "finish" or (kind == "stop" and self.stops_count):
@@ -126,7 +121,7 @@ class Monitor:
         """What is shown, and never in the event: a report may leave the cloud that the samples
         belong to."""
         if event["event"] == "resume":
-            return {**event, "steps_again": self.attempt.steps_again}
+            return {**event, "steps_again": self._statistics.resumes[-1]["steps_again"]}
         if event["event"] == "quality":
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
