@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -176,17 +177,15 @@ class GlooInLink(ReceivingEnd):
 
     def _run(self) -> None:
         posted: deque[tuple[Tensor, dist.Work]] = deque()
-        next_to_post = 0
-        spare: list[Tensor] = []
+        sequence, spare = count(), list[Tensor]()
         try:
             self._pair.join()
             while True:
                 while len(posted) < self._settings.window.num_posted:
                     size = self._settings.capacity_bytes
                     buffer = spare.pop() if spare else torch.empty(size, dtype=torch.uint8)
-                    work = self._pair.irecv(buffer, next_to_post % _TAGS)
+                    work = self._pair.irecv(buffer, next(sequence) % _TAGS)
                     posted.append((buffer, work))
-                    next_to_post += 1
                 buffer, work = posted.popleft()
                 work.wait()
                 frame = self._open(buffer)

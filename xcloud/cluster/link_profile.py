@@ -119,7 +119,6 @@ class LinkProfile(Wan, UnsteadyLine):
         return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
 
     def overdue_s(self, num_bytes: int) -> float:
-        """Seconds to wait for a message of this size before the peer counts as silent."""
         return self.timeout_s + self.timeout_factor * self.transfer_s(num_bytes)
 
     def describe(self) -> str:

@@ -38,11 +38,24 @@ from xcloud.cluster.transport import FOREVER, JOIN_WITHIN_S, Meeting, meeting_st
 from xcloud.job.job import Job
 from xcloud.parallel.exchange import digest
 from xcloud.parallel.hub import HUB
+from xcloud.record.files import ready_file
+from xcloud.training.trainer import Trainer
 
 BEAT_S = 0.5
 GRACE_S = 1.0  # in which the main thread may find a better reason to end
 STORE = -1  # in the place of a rank: where the ranks meet
 _LOOK_EVERY_S = 0.2
+
+
+def enter_late(
+    job: Job, meeting: Meeting, run_dir: Path, trainer: Trainer, from_step: int
+) -> None:
+    """Tell the launcher that this rank is there; in a run that goes on take over the values of the
+    first cloud, or give them. from_step: of the checkpoint that all go on from."""
+    if meeting.rank not in job.roster.essential:
+        ready_file(run_dir, meeting.rank).touch()
+    if meeting.beginning > 1 or from_step:
+        trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
 
 def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:

@@ -122,23 +122,19 @@ def reply_of(parts: Parts, first: int) -> Reply:
     return Reply(float(parts[0]), Signal(code))
 
 
+@dataclass(eq=False)
 class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
     lives: heartbeats of every other rank, by rank.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        out: dict[int, SendingEnd],
-        incoming: dict[int, ReceivingEnd],
-        overdue_s: float,
-        lives: Mapping[int, PeerLife],
-    ) -> None:
-        self.rank, self.overdue_s = rank, overdue_s
-        self.out, self.incoming, self.lives = out, incoming, lives
-        self._num_meetings = 0
-        self._listener: Callable[[int, Frame], None] | None = None
+    rank: int
+    out: dict[int, SendingEnd]
+    incoming: dict[int, ReceivingEnd]
+    overdue_s: float
+    lives: Mapping[int, PeerLife]
+    _num_meetings: int = field(default=0, init=False)
+    _listener: Callable[[int, Frame], None] | None = field(default=None, init=False)
 
     @property
     def peers(self) -> list[int]:

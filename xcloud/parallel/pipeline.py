@@ -84,6 +84,7 @@ class InFlight:
             torch.autograd.backward(outputs, gradients)
 
 
+@dataclass(eq=False)
 class Pipeline:
     """One rank's stages and ports. Micro-batch i is of replica i mod the number of replicas;
     replica 0 evaluates.
@@ -91,20 +92,15 @@ class Pipeline:
     layout: who computes what. autocast: makes the context that stages compute in.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        layout: ClusterLayout,
-        stages: Mapping[int, Stage],
-        ports: Mapping[int, BoundaryPorts],
-        device: torch.device,
-        seed: int,
-        clock: StepClock,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self.rank, self.layout, self.stages, self.ports = rank, layout, stages, ports
-        self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
-        self._plans: dict[Schedule, tuple[list[Action], Splits]] = {}
+    rank: int
+    layout: ClusterLayout
+    stages: Mapping[int, Stage]
+    ports: Mapping[int, BoundaryPorts]
+    device: torch.device
+    seed: int
+    clock: StepClock
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    _plans: dict[Schedule, tuple[list[Action], Splits]] = field(default_factory=dict, init=False)
 
     @property
     def num_stages(self) -> int:
@@ -204,7 +200,19 @@ class Pipeline:
         now: Pass,
         weights: SplitBackward | None = None,
     ) -> InFlight:
-        output = self._compute(action, received, batch, now, weights)
+        with self.clock.during("forward"):
+            if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
+                for value in received.values():
+                    if value.is_floating_point():
+                        value.requires_grad_()
+            # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
+            micro_batch = now.first_micro_batch + action.micro_batch
+            seed = random_seed(self.seed, now.step, micro_batch, action.stage)
+            torch.default_generator.manual_seed(seed)  # 70 times faster than torch.manual_seed
+            if self.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            with self.autocast(), weights or nullcontext():
+                output: StageOutput = self.stages[action.stage](received, batch)
         sent = output.send
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, action.micro_batch)
@@ -225,29 +233,6 @@ class Pipeline:
             return None
         peer = self.layout.owner(action.stage - 1, action.micro_batch)
         return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
-
-    def _compute(
-        self,
-        action: Action,
-        received: Message | None,
-        batch: Batch,
-        now: Pass,
-        weights: SplitBackward | None,
-    ) -> StageOutput:
-        with self.clock.during("forward"):
-            if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
-                for value in received.values():
-                    if value.is_floating_point():
-                        value.requires_grad_()
-            # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
-            micro_batch = now.first_micro_batch + action.micro_batch
-            seed = random_seed(self.seed, now.step, micro_batch, action.stage)
-            torch.default_generator.manual_seed(seed)  # 70 times faster than torch.manual_seed
-            if self.device.type == "cuda":
-                torch.cuda.manual_seed(seed)
-            with self.autocast(), weights or nullcontext():
-                output: StageOutput = self.stages[action.stage](received, batch)
-        return output
 
     def _receive_gradient(self, action: Action, work: InFlight, now: Pass) -> bool:
         """Of what was sent, into the stage. False where none returns."""

@@ -15,7 +15,7 @@ from xcloud.comm.step_clock import KEEP_STEPS, StepClock
 from xcloud.contracts.model import BuildContext, Stage, TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.agreement import agree_on
-from xcloud.join.restarts import parameters_fact
+from xcloud.join.restarts import enter_late, parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.parallel.exchange import AllReduce, Exchange
 from xcloud.parallel.part import Part, Parts
@@ -33,7 +33,6 @@ from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
-from xcloud.record.files import ready_file
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
@@ -176,12 +175,6 @@ class Features:
         )
 
     def enter(self, trainer: Trainer) -> None:
-        """Of a run in which ranks may begin at any time: tell the launcher that this rank is
-        there, and take over the values of the first cloud in a run that goes on, or give them."""
-        if not self.job.roster.is_elastic:
-            return
-        if self.rank not in self.job.roster.essential:
-            ready_file(self.context.run_dir, self.rank).touch()
-        comes_again = self.context.transport.meeting.beginning > 1
-        if comes_again or self.context.verdict.from_step:
-            trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
+        if self.job.roster.is_elastic:
+            meeting, from_step = self.context.transport.meeting, self.context.verdict.from_step
+            enter_late(self.job, meeting, self.context.run_dir, trainer, from_step)

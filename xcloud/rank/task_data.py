@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -148,58 +149,54 @@ def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
             )
 
 
+@dataclass(eq=False)
 class Evaluator(Part):
     """Scores a split through the pipeline of replica 0. All ranks take part; the last stage's
     leader reports the scores to rank 0. What it says of single samples it writes only to its own
     run folder: a few as text, of the test set all (write_scores). meet: waits for all ranks."""
 
-    def __init__(
-        self,
-        context: RankContext[Experiment],
-        pipeline: Pipeline,
-        groups: Mapping[int, RankGroup],
-        data: TaskData,
-        meet: Callable[[], None],
-    ) -> None:
-        self._context, self._settings = context, context.job.training
-        self._pipeline, self._groups, self._data, self._meet = pipeline, groups, data, meet
+    context: RankContext[Experiment]
+    pipeline: Pipeline
+    groups: Mapping[int, RankGroup]
+    data: TaskData
+    meet: Callable[[], None]
 
     def after_update(self, step: int, report: StepReport) -> None:
-        every = self._settings.evaluate_every
+        every = self.context.job.training.evaluate_every
         if every and step % every == 0 and report.signal is not Signal.STOP:
-            with self._pipeline.clock.paused():
+            with self.pipeline.clock.paused():
                 self.evaluate("dev", step)
 
     def evaluate(self, split: Split, step: int) -> None:
         """Every rank calls it, and returns once all are done: else the next step would wait for
         another cloud's decoding."""
-        if self._pipeline.layout.placement(self._pipeline.rank).replica == 0:
+        if self.pipeline.layout.placement(self.pipeline.rank).replica == 0:
             self._score(split, step)
-        self._meet()
+        self.meet()
 
     def _score(self, split: Split, step: int) -> None:
         started = time.perf_counter()
-        data, pipeline = self._data, self._pipeline
+        data, pipeline, settings = self.data, self.pipeline, self.context.job.training
         count = data.num_samples(split)
-        if self._settings.eval_samples is not None:
-            count = min(count, self._settings.eval_samples)
-        pieces = list(torch.split(torch.arange(count), self._settings.eval_batch_size))
+        if settings.eval_samples is not None:
+            count = min(count, settings.eval_samples)
+        pieces = list(torch.split(torch.arange(count), settings.eval_batch_size))
         # Ranks that compute in step score the last one again, to fill up.
         pieces += pieces[-1:] * (-len(pieces) % pipeline.layout.lanes_in_step)
         predictions = pipeline.predict(pieces, fetcher(data, split, pipeline.device), step)
         last = pipeline.num_stages - 1
         if last not in pipeline.stages:
             return
-        group = self._groups[last]
+        group = self.groups[last]
         predictions = gather_predictions(predictions, group)
         if group.leads:
             scores = data.score(split, predictions)
-            reporter, run_dir = self._context.reporter, self._context.run_dir
+            reporter, run_dir = self.context.reporter, self.context.run_dir
             samples = data.sample_outputs(split, scores, 5)
             with reporter.may_lose(SAMPLES_FILE):
                 (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
             if split == "test" and step:
-                is_held = self._context.job.security.holders or this_clouds_policy().holders
+                is_held = self.context.job.security.holders or this_clouds_policy().holders
                 with reporter.may_lose(SCORES_FILE):
                     write_scores(run_dir / SCORES_FILE, scores, shows_text=not is_held)
             report_scores(reporter, split, step, scores, data.signature(), started)

@@ -85,12 +85,10 @@ class Wiring(StatefulParts):
 
     def meet(self) -> None:
         """See Control.meet; where clouds may leave, of the first cloud."""
-        if self.control is None:
-            return
-        if not self.is_elastic:
-            self.control.meet()
-        elif self.ends.rank in (first := self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))):
-            self.control.meet(first)
+        layout = self.ends.layout
+        ranks = layout.ranks_in(layout.cloud_of(0)) if self.is_elastic else range(layout.num_ranks)
+        if self.control is not None and self.ends.rank in ranks:
+            self.control.meet(ranks)
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats."""
