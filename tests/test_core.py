@@ -77,13 +77,13 @@ def too_many(found: dict[str, int], most: int) -> dict[str, int]:
 
 def test_the_core_can_be_held_by_one_engineer() -> None:
     assert len(CORE) <= 44
-    assert num_lines(CORE) <= 9_342
+    assert num_lines(CORE) <= 9_336
 
 
 def test_what_a_run_could_do_without_stays_small() -> None:
     assert not set(SERVICES) & set(CORE)
     assert len(SERVICES) <= 8
-    assert num_lines(SERVICES) <= 2_088
+    assert num_lines(SERVICES) <= 2_084
 
 
 def is_feature(module: str) -> bool:

@@ -80,7 +80,7 @@ whole_stages = plain(
     "leave shard out",
 )
 noise_without_labels = plain(
-    lambda job: job.security.chosen_defences["forward"].needs_labels,
+    lambda job: any(d and d.needs_labels for d in [job.security.defences.get("forward")]),
     "it needs labels, which are not available there",
     "use it backward",
 )

@@ -65,7 +65,7 @@ def load(experiment: Experiment, meeting: Meeting) -> TaskData:
         return data
     data = task.load(fields, seed)
     _check_fields(data, fields)
-    for defence in experiment.security.chosen_defences.values():
+    for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:
             defence.check_labels(data.head.kind, data.head.num_outputs)
         elif "label" in fields:  # for each token

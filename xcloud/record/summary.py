@@ -168,7 +168,7 @@ class RunStatistics:
             "final_loss": _rounded(losses[-1] if losses else None, 6),
             "step_time_s": {
                 "median": _rounded(statistics.median(step_s), 6) if step_s else None,
-                "p90": _rounded(_percentile(step_s, 0.9), 6),
+                "p90": _rounded(step_s[-(-9 * len(step_s) // 10) - 1] if step_s else None, 6),
             },
             **means,
             "bubble_ratio": ratio(total_s["waiting_s"], total_s["compute_s"]),
@@ -190,18 +190,17 @@ class RunStatistics:
         kinds = list(dict.fromkeys([*TENSORS, *raw]))
         carried = [kind for kind in kinds if raw.get(kind)]
         total_raw, total_sent = (sum(b.get(k, 0) for k in carried) for b in (raw, sent))
-        use = {}
-        for kind in kinds:
-            lines = self.steps.sums("line_busy_s", kind, first=first)
-            is_emulated = kind in self.steps.below("line_busy_s")
-            use[kind] = ratio(max(lines.values(), default=0.0) if is_emulated else None, timed_s)
+        lines = {kind: self.steps.sums("line_busy_s", kind, first=first) for kind in kinds}
         return {
             "wan_bytes_per_step": per_step,
             "compression_ratio": {
                 **{kind: ratio(raw.get(kind) or None, sent.get(kind, 0)) for kind in kinds},
                 "total": ratio(total_raw or None, total_sent),
             },
-            "link_utilisation": use,
+            "link_utilisation": {
+                kind: ratio(max(busy_s.values(), default=None), timed_s)
+                for kind, busy_s in lines.items()
+            },
         }
 
     def _of_attempts(self) -> Summary:
@@ -287,11 +286,6 @@ def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
-
-
-def _percentile(ordered: Sequence[float], fraction: float) -> float | None:
-    """Nearest rank: the smallest value that `fraction` of the values do not exceed."""
-    return ordered[math.ceil(fraction * len(ordered)) - 1] if ordered else None
 
 
 def _finite(value: object) -> object:

@@ -95,10 +95,6 @@ class Visibility:
     privacy: Privacy | None = None
 
     @property
-    def chosen_defences(self) -> dict[str, Defence]:
-        return {way: defence for way, defence in self.defences.items() if defence is not None}
-
-    @property
     def defences_label(self) -> str:
         """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
         both = [self.defences.get(way) for way in ("forward", "backward")]
