@@ -47,13 +47,9 @@ _MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of 
 _CHOSEN = ("the autopilot's choice uint8",)
 
 
-def pilot_of(
-    context: RankContext[Experiment], trainer: Trainer, wiring: Wiring
-) -> Switching | None:
-    """What changes the rank's compression and schedule while it trains."""
+def pilot_of(context: RankContext[Experiment], trainer: Trainer, wiring: Wiring) -> Switching:
+    """What changes the rank's compression and schedule while it trains, of a job that has one."""
     job, given = context.job, (context.job, wiring, trainer)
-    if job.autopilot is None:
-        return None
     if isinstance(job.autopilot, Tour):
         return TourPilot(*given, context.run_dir / FACTS_FILE.format(context.rank))
     forecast = forecast_of(job, context.device) if context.rank == 0 else None
