@@ -52,7 +52,7 @@ def in_threads(
     run_dir: Path, config: dict[str, object], patch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
     """As `start`, with the ranks in threads of this process, over links in memory."""
-    for of, name in ((Pipeline, "_compute"), (Features, "stage")):
+    for of, name in ((Pipeline, "_forward"), (Features, "stage")):
         patch.setattr(of, name, one_at_a_time(getattr(of, name)))
     job = job_from_config(OmegaConf.create(config))
     monitor = Monitor(job, {}, run_dir)
