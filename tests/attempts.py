@@ -16,6 +16,7 @@ from tests.trainers import Rank
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.state import State, load_states, states_of
 from xcloud.parallel.control import Signal
+from xcloud.parallel.part import Parts
 from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
@@ -90,7 +91,7 @@ class Attempt:
         rank.parts.append(made)
         self.ready.wait(60)
         for step in range(trainer.num_updates + 1, until_step + 1):
-            signal = rank.update(step).signal
+            signal = trainer.update(step, Parts(rank.parts)).signal
             if step == until_step and number in lost:
                 signal = Signal.GO_ON
             made.after(step, signal)
