@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import say_where
-from xcloud.comm.compression import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK

@@ -159,7 +159,8 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 def system(name: str, rank: int, m: int):
     """One step of it, as a function. Raises SystemExit for a name that is none."""
-    from xcloud.comm.compression import Chain, Compression
+    from xcloud.comm.compression import Compression
+    from xcloud.comm.compressor import Chain
     from xcloud.comm.memory import NoMemory
     from xcloud.comm.precision import BlockInt
     from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble

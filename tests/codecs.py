@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 
-from xcloud.comm.compression import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows

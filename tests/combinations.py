@@ -30,8 +30,9 @@ from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.channel import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt

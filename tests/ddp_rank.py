@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import PowerSgd
 from xcloud.comm.precision import Cast
 from xcloud.parallel.gradient_averaging import CompressedAveraging, compressed_averaging

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.pipelines import in_threads
 from tests.replicas import Post, PostLinks
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.compression import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.parallel.exchange import FlatBuffer, RankGroup, Work
 from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalRounds, LocalUpdates

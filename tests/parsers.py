@@ -24,7 +24,8 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_f
 from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compression import ChannelId, Compressor
+from xcloud.comm.compression import ChannelId
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.ids import (
     CorruptedTexts,
     IdPacking,

@@ -17,8 +17,9 @@ from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.channel import Boundary, BoundaryField, Message
-from xcloud.comm.compression import Chain, Compression, Compressor
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phased, Selectable
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from tests.trainers import Rank, ranks
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phase, Phased
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt

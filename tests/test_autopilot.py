@@ -21,8 +21,9 @@ from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.channel import Boundary, BoundaryField
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phase, Phased, Selectable, Selection
+from xcloud.comm.compressor import Chain
 from xcloud.comm.memory import DeltaCache
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.state import MEMORY, State

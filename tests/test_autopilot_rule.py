@@ -11,7 +11,8 @@ from tests.channels import stored
 from tests.plan_pieces import BOTH_WAYS, WAYS
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, most_kept
 from xcloud.parallel.schedule import GPipe, Schedule

@@ -14,7 +14,7 @@ from tests.causal_models import WORDS as NUM_WORDS
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.pipelines import in_threads
 from tests.replicas import connected
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.causal_network import Lora

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
 
 

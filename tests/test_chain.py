@@ -3,7 +3,7 @@ import torch
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK

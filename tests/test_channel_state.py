@@ -27,8 +27,9 @@ from tests.pipelines import wired
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.channel import Boundary, BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compression import Chain, ChannelId, Compression
+from xcloud.comm.compression import ChannelId, Compression
 from xcloud.comm.compression_plans import Phased
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
 from xcloud.comm.precision import BlockInt

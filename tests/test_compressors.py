@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.codecs import COMPRESSORS, ERRORS, rounding
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Compressor
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK

@@ -327,7 +327,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
          r"cloud 'cloud_b' reads 'source'.*Move the stage"),
         (["strategy=data_parallel", "schedule.num_micro_batches=1"], "set it to at least 2"),
         (["strategy=data_parallel", "compression=phased_example",
-          "+compression.rest.compression.averaging._target_=xcloud.comm.compression.Chain"],
+          "+compression.rest.compression.averaging._target_=xcloud.comm.compressor.Chain"],
          "the same `averaging`"),
         (["strategy=data_parallel", "+strategy/averaging/merge=median"],
          "needs 3 replicas or more"),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.replicas import same_bits
 from tests.runs import command
-from xcloud.comm.compression import Chain
 from xcloud.comm.compression_plans import PerTensor
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.tensor_codec import TensorCodec

@@ -27,7 +27,7 @@ from tests.pipelines import in_threads
 from tests.replicas import Post
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import MessageKey
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Work

@@ -15,7 +15,8 @@ from xcloud.cluster.gloo_link import GlooInLink
 from xcloud.cluster.link_end import InSettings, PeerLife
 from xcloud.cluster.link_profile import LinkWindow, Liveness
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel
-from xcloud.comm.compression import Chain, ChannelId, Compressor
+from xcloud.comm.compression import ChannelId
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows

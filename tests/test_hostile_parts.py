@@ -15,7 +15,7 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.join.agreement import compare_facts, decode_facts
 from xcloud.parallel.averaging import AllToAll, Terms

@@ -15,7 +15,8 @@ from tests.trainers import LAYOUTS, Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.comm.channel import Message
-from xcloud.comm.compression import Chain, Compression, Compressor
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK

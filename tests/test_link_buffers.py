@@ -17,7 +17,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.gloo_link import _REUSED_BYTES, GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import averager_for
 

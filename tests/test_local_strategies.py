@@ -14,7 +14,8 @@ from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.replicas import OuterOptimizer

@@ -29,7 +29,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates

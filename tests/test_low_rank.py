@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Chain, Compressor
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Compressor
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK

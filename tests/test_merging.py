@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.replicas import averagers, exchange, same_bits
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll, Terms
 from xcloud.parallel.merging import (

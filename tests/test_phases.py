@@ -7,8 +7,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, PerTensor, Phase, Phased
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
 from xcloud.comm.precision import BlockInt, Cast

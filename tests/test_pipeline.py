@@ -7,7 +7,8 @@ from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compression import Chain, ChannelId
+from xcloud.comm.compression import ChannelId
+from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble

@@ -15,7 +15,8 @@ from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec, encode_frame
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.job import config as configs
 from xcloud.job import given

@@ -24,7 +24,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.gloo_groups import GlooCollectives
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Chain
+from xcloud.comm.compressor import Chain
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora

@@ -11,7 +11,8 @@ from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Compression, Compressor
+from xcloud.comm.compression import Compression
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK

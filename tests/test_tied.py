@@ -15,8 +15,9 @@ from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.compression import Chain, Compression
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerTensor
+from xcloud.comm.compressor import Chain
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM

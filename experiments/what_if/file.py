@@ -21,8 +21,9 @@ from xcloud.base.wording import unknown_key
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.channel import Boundary, BoundaryField
-from xcloud.comm.compression import Compression, Compressor
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
+from xcloud.comm.compressor import Compressor
 from xcloud.plan.costs import (
     AveragingCodec,
     BoundaryCodec,

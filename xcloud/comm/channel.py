@@ -27,7 +27,8 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
-from xcloud.comm.compression import Chain, ChannelId, Compressor, Parts, seed_from
+from xcloud.comm.compression import ChannelId
+from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
 from xcloud.comm.state import StatefulParts, StateTree
 from xcloud.comm.step_clock import StepClock

@@ -11,7 +11,8 @@ from dataclasses import field
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.channel import Codec, Codecs
-from xcloud.comm.compression import Compression, CompressionPlan, Compressor, TensorChoice
+from xcloud.comm.compression import Compression, CompressionPlan
+from xcloud.comm.compressor import Compressor, TensorChoice
 from xcloud.comm.state import StatefulParts
 
 _EMBEDDING = re.compile(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcloud.base.settings import Positive, Rate, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Compressor, Family, Feedback, Parts, refuse_integers, wide
+from xcloud.comm.compressor import Compressor, Family, Feedback, Parts, refuse_integers, wide
 from xcloud.comm.state import State
 
 

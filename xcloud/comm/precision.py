@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import (
+from xcloud.comm.compressor import (
     Compressor,
     Draws,
     Family,

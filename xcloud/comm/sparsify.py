@@ -15,7 +15,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.base.settings import Rate, settings
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Compressor, Draws, Family, Feedback, Parts, refuse_integers
+from xcloud.comm.compressor import Compressor, Draws, Family, Feedback, Parts, refuse_integers
 from xcloud.comm.precision import Seed, pack, packed_bytes, unpack
 
 _SAMPLE = 1 << 16

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compression import Chain, Compressor, Parts, seed_from
+from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from
 from xcloud.comm.state import MEMORY, State, StatefulParts, StateTree, copy_of, fill
 
 Choose = Callable[[str, torch.Size], Compressor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.channel import NOTHING_KNOWN, BoundaryField, Message, ReceiveChannel, Samples
-from xcloud.comm.compression import Compressor
+from xcloud.comm.compressor import Compressor
 from xcloud.contracts.model import Batch
 from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import InFlight, Pass, Pipeline

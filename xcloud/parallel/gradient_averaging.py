@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xcloud.base.settings import NotNegative, settings
-from xcloud.comm.compression import TensorChoice, seed_from
+from xcloud.comm.compressor import TensorChoice, seed_from
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, StateTree, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import Averager, Terms

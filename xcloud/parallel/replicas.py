@@ -18,7 +18,7 @@ from xcloud.base.errors import ConfigError, FrameError, ReplicasDiffer
 from xcloud.base.settings import settings
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.comm.compression import Chain, seed_from
+from xcloud.comm.compressor import Chain, seed_from
 from xcloud.comm.state import OUTER, State, copy_of, fill
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, ReplicaLinks, Terms, averager_for, first_part

@@ -23,8 +23,9 @@ from xcloud.cluster.frame import (
     seal_frame,
 )
 from xcloud.comm.channel import Codec
-from xcloud.comm.compression import Compression, Compressor
+from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer, RankGroup

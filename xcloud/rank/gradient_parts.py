@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.compression import Chain, seed_from
+from xcloud.comm.compressor import Chain, seed_from
 from xcloud.comm.state import StateTree
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.job.experiment import Experiment

@@ -30,7 +30,7 @@ base.settings.nothing cluster.layout.Cloud cluster.layout.ClusterLayout
 cluster.link_profile.LinkProfile cluster.link_profile.Liveness cluster.one_way_layout.OneWayCloud
 cluster.one_way_layout.OneWayLayout comm.compression.Compression comm.compression_plans.PerBoundary
 comm.compression_plans.PerTensor comm.compression_plans.Phase comm.compression_plans.Phased
-comm.compression.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
+comm.compressor.Chain comm.low_rank.PowerSgd comm.low_rank.Svd comm.memory.DeltaCache
 comm.memory.ErrorFeedback comm.precision.BlockInt comm.precision.Cast comm.sparsify.RandomK
 comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows electra.model.MultilingualElectra
 electra.parts.DiscriminatorSettings electra.parts.Generator job.experiment.Experiment
