@@ -8,7 +8,6 @@ of 128 with word adapters, 1,200 updates of 64 pairs, rate falling to zero; back
 tatoeba: 20,000 pairs; of the other 93,000 one half lends its Spanish, the other its English.
 multi30k: all 29,000 pairs; further text is of tatoeba_de_en, halved likewise, and Wikipedia.
 multi30k_10k: 10,000 pairs; the other captions, halved likewise, and the further text of multi30k.
-multi30k_5k: likewise 5,000 pairs.
 A Transformer of the same width and depth reads the pairs alone. Two clouds stand on one machine
 with a line that is never full: step times come from elsewhere. A line of JSON for each row goes to
 OUT/rows.jsonl; rows that it holds are not run again.
@@ -68,13 +67,8 @@ def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
     half = len(german) // 2
     english = [en for en, _ in german[:half]] + wikipedia(data, "en")
     german_only = [de for _, de in german[half:]] + wikipedia(data, "de")
+    captions = part(data / "multi30k", out / "multi30k_10k", ("en", "de"), 10_000)
     test = ["task.source=en", "task.target=de"]
-
-    def captions(name: str, num: int) -> tuple[list[str], list[str]]:
-        source, target = part(data / "multi30k", out / name, ("en", "de"), num)
-        further = further_texts(out / name, source + english, target + german_only)
-        return [*test, f"task.path={out / name}"], further
-
     return {
         "tatoeba": (
             [f"task.path={out / 'tatoeba'}", "task.source=es", "task.target=en"],
@@ -84,8 +78,10 @@ def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
             [*test, f"task.path={data / 'multi30k'}", "task.test_file=test_2016_flickr.tsv.gz"],
             further_texts(out / "multi30k", english, german_only),
         ),
-        "multi30k_10k": captions("multi30k_10k", 10_000),
-        "multi30k_5k": captions("multi30k_5k", 5_000),
+        "multi30k_10k": (
+            [*test, f"task.path={out / 'multi30k_10k'}"],
+            further_texts(out / "multi30k_10k", captions[0] + english, captions[1] + german_only),
+        ),
     }
 
 

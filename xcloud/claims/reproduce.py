@@ -207,8 +207,11 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
     """ "reproduced" only if every rule is met by a whole run."""
     if is_quick:
         return "quick run: judges nothing"
-    missed = "; ".join(one.says for one in judge(claim, rows) if not one.is_met)
-    return f"not reproduced: {missed}" if missed else "reproduced"
+    judged = judge(claim, rows)
+    missed = [one.says for one in judged if one.found is not None and not one.is_met]
+    lacking = [one.says for one in judged if one.found is None]
+    found = [("not reproduced", missed), ("not run", lacking)]
+    return "; ".join(f"{what}: {'; '.join(says)}" for what, says in found if says) or "reproduced"
 
 
 def page(claim: Claim, record: Record) -> str:
