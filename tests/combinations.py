@@ -336,7 +336,9 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    held = {r: RankCheckpoints.of(job, r, run_dir, {}).table() for r in job.roster.saving}
+    table = table_of({})
+    settings = table["setting"]
+    held = {r: RankCheckpoints.of(job, r, run_dir, settings).table() for r in job.roster.saving}
     step, _ = newest_common(held, str)
 
     def one(rank: int) -> None:
@@ -344,10 +346,10 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         verdict = Verdict(from_step=step, attempt=1)
         if job.roster.is_elastic:
             meet = partial(meet_at_any_time, job, rank, run_dir)
-            meeting, verdict = join(job, table_of({}), rank, run_dir, meet)
+            meeting, verdict = join(job, table, rank, run_dir, meet)
             transport = GlooTransport(meeting)
         process = rank_process.Process(StopSignal())
-        rank_process.live(job, run_dir, {}, verdict, process, transport)
+        rank_process.live(job, run_dir, settings, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
 
