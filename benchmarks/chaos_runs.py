@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ def fork(body: Callable[[], object], log: Path, environment: dict[str, str]) -> 
     become(begin, log)
 
 
-class Run:
+class Run(ABC):
     """Processes of one run, however they are started. folders: of the clouds; the first has the
     events."""
 
@@ -81,9 +82,9 @@ class Run:
         self.processes: list[Child] = []
         self.failed: set[int] = set()  # ranks that poll() has seen fail
 
+    @abstractmethod
     def start(self) -> None:
         """A new run, or the rest of one."""
-        raise NotImplementedError
 
     def poll(self) -> int | None:
         """None while any process goes on; then 0, or how the first that failed ended."""

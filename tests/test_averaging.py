@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from tests.replicas import averagers, connected, exchange, finished, same_bits
 from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
-from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
@@ -24,12 +22,8 @@ from xcloud.parallel.averaging import (
     Averager,
     ReplicaLinks,
     Terms,
-    averager_for,
 )
-from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.merging import weighted_mean
-from xcloud.plan.costs import FREE, AveragingCodec
-from xcloud.plan.formulas import exchange_of
 
 SHAPES = {
     "weight": torch.Size((12, 10)),
@@ -331,46 +325,6 @@ def test_aggregators_send_less_than_all_to_all_from_three_replicas_on() -> None:
     assert sent[2, aggregators] == pytest.approx(1 + 2 * weights)
     assert sent[5, all_to_all] == pytest.approx(4 + 4 * weights)
     assert sent[5, aggregators] == pytest.approx(8 / 5 + 8 * weights)
-
-
-def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    worked = {"encode": 0, "decode": 0}  # values, of all replicas
-
-    def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
-        return TensorCodec(shapes, lambda name, shape: Chain(), 7, True)
-
-    def counted(name: str) -> Callable[..., object]:
-        own = getattr(TensorCodec, name)
-
-        def count(codec: TensorCodec, *given: object) -> object:
-            worked[name] += codec.raw_bytes // 4
-            return own(codec, *given)
-
-        return count
-
-    for name in worked:
-        monkeypatch.setattr(TensorCodec, name, counted(name))
-    for num_replicas in (2, 3, 5):
-        worked |= {"encode": 0, "decode": 0}
-        layout = ClusterLayout({f"c{i}": Cloud(1, (0, 1), replica=i) for i in range(num_replicas)})
-        links = connected(num_replicas)
-        exchange(
-            [averager_for(own, SHAPES, new_codec) for own in links],
-            1,
-            [drawn(1)] * num_replicas,
-        )
-
-        lines = dict.fromkeys((f"{a}-{b}" for a, b in permutations(layout.clouds, 2)), FREE)
-        costs = AveragingCodec(4 * 157, 157.0, 157.0)  # a second for each value
-        planned = exchange_of(layout, GradientAveraging(), costs, [1.0], lines)
-
-        of_one = planned.bytes_per_step
-        sent = sum(size for pair, size in of_one.items() if pair.startswith("c0-"))
-        weights = 8 * (num_replicas - 1) * (1 if num_replicas == 2 else 2)
-        assert sum(own.num_bytes for own in links) / num_replicas == pytest.approx(sent + weights)
-        assert sum(worked.values()) / num_replicas == pytest.approx(planned.codec_s)
 
 
 def test_what_was_under_way_is_restored_to_the_device_of_the_tensors() -> None:

@@ -18,13 +18,10 @@ from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Lane, Timeline
+from xcloud.report.canvas import COLOURS, ink_on, running_mean, wrapped
 from xcloud.report.pictures import (
-    COLOURS,
     KINDS,
-    ink_on,
-    running_mean,
     short,
-    wrapped,
     write_loss,
     write_pictures,
     write_step_time,

@@ -20,7 +20,7 @@ from xcloud.job.config import flatten
 from xcloud.record import mlflow_store as ui
 from xcloud.record.mlflow_store import COSTS, VIEW_TAG, Store, show_first
 from xcloud.record.tracking import MlflowTracker, NullTracker
-from xcloud.report.pictures import canvas
+from xcloud.report.canvas import canvas
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
 from xcloud.sweep.report import columns_of, page_in_mlflow, print_sweep, write_csv

@@ -26,7 +26,7 @@ from xcloud.claims.claims import (
     read_claims,
 )
 from xcloud.claims.reproduce import FOLDER, Record
-from xcloud.report.pictures import LINES, canvas, plain, save
+from xcloud.report.canvas import LINES, canvas, plain, save
 from xcloud.report.tables import Page, Picture, Table, rendered, write_site
 
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,7 +20,7 @@ _PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_len
 
 
 @settings("wan", kw_only=True)
-class UnsteadyLine:
+class UnsteadyLine(ABC):
     """Settings of an emulated line that does not stay the same, and when it carries what.
 
     trace: [[seconds since the start, bits per second], ...], or in each entry a third number, the
@@ -37,9 +38,9 @@ class UnsteadyLine:
     seed: NotNegative = 0
 
     @property
+    @abstractmethod
     def nominal(self) -> Sequence[float]:
         """As an entry of the trace: what holds before the first one."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise ConfigError for a line on which nothing would arrive."""

@@ -1,11 +1,9 @@
-"""The pictures of a run, loss.png, step_time.png and timeline.png; canvas, colours and habits that
-all pictures share.
+"""The pictures of a run: loss.png, step_time.png and timeline.png.
 
 The timeline is of one step, with a lane for each rank and each direction between two clouds:
 clouds from top to bottom, the links of a cloud below its ranks. Boxes carry micro-batch numbers
 where they fit. Waiting is light: the light parts of the ranks' lanes are the bubble.
 
-Figures are made without pyplot, whose state is global: runs of a sweep may end concurrently.
 matplotlib takes half a second to import, so whoever follows a run imports this at its end, and a
 rank never.
 """
@@ -13,52 +11,38 @@ rank never.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_hex
-from matplotlib.container import BarContainer
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from xcloud.record.events import OWN
 from xcloud.record.summary import RunStatistics, num_warmup_steps
 from xcloud.record.timeline import Flight, Lane, Timeline, rows_of
+from xcloud.report.canvas import (
+    COLOURS,
+    FAINT,
+    INK,
+    PARTS,
+    TITLE_POINTS,
+    canvas,
+    column,
+    ink_on,
+    over_steps,
+    plain,
+    save,
+    smoothed,
+    stacked,
+)
 
 LOSS_PICTURE, STEP_TIME_PICTURE, TIMELINE_PICTURE = "loss.png", "step_time.png", "timeline.png"
 
-# Okabe and Ito's colours, safe for colour-blind readers (jfly.uni-koeln.de/color); light where a
-# rank is, or may be, idle: averaging begins with waiting for the other ranks of the stage.
-COLOURS = {
-    "forward": "#0072B2",
-    "backward": "#E69F00",
-    "weights": "#F0E442",
-    "codec": "#CC79A7",
-    "waiting": "#E3E3E3",
-    "averaging": "#8FD3BE",
-    "optimizer": "#6B4C3B",
-    "other": "#FFFFFF",
-}
-# What the main thread of a rank did in a step.
-PARTS = {
-    "compute_s": ("computing", COLOURS["forward"]),
-    "codec_s": ("compressing", COLOURS["codec"]),
-    "waiting_s": ("waiting", COLOURS["waiting"]),
-    "sync_s": ("averaging", COLOURS["averaging"]),
-}
-# For lines and marks that stand for settings.
-LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("-", "--", ":", "-.")
-INK, FAINT = "#222222", "#8A8A8A"
-TITLE_POINTS = 10
 # what -> (colour, name in the legend)
 KINDS = {
     "forward": (COLOURS["forward"], "forward"),
@@ -333,77 +317,3 @@ def _draw(axes: Axes, bars: Sequence[_Bar], per_us: float, inches_per_unit: floa
     colours = [bar.colour for bar in bars]
     drawn = PatchCollection(rectangles, facecolors=colours, edgecolors=edges, linewidths=0.4)
     axes.add_collection(drawn)
-
-
-# What all pictures share.
-
-
-def canvas(title: str, width_in: float, height_in: float) -> Figure:
-    figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
-    if title:
-        figure.suptitle(wrapped(title, width_in), fontsize=TITLE_POINTS)
-    return figure
-
-
-def column(figure: Figure, heights: Sequence[float]) -> list[Axes]:
-    """Panels below each other, of these relative heights, with one x axis."""
-    ratios: dict[str, Any] = {"height_ratios": list(heights)}
-    return list(figure.subplots(len(heights), sharex=True, squeeze=False, **ratios)[:, 0])
-
-
-def save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
-def plain(axes: Axes, grid: Any = "y") -> None:
-    """Faint lines behind what is drawn, no box. grid: across "x", "y" or "both"."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="#EEEEEE")
-    axes.set_axisbelow(True)
-
-
-def over_steps(axes: Axes) -> None:
-    """Steps along x are whole numbers."""
-    plain(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def stacked(
-    axes: Axes, labels: Sequence[str], parts: Sequence[tuple[str, NDArray[np.float64], str]]
-) -> list[tuple[BarContainer, NDArray[np.float64]]]:
-    """A bar for each label, the first at the top, of these parts: name, lengths, colour. Returns
-    what was drawn of each part, and its lengths."""
-    drawn, ends = [], np.zeros(len(labels))
-    edge: dict[str, Any] = {"edgecolor": FAINT, "lw": 0.5}
-    for name, lengths, colour in parts:
-        bars = axes.barh(range(len(labels)), lengths, 0.7, ends, color=colour, label=name, **edge)
-        drawn.append((bars, lengths))
-        ends = ends + lengths
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    return drawn
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever is more legible on `colour` ("#RRGGBB")."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "#FFFFFF"
-
-
-def wrapped(title: str, width_in: float) -> str:
-    """Of 11.5 characters an inch, at TITLE_POINTS."""
-    return "\n".join(textwrap.wrap(title, int(11.5 * width_in)))
-
-
-def smoothed(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
-    """Mean over a fiftieth of a run around each step, and how many steps that is."""
-    window = max(1, round(len(values) / 50))
-    return running_mean(values, window), window
-
-
-def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Centred mean over `window` values, fewer at the ends."""
-    whole, ones = np.ones(window), np.ones(len(values))
-    return np.convolve(values, whole, "same") / np.convolve(ones, whole, "same")

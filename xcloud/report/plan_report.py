@@ -27,7 +27,7 @@ from xcloud.plan.search import (
 )
 from xcloud.plan.settings import NO_COMPRESSION, Plan, Priced
 from xcloud.record.timeline import PLAN_FILE
-from xcloud.report.pictures import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
+from xcloud.report.canvas import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
 from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, epochs_text, print_table, say
 
 if TYPE_CHECKING:
