@@ -47,8 +47,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("claim", help=f"a name in {FILE}")
     parser.add_argument("--quick", action="store_true", help="a run of minutes; judges nothing")
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
-    usual = "outputs/reproduced/CLAIM, with --quick outputs/quick/CLAIM"
-    parser.add_argument("--out", type=Path, help=f"folder of the record; default: {usual}")
+    places = "outputs/reproduced/CLAIM, with --quick outputs/quick/CLAIM"
+    parser.add_argument("--out", type=Path, help=f"folder of the record; default: {places}")
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     if given.claim not in claims:
