@@ -86,8 +86,8 @@ def test_the_exported_model_translates_a_line(finished: tuple[Path, str], tmp_pa
     done = command(tmp_path, "-m", "xcloud", "translate", str(finished[0]), *lines)
 
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split("\n")) == 4  # three lines and the end
-    assert "1 of 3 lines cut to" in done.stderr
+    assert len(done.stdout.split("\n")) == 5  # a notice, three lines and the end
+    assert "1 of 3 lines cut to" in done.stdout
 
 
 def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) -> None:
