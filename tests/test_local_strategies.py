@@ -156,7 +156,7 @@ def test_updates_that_a_cloud_skipped_do_not_count_for_it() -> None:
     job[0].reporter.flush()
     (merge,) = [json.loads(line) for line in b"".join(job[0].told).splitlines()]
 
-    assert merge["weights"] == {"c0": 3 * 6, "c1": 4 * 6, "c2": 4 * 4}
+    assert merge["weights"] == {"c0": 3 * 6, "c1": 4 * 5, "c2": 4 * 5}
 
 
 @pytest.mark.parametrize("settings", [{"late": "skip"}, {"most_s": 3.0}, {"weigh": "tokens"}])
