@@ -292,6 +292,15 @@ def test_scores_are_the_nats_and_the_tokens_of_each_document(tmp_path: Path) -> 
     assert sum(sum(sample[::2]) for sample in found) / 1e6 == pytest.approx(total, rel=1e-5)
 
 
+def test_a_loss_that_is_no_number_is_the_worst_not_the_best(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    stages = [stage.eval() for stage in build(trained(tmp_path), 2, where(tmp_path))]
+    batch = batch_of(*UNEVEN)
+    received = through(stages, batch)
+    received["hidden"] = received["hidden"] * torch.nan
+    assert [sample[0] for sample in stages[1].predict(received, batch)] == [10**15, 10**15, 0]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_adapters_start_alike_however_the_blocks_are_spread(tmp_path: Path, kind: str) -> None:
     saved(kind, tmp_path)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +23,14 @@ from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_c
 from xcloud.claims.reproduce import Record, made, page, verdict_of
 
 ROWS = [
-    {"row": row, "seed": seed, "corpus": "a", "bleu": bleu + seed, "step_s": 1.0 + seed}
+    {
+        "row": row,
+        "seed": seed,
+        "corpus": "a",
+        "commit": "1a2b3c4",
+        "bleu": bleu + seed,
+        "step_s": 1.0 + seed,
+    }
     for row, bleu in (("ours", 30.0), ("theirs", 26.5))
     for seed in (1, 2, 3)
 ]
@@ -61,6 +72,13 @@ def test_the_error_of_a_single_seed_is_over_its_samples() -> None:
 def test_rows_of_another_corpus_do_not_count() -> None:
     assert Figure("ours", "bleu", where={"corpus": "b"}).of(ROWS) is None
     assert Figure("ours", "chrf").of(ROWS) is None
+
+
+def test_a_seed_that_diverged_counts_against_the_claim() -> None:
+    diverged = [*ROWS[:2], {**ROWS[2], "bleu": None}, *ROWS[3:]]
+    (found,) = judge(claim(), diverged)
+    assert (found.is_met, str(found.found)) == (False, "not finite")
+    assert verdict_of(claim(), diverged, is_quick=False) == "not reproduced: 3 BLEU in front"
 
 
 def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> None:
@@ -150,8 +168,8 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
 ) -> None:
     ran = []
 
-    def run(command: list[str], stdout: Any, **given: Any) -> subprocess.CompletedProcess[str]:
-        stdout.write("step 1/1")
+    def run(command: list[str], output: Any) -> int:
+        output.write("step 1/1")
         words = command[2:-2]
         folder = Path(command[-2].removeprefix("hydra.run.dir="))
         ran.append((folder.name, words))
@@ -159,12 +177,11 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
         (folder / "experiment.yaml").write_text("seed: 1")
         summary = {**SUMMARY, "quality": {"bleu": 30.0 if "a=1" in words else 26.0}}
         (folder / "summary.json").write_text(json.dumps(summary))
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
     mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
     monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
-    ours = SimpleNamespace(run=run, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr(reproduce, "subprocess", ours)
+    monkeypatch.setattr(reproduce, "ended", run)
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
@@ -174,9 +191,63 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     assert not (tmp_path / "made").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
+    assert "6 of its rows were there before and did not run now" in capsys.readouterr().out
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
     assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
     assert "leaves out: everything but one seed" in capsys.readouterr().out
+
+
+def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def run(command: list[str]) -> int:
+        ran.append(command[2:])
+        reproduce.Rows(Path(command[3])).write({"row": "ours", "seed": 1, "bleu": 1.0})
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    Path("data", "corpus").mkdir(parents=True)
+    mine = claim(runs={}, module=["DATA", "OUT"], needs=["corpus"])
+    monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
+    monkeypatch.setattr(reproduce, "ended", run)
+    for note in ("", "seeds 2 and 3 are of later"):
+        assert reproduce.main(["front", "--data", "data", "--out", "out"]) == 1
+        record = Record.read(Path("out"))
+        assert record is not None and record.note == note
+        replace(record, note="seeds 2 and 3 are of later").write(Path("out"), mine)
+    assert ran == [[str(tmp_path / "data"), str(tmp_path / "out")]] * 2
+
+
+CHILD = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    (folder / "runs").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.5)  # longer than subprocess.run gives it
+    (folder / "saved").touch()
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_stops_a_reproduction_stops_its_run_which_saves_what_it_has(
+    tmp_path: Path, stop: signal.Signals
+) -> None:
+    said = [sys.executable, "-c", CHILD, str(tmp_path)]
+    parent = f"from xcloud.claims.reproduce import ended; ended({said!r})"
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    while not (tmp_path / "runs").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    if stop == signal.SIGINT:  # as a terminal does
+        os.killpg(process.pid, stop)
+    else:
+        process.terminate()
+    assert process.wait(60) == 128 + stop and (tmp_path / "saved").exists()
 
 
 def test_missing_data_and_unknown_claims_are_one_line(
@@ -231,7 +302,7 @@ def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
     index = (tmp_path / "index.html").read_text("utf-8")
     study = (tmp_path / "front.html").read_text("utf-8")
     assert 'href="front.html"' in index and "reproduced" in index
-    for part in ("3 BLEU in front", "python -m xcloud reproduce front", "front-front.png"):
+    for part in ("3 BLEU in front", "python -m xcloud reproduce front", "front.png"):
         assert part in study
-    assert (tmp_path / "front-front.png").stat().st_size > 1000
+    assert (tmp_path / "front.png").stat().st_size > 1000
     assert "http" not in study + index  # nothing is fetched

@@ -6,32 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpora import write_archive
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.rows import Corpus
 from xcloud.tasks.wit3 import Wit3Translation
 
 BOTH = frozenset({"source", "target"})
-HEAD = "<url>http://www.ted.com/talks/{n}</url>\n<keywords>talks, science</keywords>\n"
-SIDE_ONLY = {"es": "<reviewer>Ana</reviewer>\n<translator>Luis</translator>\n", "en": ""}
-SETS = ("dev2010", "tst2010", "tst2011", "tst2012")
-
-
-def write_archive(folder: Path, pair: str = "es-en", release: str = "IWSLT14.TED") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for side in ("es", "en"):
-        talks = []
-        for n in range(5):
-            tags = HEAD.format(n=n) + SIDE_ONLY[side] + f"<talkid>{n}</talkid>\n"
-            tags += f"<title>Talk {n}</title>\n<description>About {n}</description>\n"
-            talks.append(tags + "".join(f"{side} {n}.{i} Q&amp;A <laughs>\n" for i in range(10)))
-        (folder / f"train.tags.{pair}.{side}").write_text("".join(talks))
-        for name in SETS:
-            segments = "".join(f'<seg id="{i}"> {side} R&D {i}  \n x </seg>\n' for i in (1, 2, 3))
-            (folder / f"{release}.{name}.{pair}.{side}.xml").write_text(
-                f'<?xml version="1.0" encoding="UTF-8"?>\n<mteval>\n<refset setid="{name}">\n'
-                f"<doc>\n<title>T & U</title>\n{segments}</doc>\n</refset>\n</mteval>\n"
-            )
-    return folder
 
 
 def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Corpus:

@@ -85,8 +85,19 @@ def test_without_labelled_test_the_dev_set_is_the_test(folder: Path) -> None:
     train, dev = cells(corpus, "train", "first"), cells(corpus, "dev", "first")
     assert not set(train) & set(dev) and len({*train, *dev}) == 100
     assert "test: the dev set, as there is no labelled test set" in corpus.remarks
+    assert "test.tsv.gz has no column label: not used" in corpus.remarks
     with pytest.raises(DataError, match="no column label, so it cannot be scored"):
         FolderClassification(path=str(folder), test_file="test").read(ALL)
+
+
+def test_a_set_that_is_empty_is_not_passed_over(folder: Path) -> None:
+    (folder / "test.tsv.gz").unlink()
+    (folder / "test.tsv").touch()
+    with pytest.raises(DataError, match=r"test\.tsv is empty"):
+        FolderClassification(path=str(folder)).check()
+    write_tsv(folder / "test.tsv", ["sentence", "label"], [])
+    with pytest.raises(DataError, match="the set of test has no rows"):
+        FolderClassification(path=str(folder)).read(ALL)
 
 
 def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
@@ -203,6 +214,9 @@ def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
     ]:
         with pytest.raises(DataError, match=said):
             FolderCrossLingual(path=str(tmp_path), **arguments).check()  # type: ignore[arg-type]
+    write_tsv(tmp_path / "dev.de.tsv.gz", ["premise", "hypothesis", "label"], [])
+    with pytest.raises(DataError, match=r"dev\.de\.tsv and dev\.de\.tsv\.gz are both dev\.de"):
+        FolderCrossLingual(path=str(tmp_path)).check()
     with pytest.raises(ConfigError, match=r"task\.languages must be a list"):
         FolderCrossLingual(path=str(tmp_path), languages="de")  # type: ignore[arg-type]
 

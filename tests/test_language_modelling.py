@@ -257,6 +257,7 @@ def test_a_tokenizer_comes_back_from_its_folder(tmp_path: Path, folder: Path) ->
     [
         ([{"messages": [{"role": "user", "content": "Hm"}]}], "no message of the role assistant"),
         ([{"messages": "Hm"}], 'neither "text" nor "messages"'),
+        ([{"text": " "}], "the set of train has no rows"),
         (
             [{"text": "a b"}, {"messages": CHAT}],
             "line 2: no text under 'text'; its keys: messages",

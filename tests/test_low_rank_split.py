@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from xcloud.cluster.frame import TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
-from xcloud.models.encoder import Packing
+from xcloud.models.encoder import EncoderLayer, Packing
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.split_point import Split
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
@@ -50,6 +51,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "unsplit": {"layer": None},
     "frozen bottom": {"method": "pca", "freeze_bottom": True},
 }
+
+
+def test_each_dropout_is_that_of_its_setting(tmp_path: Path) -> None:
+    for dropout, frozen in ((0.0, False), (0.2, False), (0.2, True)):
+        made = model(method="pca", freeze_bottom=frozen, dropout=dropout)
+        made = replace(made, attention_dropout=0.1)
+        for number, stage in enumerate(build(made, 2, where(tmp_path))):
+            layers = [part for part in stage.modules() if isinstance(part, EncoderLayer)]
+            found = {(layer.dropout.p, layer.attention.dropout) for layer in layers}
+            off = frozen and number == 0
+            assert found == {(0.0, 0.0) if off else (dropout, 0.1)}
 
 
 def test_fields_are_those_of_the_owner() -> None:

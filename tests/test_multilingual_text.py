@@ -46,6 +46,7 @@ def folder(tmp_path: Path) -> Path:
     (path / "train.en").write_text("one\ntwo\n")
     (path / "all.tsv").write_text("lang\ttext\ten\nfr\tun\tone\nit\tdue\ttwo\nfr\ttrois\tthree\n")
     (path / "dev.es.txt").write_text("tres\n")
+    (path / "test_2016.es").write_text("cuatro\n")
     (path / "test.tsv").write_text("de\ten\nvier\tfour\n")
     return path
 

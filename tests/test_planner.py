@@ -252,6 +252,33 @@ def test_a_dimension_that_is_not_searched_stays() -> None:
     assert {p.plan.ends for p in found.best} == {(1, 8)}
 
 
+def test_a_split_that_is_not_searched_stays_though_it_is_not_among_those_tried() -> None:
+    many = [*(piece(f"{i}") for i in range(63)), piece("head", boundary=None)]
+    layout = ClusterLayout({f"c{i}": Cloud() for i in range(8)}, "free")
+    priced = pricer(replace(EIGHT, pieces=many), layout)
+    own = Plan("pipeline", (1, 2, 3, 4, 5, 6, 7, 64), GPipe(8), NO_COMPRESSION)
+    room = replace(space(priced, (8,), ("schedule",)), own=own)
+
+    assert {p.plan.ends for p in search(priced, room, 4).best} == {own.ends}
+
+
+def test_in_one_cloud_there_is_nothing_to_compress() -> None:
+    inside = ClusterLayout({"a": Cloud(2, stages=(0, 1), one_stage_per_rank=True)}, "free")
+    priced = pricer(layout=inside)
+    assert {p.plan.compression for p in search(priced, space(priced), 9).best} == {NO_COMPRESSION}
+
+
+def test_a_rank_of_two_stages_fetches_once() -> None:
+    data = replace(EIGHT, fetch_s=Curve([(1, 0.01)]))
+    both = ClusterLayout({"a": Cloud(stages=(0, 2)), "b": Cloud(stages=(1,))}, "free")
+    plan = Plan("pipeline", (4, 5, 8), GPipe(4), NO_COMPRESSION)
+    longer_s, usual_s = (
+        Pricer(p, {"pipeline": Arranged(PIPELINE, both)}, 16).predict(plan).step_s
+        for p in (data, EIGHT)
+    )
+    assert longer_s == pytest.approx(usual_s + 16 * 0.01)
+
+
 def test_of_very_many_splits_the_even_one_and_its_neighbours_are_tried() -> None:
     many = [piece(f"{i}") for i in range(64)]
 

@@ -1,7 +1,7 @@
 """Planning a job: from its settings to a profile, a table and the settings that are run."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec, encode_frame
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
@@ -152,6 +153,33 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
 
     assert list(chosen.model.blocks_per_stage) == [3]
     assert configs.job_from_config(chosen).model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
+
+    for profile, said in (
+        (Profile([*pieces, piece("block 4", boundary=None)], costs), "pieces end at blocks"),
+        (Profile(pieces, costs, lines={"cloud_a-cloud_c": LinkProfile(1e6)}), "cloud_c joins no"),
+    ):
+        write_profile(tmp_path / "mine.json", profile)
+        with pytest.raises(ConfigError, match=said):
+            planned(config, tmp_path / "run")
+
+
+STAGES = [replace(piece("front"), blocks=0), replace(piece("head", boundary=None), blocks=0)]
+
+
+def planned_by_hand(*overrides: str) -> list[Plan]:
+    """Those found for a toy job of two stages, with a profile that was written by hand."""
+    given = ["plan=show", "cluster/wan=line_8m", *overrides]
+    config = OmegaConf.create(toy_config("two_clouds", given))
+    config.plan.search, config.plan.rows = ["micro_batches", "schedule"], 50
+    profile = Profile(STAGES, dict.fromkeys(COMPRESSORS, COMPRESSORS["none"]))
+    return [one.plan for one in Planner(config).report(profile).ranked.best]
+
+
+def test_only_what_the_job_may_run_is_planned() -> None:
+    sharded = ["cluster.clouds.cloud_b.num_ranks=2", "+cluster.clouds.cloud_b.shard=true"]
+    assert {plan.micro_batches % 2 for plan in planned_by_hand(*sharded)} == {0}
+    noised = ["strategy=data_parallel", "security/privacy=sample", "training.batch_size=4"]
+    assert {plan.micro_batches for plan in planned_by_hand(*noised)} == {4}
 
 
 def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> None:

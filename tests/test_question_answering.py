@@ -181,6 +181,7 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
         (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
         ({"context": "a", "qas": [{}]}, 'expected {"context", "qas"'),
+        ({"context": "a", "qas": [{"question": None, "answers": ["a"]}]}, "question None or its"),
         ({"text": "a"}, "no text under 'context'; its keys: text"),
     ],
 )

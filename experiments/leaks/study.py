@@ -69,7 +69,7 @@ def main() -> None:
     rows = Rows(given.out, given.corpora)
     data = rows.work / "data"
     subprocess.run(
-        [sys.executable, "experiments/low_rank/prepare.py", given.corpora.resolve(), data],
+        [sys.executable, "experiments/low_rank/prepare.py", given.corpora.resolve(), data, "sst2"],
         cwd=project_root(), check=True,
     )  # fmt: skip
     common = [

@@ -1,10 +1,12 @@
 """Fig. 9 (every block) and Table 3 (r = 8, 16, 32, bottom and top block), row by row.
 
     python -m experiments.low_rank.grid CORPORA OUT [--seeds 1 2 3] [--parts fig9 table3]
+        [--tasks sst2 qnli mrpc cola stsb squad]
 
-CORPORA holds sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM (6 x 384), text and
-labels with one owner, two ranks on a line that is never full. A line of JSON for each row goes to
-OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing here.
+CORPORA holds the tasks' folders: sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM
+(6 x 384), text and labels with one owner, two ranks on a line that is never full. A line of JSON
+for each row goes to OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing
+here.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ FEW = ["model.split.method=pca", "model.split.rank=96",
        "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
 UPDATES = {"sst2": 250, "qnli": 250, "mrpc": 345, "cola": 540, "stsb": 540}
+TASKS = [*UPDATES, "squad"]
 LENGTH = {"sst2": 40, "qnli": 80, "mrpc": 96, "cola": 40, "stsb": 64}
 
 
@@ -35,17 +38,21 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--parts", nargs="+", default=["fig9", "table3"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     corpora, rows = given.corpora.resolve(), Rows(given.out, given.corpora)
     data = rows.work / "data"
+    drawn = [task for task in given.tasks if task in ("sst2", "qnli")]
     subprocess.run(
-        [sys.executable, "experiments/low_rank/prepare.py", corpora, data],
+        [sys.executable, "experiments/low_rank/prepare.py", corpora, data, *drawn],
         cwd=project_root(), check=True,
     )  # fmt: skip
     cells = {"fig9": fig9, "table3": table3, "quick": quick}
     for part, seed in product(given.parts, given.seeds):
         for task, cut, layer in cells[part]():
+            if task not in given.tasks:
+                continue
             row = cut if layer is None else f"{cut}, block {layer}"
             words = words_of(task, cut, layer, corpora, data)
             cache = f"cache_dir={rows.work / 'cache'}"

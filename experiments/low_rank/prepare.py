@@ -1,4 +1,4 @@
-"""Cut the corpora of this study: python prepare.py CORPORA_DIR OUT_DIR
+"""Cut the corpora of this study: python prepare.py CORPORA_DIR OUT_DIR [sst2] [qnli]
 
 SST-2: 16,000 training phrases and 8,000 held out as test, drawn with one seed; the official dev
 set stays dev. QNLI-style pairs: 16,000 and 4,000, dev likewise. A held-out set of this size tells
@@ -16,7 +16,8 @@ NUM_TEST = {"sst2": 8_000, "qnli": 4_000}
 
 def main() -> None:
     corpora, out = Path(sys.argv[1]), Path(sys.argv[2])
-    for name, num_test in NUM_TEST.items():
+    for name in sys.argv[3:]:
+        num_test = NUM_TEST[name]
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         with gzip.open(corpora / name / "train.tsv.gz", "rt", encoding="utf-8") as file:

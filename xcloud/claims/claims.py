@@ -39,10 +39,14 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
+        if not all(map(math.isfinite, values)):
+            return cls(math.nan, None, len(values))
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(statistics.fmean(values), error, len(values))
 
     def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "not finite"
         digits = 2 if abs(self.mean) >= 2 else 3
         error = "" if self.error is None else f" ± {self.error:.{digits}f}"
         return f"{self.mean:.{digits}f}{error}{' (one seed)' * (self.num == 1)}"
@@ -72,13 +76,17 @@ class Figure:
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
         """By seed."""
         own, other = (self._by_seed(rows, name) for name in (self.row, self.minus or self.over))
+        if self.minus or self.over:
+            own, other = own.align(other, join="inner")
         paired = own - other if self.minus else own / other if self.over else own
-        return list(paired.dropna().sort_index())
+        return list(paired.sort_index())
 
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> pd.Series:
+        """Not a number where a run came to none, such as the loss of one that diverged."""
         wanted = {"row": name, **self.where}
         chosen = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
-        return pd.Series({row.get("seed"): row.get(self.column) for row in chosen}, dtype=float)
+        found = {row.get("seed"): row[self.column] for row in chosen if self.column in row}
+        return pd.Series(found, dtype=float)
 
 
 @settings("claim.rules")

@@ -1,9 +1,12 @@
 """`python -m xcloud reproduce CLAIM`: run it, judge it by its rule, write the record: a folder
 with everything that one reproduction of a claim was and came to.
 
-records/NAME/record.json   claim, verdict, rows, commit, environment, digests of data
-records/NAME/README.md     the same to read: question, command, table, verdict, what is missing
-records/NAME/runs/ROW-seedN/   experiment.yaml, summary.json and run.log of each run
+OUT/record.json   claim, verdict, rows, commit, environment, digests of data
+OUT/README.md     the same to read: question, command, table, verdict, what is missing
+OUT/rows.jsonl    what has run; a command that was interrupted goes on with the other rows
+OUT/runs/ROW-seedN/   experiment.yaml, summary.json and run.log of each run
+
+The project's own records, which docs/paper.md and the site show, are in records/CLAIM.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas as pd
 
@@ -44,21 +48,34 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("claim", help=f"a name in {FILE}")
     parser.add_argument("--quick", action="store_true", help="a run of minutes; judges nothing")
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
-    parser.add_argument("--out", type=Path, help=f"default: {FOLDER}/CLAIM; with --quick outputs/")
+    places = "outputs/reproduced/CLAIM, with --quick outputs/quick/CLAIM"
+    parser.add_argument("--out", type=Path, help=f"folder of the record; default: {places}")
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     if given.claim not in claims:
         raise ConfigError(f"no claim {given.claim!r} in {FILE}; there are {', '.join(claims)}")
     claim = claims[given.claim]
-    data = _data(claim, given.data)
-    usual = Path("outputs/quick" if given.quick else FOLDER, claim.name)
+    folder = given.data and given.data.resolve()  # runs begin in the project's folder
+    data = _data(claim, folder)
+    usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
     out = (given.out or project_root() / usual).absolute()
-    rows = _rows(claim, given.data, out, given.quick)
+    before, earlier = len(Rows(out).read()), Record.read(out)
+    try:
+        rows = _rows(claim, folder, out, given.quick)
+    except SystemExit:
+        print("\ninterrupted; the same command goes on with what is missing", file=sys.stderr)
+        raise
     now = datetime.now(UTC).isoformat(timespec="minutes")
-    record = made(claim, rows, data, now, given.quick)
+    note = earlier.note if before and earlier else ""
+    record = made(claim, rows, data, now, given.quick, note)
     record.write(out, claim)
     shutil.rmtree(out / "made", ignore_errors=True)
     print((out / "README.md").read_text(encoding="utf-8"))
+    print(f"record: {out}")
+    if before:
+        print(
+            f"{before} of its rows were there before and did not run now (another --out: all do)"
+        )
     if given.quick and claim.leaves_out:
         print(f"--quick leaves out: {claim.leaves_out}")
     return 0 if given.quick or record.verdict == "reproduced" else 1
@@ -78,15 +95,31 @@ def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[R
     if claim.module:
         given = {"DATA": str(data), "OUT": str(out)}
         words = [*(given.get(word, word) for word in claim.module), *more]
-        done = subprocess.run([sys.executable, "-m", *words], cwd=project_root())
-        if done.returncode:
-            raise RunFailed(f"python -m {' '.join(words)} ended with code {done.returncode}")
+        if code := ended([sys.executable, "-m", *words]):
+            raise RunFailed(f"python -m {' '.join(words)} ended with code {code}")
         return rows.read()
     for seed in claim.seeds[:1] if quick else claim.seeds:
         for row, settings in claim.runs.items():
             words = [*claim.common, *settings, *more, f"seed={seed}"]
             rows.add({"row": row, "seed": seed}, [w.replace("DATA", str(data)) for w in words])
     return rows.read()
+
+
+def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
+    """Run it in the project's folder; its exit code. Raises SystemExit at Ctrl+C, which reaches it
+    as well, or SIGTERM, which is passed on, once it has saved what it can."""
+    usual = signal.signal(signal.SIGTERM, lambda *given: sys.exit(143))
+    with subprocess.Popen(command, cwd=project_root(), stdout=output, stderr=output) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise SystemExit(130) from None
+        except SystemExit:
+            process.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, usual)
 
 
 class Rows:
@@ -139,11 +172,11 @@ class Rows:
             return
         shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
-        said, root = folder.with_name(f"{folder.name}.log"), project_root()
+        said = folder.with_name(f"{folder.name}.log")
         said.parent.mkdir(parents=True, exist_ok=True)
         with said.open("w") as file:
-            done = subprocess.run(command, cwd=root, stdout=file, stderr=subprocess.STDOUT)
-        if done.returncode:
+            code = ended(command, file)
+        if code:
             end = said.read_text("utf-8", errors="replace").strip()[-2000:]
             raise RunFailed(f"{' '.join(command)}\n{end}")
         said.replace(folder / "run.log")  # Hydra's own holds warnings only
@@ -241,7 +274,9 @@ def digests(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def made(
-    claim: Claim, rows: Sequence[ResultRow], data: Sequence[Path], at: str, quick: bool
-) -> Record:
-    verdict = verdict_of(claim, rows, is_quick=quick)
-    return Record(claim.name, at, commit(), quick, verdict, rows, environment(), digests(data))
+    claim: Claim, rows: Sequence[ResultRow], data: Sequence[Path], at: str, quick: bool,
+    note: str = "",
+) -> Record:  # fmt: skip
+    verdict, commits = verdict_of(claim, rows, is_quick=quick), {row["commit"] for row in rows}
+    of = commits.pop() if len(commits) == 1 else "of each row: below"
+    return Record(claim.name, at, of, quick, verdict, rows, environment(), digests(data), note)

@@ -140,7 +140,9 @@ class CausalStage(Stage):
         owners = starts_R.cumsum(0)[guessed] - 1
         nats = owners.bincount(losses.double(), num_documents)
         counts = owners.bincount(minlength=num_documents)
-        found = torch.stack(((1e6 * nats).round().long(), counts), 1)
+        # Not a number is the worst loss: as a whole number it would be the best.
+        worst = (1e6 * nats).nan_to_num(math.inf).clamp(max=1e15)
+        found = torch.stack((worst.round().long(), counts), 1)
         ends = starts_R.cumsum(0)[packing.counts.cumsum(0) - 1].tolist()
         return [found[start:end].flatten().tolist() for start, end in pairwise([0, *ends])]
 

@@ -159,9 +159,9 @@ class LowRankSplit(TextModel):
         return RowsStage(about, encoder.embeddings, layers, TEXT, NO_TOKEN, has_types)
 
     def _part(self, weights: Weights, blocks: range, is_bottom: bool) -> Encoder:
-        dropout = 0.0 if is_bottom and self.split.freeze_bottom else self.dropout
-        attention_dropout = self.attention_dropout if dropout else 0.0
-        config = replace(weights.config, dropout=dropout, attention_dropout=attention_dropout)
+        drops = (self.dropout, self.attention_dropout)
+        dropout, in_attention = (0.0, 0.0) if is_bottom and self.split.freeze_bottom else drops
+        config = replace(weights.config, dropout=dropout, attention_dropout=in_attention)
         with seeded(0, "replaced by the backbone's weights"):
             encoder = Encoder(config, blocks, embeddings=is_bottom, head=False)
         if weights.tensors is not None:

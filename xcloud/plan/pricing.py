@@ -171,8 +171,9 @@ class Pricer:
                 own_s = max(0.0, own_s + work.splitting_s)
             backward_s.append(own_s)
             weights_s.append(min(own_s, work.weights_s))  # differences of long sums
-            num_ranks = len(layout.ranks_of(stage))
+            first, num_ranks = layout.ranks_of(stage)[0], len(layout.ranks_of(stage))
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / num_ranks
+            fetch_s /= len(layout.placement(first).stages)  # once for all that a rank holds
             average_s = self._ring_s(layout.stage_cloud(stage), num_ranks, work.trained_bytes)
             updates.append(Update(fetch_s, average_s, optimizer_s=work.optimizer_s))
         slowdown = {

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.plan import formulas
 from xcloud.plan.costs import Piece
 from xcloud.plan.pricing import Pricer
@@ -44,7 +44,8 @@ REMEDIES = {
 class Space:
     """own: the plan that the job's settings are. splits: by strategy. micro_batches: counts.
     schedules: to try, with any of these counts, each in its variants. varies: dimensions of
-    settings.DIMENSIONS that may differ from `own`."""
+    settings.DIMENSIONS that may differ from `own`. allows: whether the job may run with a
+    strategy, a compression and a schedule, however it is split."""
 
     own: Plan
     splits: Mapping[str, Sequence[tuple[int, ...]]]
@@ -52,17 +53,23 @@ class Space:
     compressions: Sequence[str]
     varies: Sequence[str]
     schedules: Sequence[Schedule] = ()
+    allows: Callable[[str, str, Schedule], bool] = lambda *given: True
 
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
-        """Every plan, with the schedule of `own`."""
+        """Every plan, with the schedule of `own`, that the job may run with GPipe."""
         varies, own = self.varies, self.own
-        names = self.compressions if "compression" in varies else [own.compression]
         for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
             splits, counts = self.splits[strategy], self.counts(arranged[strategy])
-            if "split" not in varies and own.ends in splits:
+            compresses = "compression" in varies and arranged[strategy].layout.crosses_clouds
+            names = self.compressions if compresses else [own.compression]
+            if "split" not in varies and len(own.ends) == len(splits[0]):
                 splits = [own.ends]
-            schedules = [with_micro_batches(own.schedule, m) for m in counts]
-            for ends, schedule, compression in product(splits, schedules, names):
+            allowed = [
+                (with_micro_batches(own.schedule, m), name)
+                for m, name in product(counts, names)
+                if self.allows(strategy, name, GPipe(m))
+            ]
+            for ends, (schedule, compression) in product(splits, allowed):
                 yield Plan(strategy, ends, schedule, compression)
 
     def counts(self, found: Arranged) -> list[int]:
@@ -71,7 +78,7 @@ class Space:
         return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
 
     def schedules_for(self, num_stages: int, num_micro_batches: int) -> list[Schedule]:
-        """Every one to be tried."""
+        """Every one to be tried, whether or not the job allows it."""
         if "schedule" not in self.varies or num_stages == 1:
             return [with_micro_batches(self.own.schedule, num_micro_batches)]
         kinds = [*self.schedules, self.own.schedule]
@@ -172,10 +179,17 @@ def fastest(
 
     shapes = cache(space.schedules_for)
 
+    @cache
+    def allowed(strategy: str, compression: str, num_stages: int, m: int) -> list[Schedule]:
+        every = shapes(num_stages, m)
+        return [schedule for schedule in every if space.allows(strategy, compression, schedule)]
+
+    def allowed_for(plan: Plan) -> list[Schedule]:
+        return allowed(plan.strategy, plan.compression, len(plan.ends), plan.micro_batches)
+
     def options(plan: Plan) -> Iterator[Plan]:
         """With all schedules that fit."""
-        schedules = shapes(len(plan.ends), plan.micro_batches)
-        return filter(fits, (plan._replace(schedule=schedule) for schedule in schedules))
+        return filter(fits, (plan._replace(schedule=one) for one in allowed_for(plan)))
 
     def order(plan: Plan) -> _Timed:
         """Of plans that take equally long: fewer micro-batches."""
@@ -188,7 +202,7 @@ def fastest(
     found: list[_Timed] = []
     num_plans = num_simulated = 0
     for groups in pairs.values():
-        num_plans += sum(len(shapes(len(plan.ends), plan.micro_batches)) for plan in groups)
+        num_plans += sum(len(allowed_for(plan)) for plan in groups)
         likely = (next(options(plan), None) for plan in sorted(groups, key=pricer.estimate_s))
         firsts = list(islice(filter(None, likely), tries))
         timed = sorted(map(order, firsts))
@@ -205,7 +219,12 @@ def fastest(
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     """The fastest plans, and the job's own among them."""
     found = fastest(pricer, space, keep)
-    near = [plan for plan in space.groups(pricer.arranged) if len(_changes(space.own, plan)) == 1]
+    near = [
+        plan
+        for plan in space.groups(pricer.arranged)
+        if len(_changes(space.own, plan)) == 1
+        and space.allows(plan.strategy, plan.compression, plan.schedule)
+    ]
     steps = [(pricer.step_s(plan), plan) for plan in sorted(near, key=pricer.estimate_s)[:NEAR]]
     return Ranked(
         [pricer.price(plan) for plan in found.best],

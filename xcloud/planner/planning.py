@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.settings import (
     NO_COMPRESSION,
     Arranged,
+    FreelyCut,
     Plan,
     Priced,
     replicas_of,
@@ -89,6 +90,12 @@ class Planner:
             lines_of(self.cluster, {})  # raises before anything is tried
             return self.trial.profile(), []
         found = read_profile(in_project(self.plan.profile))
+        pairs = {f"{a}-{b}" for a, b in product(self.cluster.clouds, repeat=2)}
+        if odd := found.lines.keys() - {*pairs, "*"}:
+            raise ConfigError(
+                f"plan.profile: lines.{min(odd)} joins no clouds of this job; name one of "
+                f'{", ".join(sorted(pairs))}, or "*" for all between clouds'
+            )
         return found, found.differs_from(self.trial.of)
 
     @property
@@ -137,10 +144,16 @@ class Planner:
     def _space(self, profile: Profile) -> Space:
         """Of strategies that the profile's pieces allow; the others leave `arranged`."""
         job, pieces, splits = self.job, profile.pieces, dict[str, list[tuple[int, ...]]]()
-        is_free, own = all(piece.blocks for piece in pieces), job.strategy.name
+        blocks, own = self._model_blocks, job.strategy.name
+        is_free = bool(blocks) and all(piece.blocks for piece in pieces)
         for name, found in list(self.arranged.items()):
             fits = is_free or found.num_stages in (1, len(pieces))
-            splits[name] = splits_of(pieces, found.num_stages) if fits else []
+            layout, stages = found.replicas[0], range(found.num_stages)
+            slowness = [
+                layout.clouds[layout.stage_cloud(stage)].slowdown / len(layout.ranks_of(stage))
+                for stage in stages
+            ]
+            splits[name] = splits_of(pieces, len(stages), slowness=slowness) if fits else []
             if not splits[name]:
                 self.not_planned[name] = (
                     f"the profile has {len(pieces)} pieces that cannot be joined to "
@@ -151,11 +164,41 @@ class Planner:
             raise ConfigError(f"plan: strategy {own}: {self.not_planned[own]}")
         ends, num_stages = splits[own][0], self.arranged[own].num_stages
         if num_stages > 1 and is_free:
-            counts = job.model.block_counts(num_stages, job.task.max_length)  # type: ignore[attr-defined]
-            ends = tuple(accumulate(counts))
+            cuts = {n: 1 + i for i, n in enumerate(accumulate(piece.blocks for piece in pieces))}
+            wanted = [*accumulate(blocks)]
+            if wanted[-1] != max(cuts) or not cuts.keys() >= {*wanted}:
+                raise ConfigError(
+                    f"plan.profile: pieces end at blocks {[*cuts]}, and stages of this job at "
+                    f"{wanted}; take a profile of this model"
+                )
+            ends = tuple(cuts[n] for n in wanted)
+            splits[own] = sorted({*splits[own], ends})
         plan = Plan(own, ends, job.schedule, self.own_compression)
         names = [name for name in self.candidates if name in profile.compressors]
-        return Space(plan, splits, self.counts, names, self.plan.search, self.schedules)
+        varies, schedules = self.plan.search, self.schedules
+        return Space(plan, splits, self.counts, names, varies, schedules, self._allows)
+
+    @property
+    def _model_blocks(self) -> list[int]:
+        """Of each stage; empty for a model that is not cut freely."""
+        model, length, own = self.job.model, self.job.task.max_length, self.job.strategy.name
+        if not isinstance(model, FreelyCut) or not model.num_blocks(length):
+            return []
+        return model.block_counts(self.arranged[own].num_stages, length)
+
+    def _allows(self, strategy: str, compression: str, schedule: Schedule) -> bool:
+        return not self._refusal(
+            cluster=self.cluster, strategy=self.arranged[strategy].strategy,
+            compression=self.candidates[compression], schedule=schedule,
+        )  # fmt: skip
+
+    def _refusal(self, **changed: Any) -> str:
+        """Why the job cannot be run so; empty if it can."""
+        try:
+            replace(self.job, plan=None, **changed)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
         found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
@@ -167,11 +210,10 @@ class Planner:
         """Those beside the job's own that the job allows."""
         found, m = list[Schedule](), self.job.schedule.num_micro_batches
         for name, schedule in self.plan.schedules.items():
-            try:
-                replace(self.job, schedule=with_micro_batches(schedule, m), plan=None)
+            if why := self._refusal(schedule=with_micro_batches(schedule, m)):
+                self.not_planned[f"schedule={name}"] = why
+            else:
                 found.append(schedule)
-            except ConfigError as error:
-                self.not_planned[f"schedule={name}"] = str(error)
         return found
 
     def _arranged(self) -> dict[str, Arranged]:

@@ -7,6 +7,7 @@ labels are (labels.py), and "part" (the name of a row's set) in splits made of s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,35 @@ from xcloud.base.settings import settings
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo_corpus import answers, inferences, reviews
 from xcloud.tasks.labels import CROSS_LINGUAL, ENTAILMENT, GLUE, KEYS, Benchmark, Labels
-from xcloud.tasks.rows import Corpus, DemoSized, Form, OwnNames, SplitTables, Text, read
+from xcloud.tasks.rows import (
+    DEV_NAMES,
+    Corpus,
+    DemoSized,
+    Form,
+    OwnNames,
+    SplitTables,
+    Table,
+    Tables,
+    Text,
+    name_of,
+    read,
+)
 from xcloud.tasks.scores import MEANINGS, Kind, label_scores, metrics_of
-from xcloud.tasks.sources import Folder, FolderOfLanguages, Hub, HubOfLanguages, local_folder
+from xcloud.tasks.sources import (
+    Folder,
+    Hub,
+    HubTable,
+    InFolder,
+    OnHub,
+    TextFile,
+    list_files,
+    load_hub,
+    local_folder,
+)
 from xcloud.tasks.text_task import PairTable, TextTask, View, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
+
+Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 
 
 @settings("task", kw_only=True)
@@ -84,7 +109,7 @@ class Classification(TextTask):
 
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Without an unlabelled test set, unless it was asked for, and the columns of train."""
-        splits = dict(tables.tables)
+        splits, remarks = dict(tables.tables), [*tables.remarks]
         train = splits["train"][""][0]
         columns = self.known.columns(train, self.text_columns or (), self.label_column)
         test = [table for joined in splits.get("test", {}).values() for table in joined]
@@ -93,7 +118,8 @@ class Classification(TextTask):
                 said = f"no column {columns['label']}, so it cannot be scored"
                 raise DataError(f"{hidden[0].where}: {said}; choose another {tables.test_key}")
             del splits["test"]  # its labels are not public, as in GLUE
-        return replace(tables, tables=splits), columns
+            remarks.append(f"{name_of(hidden[0])} has no column {columns['label']}: not used")
+        return replace(tables, tables=splits, remarks=remarks), columns
 
     def read(self, fields: frozenset[str]) -> Corpus:
         """Only the columns that these fields need are kept."""
@@ -227,20 +253,55 @@ class HubClassification(Hub, Classification):
 @settings("task", kw_only=True)
 class CrossLingual(Classification):
     """Text pairs trained in one language and tested in others: XNLI and PAWS-X. Scores: mean
-    accuracy over the tested languages, then accuracy per language."""
+    accuracy over the tested languages, then accuracy per language.
+
+    train_language: of train and dev. languages: tested ones; None: all that there are.
+    """
 
     benchmarks: ClassVar[Mapping[str, Benchmark]] = CROSS_LINGUAL
     name: str = "xnli"
+    train_language: Language = "en"
+    languages: Annotated[Sequence[Language], Field(min_length=1)] | None = None
 
 
 @settings("task", kw_only=True)
-class FolderCrossLingual(FolderOfLanguages, CrossLingual):
-    """Your own pairs in several languages, or XNLI or PAWS-X, in the folder `path`."""
+class FolderCrossLingual(InFolder, CrossLingual):
+    """Your own pairs in several languages, or XNLI or PAWS-X: a folder with train.en.tsv (or
+    train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl. Without a training file, the dev file of
+    train_language is used and a remark says so."""
+
+    def find(self) -> SplitTables:
+        here = self.train_language
+        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
+        files = dict[str, TextFile]()
+        for file in list_files(Path(self.where), Form(expected)):
+            if (other := files.setdefault(file.name, file)) is not file:
+                both = f"{name_of(other)} and {name_of(file)}"
+                raise DataError(f"{self.where}: {both} are both {file.name}; remove one")
+        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
+        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
+        tested.sort(key=lambda language: (language != here, language))
+        wanted = self.languages or tested or ["LANGUAGE"]
+        if missing := [language for language in wanted if language not in tested]:
+            said = f"no test.{missing[0]}.tsv (or .jsonl) for task.languages"
+            raise DataError(f"{self.where}: {said}; {found}")
+        trained = [name for name in (f"train.{here}", "train") if name in files][:1]
+        dev = [name for name in (f"{one}.{here}" for one in DEV_NAMES) if name in files][:1]
+        if not (names := [*trained, *dev]):
+            said = f"no train.{here}.tsv and no dev.{here}.tsv to train on (task.train_language)"
+            raise DataError(f"{self.where}: {said}; {found}")
+        remark = f"no training file: {name_of(files[names[0]])} is the training set"
+        tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
+        tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
+        facts = {"train": names, "languages": list(wanted)}
+        return SplitTables(tables, facts, [] if trained else [remark], "task.languages")
 
 
 @settings("task", kw_only=True)
-class HubCrossLingual(HubOfLanguages, CrossLingual):
-    """path, languages: null: the benchmark's own."""
+class HubCrossLingual(OnHub, CrossLingual):
+    """A data set of the hub with one config per language, such as facebook/xnli: train and
+    validation of train_language, test of every language. path, languages: null: the benchmark's
+    own."""
 
     path: Text | None = None  # type: ignore[assignment]
 
@@ -255,8 +316,22 @@ class HubCrossLingual(HubOfLanguages, CrossLingual):
         return self.path or self.known.hub
 
     @property
-    def own_languages(self) -> Sequence[str]:
-        return self.known.languages
+    def data_set(self) -> str:
+        return self.train_language
+
+    def find(self) -> SplitTables:
+        def table(language: str, split: str) -> list[Table]:
+            loaded = load_hub(self.where, language, revision=self.revision, split=split)
+            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
+
+        here, tested = self.train_language, list(self.languages or self.known.languages)
+        tables: Tables = {
+            "train": {"": table(here, "train")},
+            "dev": {"": table(here, "validation")},
+            "test": {language: table(language, "test") for language in tested},
+        }
+        facts = {"revision": self.revision, "languages": tested}
+        return SplitTables(tables, facts, test_key="task.languages")
 
 
 @settings("task", kw_only=True)

@@ -20,6 +20,7 @@ from xcloud.tasks.scores import Kind
 
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MOST_CLASSES = 1000
+ASKED = ". Is task.label_column right?"
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ class Labels:
             return Labels(None if known.classes is None else tuple(known.classes))
         names = sorted(set(cells))
         if not 2 <= len(names) <= MOST_CLASSES:
-            said = (
-                f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}. Is "
-            )
-            said += "task.label_column right? For numeric targets set task.kind=value"
-            raise DataError(f"{where}: {said}")
+            said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}"
+            raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
         most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
         return Labels(tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names))
 
@@ -55,15 +53,15 @@ class Labels:
             try:
                 values = torch.tensor([float(cell) for cell in cells], dtype=torch.float32)
             except ValueError as error:
-                raise DataError(f"{where}: a label is not a number ({error})") from error
+                raise DataError(f"{where}: a label is not a number ({error}){ASKED}") from error
             if not values.isfinite().all():
-                raise DataError(f"{where}: a label is not a finite number")
+                raise DataError(f"{where}: a label is not a finite number{ASKED}")
             return values
         known = {str(number): number for number in range(len(self.names))}
         known |= {name: number for number, name in enumerate(self.names)}
         if unknown := set(cells) - known.keys():
             hidden = "; -1 hides a label: test on the dev set (task.test_file=dev or "
-            hidden = f"{hidden}task.test=validation)" if unknown == {"-1"} else ""
+            hidden = f"{hidden}task.test=validation)" if unknown == {"-1"} else ASKED
             said = f"{_some(sorted(unknown))}; the classes are {', '.join(self.names[:20])}"
             raise DataError(f"{where}: unknown labels: {said}{hidden}")
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)

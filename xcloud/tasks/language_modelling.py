@@ -336,11 +336,12 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         column = _column(file)
         if file.kind == "text":
             return Rows(len(cells := self._documents(file)), {TEXT: cells})
-        cells = [cell for (cell,) in file.rows((column,), f"the key {column!r} in every line")]
+        cells = [cell for (cell,) in file.rows((column,), "task.path: texts or chats")]
         for number, cell in enumerate(cells, start=1):
             if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
                 said = 'neither "text" nor "messages" with role and content as text'
                 raise DataError(f"{file.where}, row {number}: {said}")
+        cells = [cell for cell in cells if column == MESSAGES or cell.strip()]
         return Rows(len(cells), {column: cells})
 
     def check_tables(self, tables: SplitTables) -> None:

@@ -47,6 +47,8 @@ def rows_of(table: Table) -> Rows:
     try:
         for number, context, question, answers in _asked(table):
             where = f"{table.where}, paragraph {number}"
+            if not isinstance(context, str) or not isinstance(question, str):
+                raise TypeError(f"the question {question!r} or its context is no text")
             if not answers:
                 said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
                 raise DataError(f"{where}: the question {question!r} {said}")

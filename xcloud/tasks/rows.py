@@ -94,13 +94,12 @@ def name_of(table: Table) -> str:
 
 
 def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
-    """Raise DataError if a table lacks one of these columns. keys: what to change then."""
+    """Raise DataError if a table lacks one of these columns, or has two. keys: what to change."""
     there = table.columns()
-    if missing := sorted(set(wanted) - set(there)):
-        raise DataError(
-            f"{table.where}: no column {', '.join(missing)}; it has {', '.join(there)}. "
-            f"Choose with {keys}"
-        )
+    if odd := sorted(column for column in {*wanted} if there.count(column) != 1):
+        said = "two columns" if odd[0] in there else "no column"
+        said += f" {', '.join(odd)}; it has {', '.join(there)}"
+        raise DataError(f"{table.where}: {said}. Choose with {keys}")
 
 
 def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
@@ -253,12 +252,13 @@ class Source:
             split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
             for split, parts in tables.tables.items()
         }
+        for split, parts in splits.items():
+            if empty := [part for part, rows in parts.items() if not rows.num_rows]:
+                raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
         remarks, train = list(tables.remarks), splits["train"][""]
         if dev_as_test and "test" not in splits and "dev" in splits:
             splits["test"] = splits.pop("dev")
             remarks.append("test: the dev set, as there is no labelled test set")
-        if not train.num_rows:
-            raise DataError(f"{self.where}: the training set has no rows")
         for split, numbers in self._held_out(splits, train).items():
             splits[split] = {"": train.take(numbers)}
             if split != "train":
@@ -295,7 +295,8 @@ class Source:
         if sum(wanted.values()) >= len(left):
             said = f"{' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train has"
             lower = " and ".join(f"task.{split}_share" for split in wanted)
-            raise DataError(f"{self.where}: {said} {len(left):,}; lower {lower}")
+            said += f" {len(left):,}; lower {lower}, or add a set for each"
+            raise DataError(f"{self.where}: {said}")
         split_of: dict[Any, Split] = {}
         for split, count in wanted.items():
             split_of |= {left[i]: split for i in chosen_rows(len(left), count, self.split_seed)}

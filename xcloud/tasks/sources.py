@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import IO, Annotated, Any
-
-from pydantic import Field
+from typing import IO, Any
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.model import SPLITS, Split
+from xcloud.contracts.model import Split
 from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.rows import (
     DEV_NAMES,
@@ -35,15 +32,10 @@ from xcloud.tasks.rows import (
     Names,
     Source,
     SplitTables,
-    Table,
-    Tables,
     Text,
     check_columns,
-    name_of,
 )
 
-Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
-Languages = Annotated[Sequence[Language], Field(min_length=1)]
 BATCH_ROWS = 1000
 
 
@@ -87,8 +79,12 @@ class TextFile:
         if self.kind == "lines":
             return list(self.paths)
         if self.kind == "table":
-            return next(read_lines(self.path), "").split("\t")
-        return list(next((row for _, row in self._records()), {}))
+            names = next(read_lines(self.path), "").split("\t")
+        else:
+            names = list(next((row for _, row in self._records()), {}))
+        if not any(names):
+            raise DataError(f"{self.path} is empty, or its first line is")
+        return names
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
         if self.kind == "lines":
@@ -127,25 +123,36 @@ class TextFile:
                 cells = line.split("\t")
                 if len(cells) != len(header):
                     said = f"{len(cells)} columns, but the header has {len(header)}"
-                    raise DataError(f"{where}: {said}; texts must not contain tabs")
+                    said += "; a text holds no tab or line break, not even in quotes"
+                    raise DataError(f"{where}: {said}")
                 yield where, dict(zip(header, cells, strict=True))
             elif line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    said = f"not JSON ({error.msg}); expected one object per line"
-                    raise DataError(f"{where}: {said}") from error
-                row = row.get("translation", row) if isinstance(row, dict) else {}
-                yield where, row if isinstance(row, dict) else {}
+                row = _parsed(line, f"{where}: not JSON", "expected one object per line")
+                row = row.get("translation", row) if isinstance(row, dict) else row
+                if not isinstance(row, dict):
+                    raise DataError(f"{where}: {row!r} is no object; expected one per line")
+                yield where, row
+
+
+def _parsed(text: str, what: str, expected: str) -> Any:
+    """JSON. Half of a surrogate pair, which no tokenizer takes, is refused like bad syntax."""
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise DataError(f"{what} ({getattr(error, 'msg', error)}); {expected}") from error
+    return value
 
 
 def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
+    what = f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}}'
+    expected = "one paragraph per line must be named .jsonl"
+    whole = _parsed("\n".join(read_lines(path)), what, expected)
     try:
-        whole = json.loads("\n".join(read_lines(path)))
         return [row for article in whole["data"] for row in article["paragraphs"]]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        said = f'not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r})'
-        raise DataError(f"{path}: {said}; one paragraph per line must be named .jsonl") from error
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{what} ({error!r}); {expected}") from error
 
 
 @settings("task", kw_only=True)
@@ -299,70 +306,6 @@ class Hub(OnHub):
         facts = {"config": self.data_set, "revision": self.revision}
         key = None if self.test is None else "task.test"
         return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
-
-
-@settings("task", kw_only=True)
-class FolderOfLanguages(InFolder):
-    """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
-    train_language: of train and dev. languages: tested ones; None: all with a test file. Without a
-    training file, the dev file of train_language is used and a remark says so."""
-
-    train_language: Language = "en"
-    languages: Languages | None = None
-
-    def find(self) -> SplitTables:
-        here = self.train_language
-        expected = f"train.{here}.tsv and test.{here}.tsv, test.de.tsv, …"
-        files = {file.name: file for file in list_files(Path(self.where), Form(expected))}
-        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
-        tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
-        tested.sort(key=lambda language: (language != here, language))
-        wanted = self.languages or tested or ["LANGUAGE"]
-        if missing := [language for language in wanted if language not in tested]:
-            said = f"no test.{missing[0]}.tsv (or .jsonl) for task.languages"
-            raise DataError(f"{self.where}: {said}; {found}")
-        trained = [name for name in (f"train.{here}", "train") if name in files][:1]
-        dev = [name for name in (f"{one}.{here}" for one in DEV_NAMES) if name in files][:1]
-        if not (names := [*trained, *dev]):
-            said = f"no train.{here}.tsv and no dev.{here}.tsv to train on (task.train_language)"
-            raise DataError(f"{self.where}: {said}; {found}")
-        remark = f"no training file: {name_of(files[names[0]])} is the training set"
-        tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
-        tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
-        facts = {"train": names, "languages": list(wanted)}
-        return SplitTables(tables, facts, [] if trained else [remark], "task.languages")
-
-
-@settings("task", kw_only=True)
-class HubOfLanguages(OnHub):
-    """A data set of the hub with one config per language, such as facebook/xnli: train and
-    validation of train_language, test of every language."""
-
-    train_language: Language = "en"
-    languages: Languages | None = None
-
-    @property
-    def own_languages(self) -> Sequence[str]:
-        """Those that are tested if task.languages names none."""
-        raise NotImplementedError
-
-    @property
-    def data_set(self) -> str:
-        return self.train_language
-
-    def find(self) -> SplitTables:
-        def table(language: str, split: str) -> list[Table]:
-            loaded = load_hub(self.where, language, revision=self.revision, split=split)
-            return [HubTable(loaded, f"{self.where} {language}, split {split}")]
-
-        here, tested = self.train_language, list(self.languages or self.own_languages)
-        tables: Tables = {
-            "train": {"": table(here, "train")},
-            "dev": {"": table(here, "validation")},
-            "test": {language: table(language, "test") for language in tested},
-        }
-        facts = {"revision": self.revision, "languages": tested}
-        return SplitTables(tables, facts, test_key="task.languages")
 
 
 def local_folder(name: str) -> Path | None:

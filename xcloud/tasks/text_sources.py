@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from xcloud.tasks.sources import HubTable, TextFile, list_files, load_hub, local
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
 
-HELD_OUT = (*DEV_NAMES, "test")
+HELD_OUT = re.compile(rf"({'|'.join(DEV_NAMES)}|test)(?![a-z])")
 _cached_pairs = cache(demo_pairs)
 
 
@@ -100,7 +101,7 @@ class DemoText(TextSource):
 @settings("text.source")
 class FolderText(TextSource):
     """Files recognised by name; each may end in .gz. Held-out files (dev, val, valid, validation,
-    test) are ignored.
+    test, also test_2016, dev-1) are ignored.
 
     a language:  es.txt, train.es.txt, wiki.es.txt, train.es    one text per line
                  es.jsonl, train.es.jsonl    one object per line, the text under `text_key`
@@ -146,7 +147,7 @@ class FolderText(TextSource):
             form = Form(expected, languages=languages)
         folder = Path(self.path).expanduser()
         files = list_files(folder, form, "text.source.path")
-        files = [file for file in files if file.path.name.split(".")[0] not in HELD_OUT]
+        files = [file for file in files if not HELD_OUT.match(file.path.name)]
         chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
             there = ", ".join(map(name_of, files)) or "none"

@@ -17,6 +17,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,6 +35,7 @@ from xcloud.tasks.rows import Corpus, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
+kept_sentences = lru_cache(1)(public_sentences)  # a rank asks for its tokenizer several times
 
 
 @settings("task", kw_only=True)
@@ -82,10 +84,7 @@ class SourceTask(Source):
         """Raise DataError if they cannot be used. Reads no text."""
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
-        """Raise DataError if a split is empty."""
-        for split, count in rows.items():
-            if not count:
-                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        """Raise DataError if they are not as the settings say."""
 
     def agreed_settings(self) -> dict[str, object]:
         """Part of the fingerprint, beside name, max_length, row counts and corpus."""
@@ -119,8 +118,7 @@ class TextTask(SourceTask):
         return self.read(fields) if fields or self.sizes is None else Corpus.unseen(self.sizes)
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
-        """Raise DataError if a split is empty or task.sizes differ from the data."""
-        super().check_rows(rows)
+        """Raise DataError if task.sizes differ from the data."""
         if self.sizes is not None and dict(self.sizes) != dict(rows):
             there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
             said = f"task.sizes differ from the data, which has {{{there}}}"
@@ -245,7 +243,7 @@ def counted(counts: Mapping[Split, int]) -> str:
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     """The tokenizer, trained on public sentences if needed."""
-    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
+    texts = kept_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
     return choice.prepare(texts, in_project(cache_dir))
 
 

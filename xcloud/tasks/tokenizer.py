@@ -48,6 +48,9 @@ class Tokenizer:
     rejoin: bool
     num_separators: int = 1
 
+    def __post_init__(self) -> None:
+        self.backend.encode_special_tokens = True  # a literal "[PAD]" in a text stays text
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
