@@ -228,12 +228,14 @@ def test_restored_averagers_go_on_as_if_nothing_had_happened(compressor: Compres
 def test_a_share_without_tensors_goes_on_as_if_nothing_had_happened() -> None:
     """A rank of a cloud has one where the others carry all of a fragment across."""
 
+    def plain(shapes: Mapping[str, torch.Size]) -> TensorCodec:
+        return TensorCodec(shapes, lambda n, s: Chain(), 7, True)
+
     def empty(links: ReplicaLinks) -> AllToAll:
-        return AllToAll(links, TensorCodec({}, lambda n, s: Chain(), 7, True))
+        return AllToAll(links, plain({}))
 
     def few(links: ReplicaLinks) -> Aggregators:
-        shapes = {"one row": torch.Size((1, 5))}
-        return Aggregators(links, shapes, lambda own: TensorCodec(own, lambda n, s: Chain(), 7, True))
+        return Aggregators(links, {"one row": torch.Size((1, 5))}, plain)
 
     for make, tensors in ((empty, []), (few, [torch.ones(1, 5)])):
         original, restored = averagers(3, make), averagers(3, make)
