@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 
 from tests import warm_ranks
@@ -49,7 +49,7 @@ def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:
 
 
 def in_threads(
-    run_dir: Path, config: dict[str, object], patch: pytest.MonkeyPatch
+    run_dir: Path, config: dict[str, object] | DictConfig, patch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
     """As `start`, with the ranks in threads of this process, over links in memory."""
     for of, name in ((Pipeline, "_forward"), (Features, "stage")):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tests import warm_ranks
 from tests.configs import composed
-from tests.runs import losses, weights
+from tests.runs import in_threads, losses, weights
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.launch.local import run
@@ -33,13 +33,21 @@ PROMPTS = ["Ana", "The doctor has"]
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if sys.platform == "linux":
-        warm_ranks.import_first("transformers.models.llama.modeling_llama", "peft")
+        warm_ranks.import_first(
+            "transformers.models.llama.modeling_llama", "peft", "xcloud.models.causal",
+            "xcloud.tasks.language_modelling", "tests.kept_texts",
+        )  # fmt: skip
     return tmp_path_factory.mktemp("cache")
 
 
+def config_of(cache: Path, *overrides: str) -> DictConfig:
+    return OmegaConf.create(
+        OmegaConf.to_container(composed(*SMALL, f"cache_dir={cache}", *overrides))
+    )
+
+
 def start(run_dir: Path, cache: Path, *overrides: str) -> dict:
-    config = composed(*SMALL, f"cache_dir={cache}", *overrides)
-    return run(OmegaConf.create(OmegaConf.to_container(config)), run_dir)
+    return run(config_of(cache, *overrides), run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +66,10 @@ def all_weights(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 
 def test_adapters_are_bit_equal_to_one_process(
-    two_clouds: Path, cache: Path, tmp_path: Path
+    two_clouds: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FP32, no compression, dropout on, gradients clipped over both clouds."""
-    start(tmp_path, cache, "cluster=local")
+    in_threads(tmp_path, config_of(cache, "cluster=local"), monkeypatch)
 
     assert losses(tmp_path) == losses(two_clouds)
     ours, theirs = weights(two_clouds), weights(tmp_path)
@@ -71,9 +79,9 @@ def test_adapters_are_bit_equal_to_one_process(
 
 
 def test_all_weights_are_bit_equal_to_one_process(
-    all_weights: Path, cache: Path, tmp_path: Path
+    all_weights: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(tmp_path, cache, "cluster=local", "model.lora=null")
+    in_threads(tmp_path, config_of(cache, "cluster=local", "model.lora=null"), monkeypatch)
 
     assert losses(tmp_path) == losses(all_weights)
     ours, theirs = weights(all_weights), weights(tmp_path)

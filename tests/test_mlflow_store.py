@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.event_lines import append_event, append_step
+from tests.runs import command
 from tests.sweep_runs import blank_store
 from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import VIEW_TAG, Store, view_of
@@ -23,7 +22,6 @@ from xcloud.record.tracking import (
     TrackedRun,
 )
 
-REPOSITORY = Path(__file__).parent.parent
 SUMMARY: dict[str, Any] = {
     "commit": "1a2b3c4",
     "num_steps": 3,
@@ -186,8 +184,8 @@ assert tracker.run_id and "MLflow lacks" not in tracker.places(), tracker.places
 @pytest.mark.slow
 def test_two_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
     root = tmp_path / "mlruns"
-    command = [sys.executable, "-c", START_A_RUN, str(root)]
-    runs = [subprocess.Popen([*command, str(number)], cwd=REPOSITORY) for number in range(2)]
+    words = ("-c", START_A_RUN, str(root))
+    runs = [command(*words, str(number), log=tmp_path / f"log{number}") for number in range(2)]
 
     assert [run.wait(200) for run in runs] == [0, 0]
     assert query(root, "SELECT name, status FROM runs ORDER BY name") == [

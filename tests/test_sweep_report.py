@@ -261,6 +261,24 @@ def test_report_compares_two_sweeps(
     assert (sweep.parent / "s+t" / "quality_and_step_time.png").exists()
 
 
+def test_a_folder_of_that_name_hides_no_sweep_and_two_sweeps_have_two_names(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sweep.parent.parent)
+    (sweep.parent.parent / sweep.name).mkdir()
+    assert open_sweep(sweep.name)[0] == Path("multirun") / sweep.name
+    write_run(Path("other", sweep.name, "a"), compose([]))
+    with pytest.raises(ConfigError, match="names of their own, got s, s"):
+        report.main([sweep.name, f"other/{sweep.name}"])
+
+
+def test_a_run_whose_score_is_not_finite_is_named(tmp_path: Path) -> None:
+    for seed, quality in ((1, 30.0), (2, None)):
+        write_run(tmp_path / f"{seed}", compose([f"seed={seed}"]), quality={"bleu": quality})
+    remarks = report.remarks_of(Results(from_folder(tmp_path)))
+    assert "Means leave out runs whose score is not finite: none s2." in remarks
+
+
 @pytest.mark.usefixtures("pictures")
 def test_a_sweep_is_pages_without_a_server(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -274,7 +292,7 @@ def test_a_sweep_is_pages_without_a_server(
     index = pages.pop("index")
     assert len(pages) == len(Results(from_folder(sweep)).rows)
     assert all(f'href="{name}.html"' in index for name in pages)
-    assert "index-quality_and_step_time.png" in index and "http" not in index
+    assert "quality_and_step_time.png" in index and "http" not in index
     assert any(
         "python run.py +exp=abnet_iwslt compression=int8" in page for page in pages.values()
     )

@@ -1,6 +1,7 @@
 """What a sweep refuses, skips, runs again and says; runs are faked, files are real."""
 
 import json
+import subprocess
 import sys
 import time
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import code_digests
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.sweep.points import Decision, Point, SweepState, code_fingerprint, name_points
@@ -240,11 +241,13 @@ def test_code_that_decides_nothing_is_not_looked_at(
 ) -> None:
     digests = partial(code_digests, tmp_path)
     monkeypatch.setattr("xcloud.sweep.points.code_digests", digests)
-    (tmp_path / "sweep").mkdir()
+    for name in ("sweep", "claims"):
+        (tmp_path / name).mkdir()
     (tmp_path / "a.py").write_text("1")
     before = code_fingerprint()
 
     (tmp_path / "sweep" / "table.py").write_text("2")
+    (tmp_path / "claims" / "pages.py").write_text("2")
     (tmp_path / "notes.md").write_text("3")
     assert code_fingerprint() == before
     (tmp_path / "a.py").write_text("4")
@@ -267,6 +270,37 @@ def test_two_points_never_share_a_folder(folder: Path) -> None:
 
     decision = SweepState(folder).decide(found, accept_changes=False)[0]
     assert (decision.verdict, decision.folder) == ("run", "none_s1-2")
+
+
+def test_a_finished_run_stays_with_the_point_whose_result_it_is(folder: Path) -> None:
+    """As when a default is edited between two commands: the words of another point made it."""
+    run_sweep(folder, ["seed=1"], FakeRuns())
+    (entry,) = SweepState(folder).points.values()
+    found = points("seed=1 training.max_steps=9", "seed=1")
+    entry["overrides"] = list(found[0].overrides)
+    (folder / "sweep.json").write_text(json.dumps({"points": SweepState(folder).points | {
+        "none_s1": entry}}))  # fmt: skip
+    name_points(found)
+
+    changed, same = SweepState(folder).decide(found, accept_changes=False)
+    assert (same.verdict, same.folder) == ("skip", "none_s1")
+    assert changed.verdict == "run" and changed.folder != "none_s1"
+
+
+def test_a_point_that_begins_while_the_sweep_ends_is_ended_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = Processes(1)
+    processes.end()
+    asleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(
+        "xcloud.sweep.runner.start_point",
+        lambda *given: subprocess.Popen(asleep, stdout=subprocess.PIPE, encoding="utf-8"),
+    )
+    (point,) = points("seed=1")
+    folder.mkdir(parents=True)
+    with pytest.raises(RunFailed, match="exit code -15"):
+        processes.run(point, folder)
 
 
 def test_the_same_experiment_runs_once(folder: Path) -> None:

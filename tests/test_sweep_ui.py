@@ -1,4 +1,4 @@
-"""A sweep in MLflow's real UI, in a real browser: its rows and its charts are there."""
+"""Pages in a real browser: a sweep's rows and charts in MLflow's UI, and our own pages."""
 
 import re
 import signal
@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.chromium import browser, chromium
 from tests.runs import completed
 from xcloud.record.mlflow_store import UI_HOST
+from xcloud.report.tables import Page, Table, write_site
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,3 +96,33 @@ def test_an_unknown_sweep_is_said(sweep: tuple[Path, str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert done.returncode == 1 and "No sweep 'other' is recorded" in done.stderr
+
+
+def test_a_page_of_ours_sorts_by_key_and_fits_a_phone(tmp_path: Path) -> None:
+    times = ["1.57 s", "412 ms", "-", "0.21 ms", "450 ± 71 ms"]
+    counts = ["1,200", "999", "1e+06", "–", "12 ± 3"]
+    table = Table("Runs", pd.DataFrame({"step time": times, "tokens/s": counts}))
+    command = f"python run.py {' '.join(f'key{n}=value' for n in range(40))}"
+    long = Page("index", "x" * 80, [("Record", "/a/folder" * 20)], command, (), [table])
+    index = write_site(long, [], tmp_path)
+    column = "[...document.querySelectorAll('tbody tr')].map(r => r.cells[{}].innerText)"
+    with browser(tmp_path / "profile") as page:
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=360, height=800, deviceScaleFactor=1, mobile=True,
+        )  # fmt: skip
+        page.open(index.as_uri())
+        page.wait_for("document.querySelectorAll('th button').length == 2")
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        for index_of, upwards in (
+            (0, ["0.21 ms", "412 ms", "450 ± 71 ms", "1.57 s", "-"]),
+            (1, ["12 ± 3", "999", "1,200", "1e+06", "–"]),
+        ):
+            page.evaluate(f"document.querySelectorAll('th button')[{index_of}].focus()")
+            for order in (upwards, [*reversed(upwards[:-1]), upwards[-1]]):
+                for kind in ("keyDown", "keyUp"):
+                    page.call(
+                        "Input.dispatchKeyEvent",
+                        type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13,
+                    )  # fmt: skip
+                assert page.evaluate(column.format(index_of)) == order

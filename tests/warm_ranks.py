@@ -10,6 +10,7 @@ python warm, run.py too, for tests of what it does after that: its ranks are the
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from tests.forks import Child, become
@@ -29,7 +31,10 @@ ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
+    "torch.profiler._cupti_monitor",
+    "xcloud.__main__",
     "xcloud.launch.several_machines",
+    "tests.one_way_toy",
     "tests.toy",
 )
 
@@ -106,9 +111,13 @@ def close() -> None:
 
 
 IMPORTED_BY_COMMANDS = (
-    "hydra",
+    "hydra._internal.core_plugins.basic_sweeper",
+    "matplotlib.backends.backend_agg",
+    "rich.live",
     "xcloud.launch.local",
     "xcloud.planner.planning",
+    "xcloud.report.pictures",
+    "xcloud.sweep.report",
     "xcloud.sweep.runner",
 )
 
@@ -126,6 +135,7 @@ def command(*words: str, log: Path, cwd: Path = ROOT, **more: str) -> WarmRank:
 def serve(connection: socket.socket) -> None:
     for name in IMPORTED_BY_RANKS:
         importlib.import_module(name)
+    gc.freeze()
     lines = connection.makefile("rw", encoding="utf-8")
     while line := lines.readline():
         request = json.loads(line)
@@ -134,6 +144,7 @@ def serve(connection: socket.socket) -> None:
             answer = os.waitstatus_to_exitcode(status) if pid else None
         elif "import" in request:
             answer = [importlib.import_module(name).__name__ for name in request["import"]]
+            gc.freeze()  # or every child copies it all when it collects
         else:
             answer = os.fork()
             if not answer:
@@ -175,7 +186,30 @@ def become_process(
 def be_rank(words: list[str]) -> None:
     if "--parent" in words:
         words[words.index("--parent") + 1] = str(os.getppid())
+    elif os.environ.get("RANK") == "0":  # without a launcher it starts the monitor, as its child
+        started = SimpleNamespace(Popen=start_later(), TimeoutExpired=subprocess.TimeoutExpired)
+        importlib.import_module("xcloud.launch.several_machines").subprocess = started
     sys.exit(importlib.import_module("xcloud.__main__").main(words))
+
+
+def start_later() -> Callable[[list[str]], Child]:
+    """In place of one Popen of `python -m xcloud`: forked now, while there are no threads."""
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        os.close(write)
+        with open(read, encoding="utf-8") as line:
+            command = line.read()
+        if not command:  # the parent has ended
+            os._exit(0)
+        sys.exit(importlib.import_module("xcloud.__main__").main(json.loads(command)[3:]))
+    os.close(read)
+
+    def start(command: list[str]) -> Child:
+        with open(write, "w", encoding="utf-8") as line:
+            json.dump(command, line)
+        return Child(pid)
+
+    return start
 
 
 def be_launcher(words: list[str], body: Callable[[], object]) -> None:

@@ -245,7 +245,8 @@ def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
 
 
 class Picture(NamedTuple):
-    """file: copied beside the pages. text: what it shows, for those who cannot see it too."""
+    """file: copied beside the pages if it is elsewhere. text: what it shows, for those who cannot
+    see it too."""
 
     file: Path
     text: str
@@ -305,6 +306,7 @@ def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for page in (front, *studies):
         for picture in page.pictures:
-            shutil.copyfile(picture.file, folder / f"{page.name}-{picture.file.name}")
+            if picture.file.parent.resolve() != folder.resolve():
+                shutil.copy(picture.file, folder)
         (folder / f"{page.name}.html").write_text(rendered(PAGE, page=page), encoding="utf-8")
     return folder / f"{front.name}.html"

@@ -43,7 +43,7 @@ STATE_FILE = "sweep.json"
 LOCK_FILE = ".lock"
 EARLIER_DIR = "earlier"
 # Code that arranges and shows runs; it cannot change what a run computes.
-BESIDE_CODE = ("sweep", "_hydra", "report", "__main__.py")
+BESIDE_CODE = ("sweep", "_hydra", "report", "claims", "__main__.py")
 # Where a run is written and what it is called, not what it computes.
 BESIDE = ("sweep", "label", "tracker")
 # Not part of the label: the seed is appended, the sweep's name is left out.
@@ -253,10 +253,12 @@ class SweepState:
             with suppress(ConfigError):  # its settings were never written
                 ran[name] = flatten(read_config(self.folder / name / EXPERIMENT_FILE))
         by_identity = {identity(own): name for name, own in ran.items()}
+        wanted = {by_identity.get(point.identity) for point in points}
         taken, decisions = {*self.points}, list[Decision]()
         for point in points:
             alike = (name for name, entry in self.points.items()
-                     if same_overrides(entry["overrides"], point.overrides))  # fmt: skip
+                     if name not in wanted
+                     and same_overrides(entry["overrides"], point.overrides))  # fmt: skip
             folder = by_identity.get(point.identity) or next(alike, None)
             if folder is None:
                 folder = _free_name(point.folder, taken)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.units import (
     UNKNOWN,
@@ -81,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
     store = Store(project_root() / given.root, given.experiment, given.uri)
-    opened = dict(open_sweep(name, store) for name in dict.fromkeys(given.sweep))
+    opened = dict(open_sweep(name, store) for name in given.sweep)
     names = [folder.name for folder in opened]
+    if len({*names}) < len(names):
+        raise ConfigError(f"sweeps to compare need names of their own, got {', '.join(names)}")
     results, title = Results(list(chain(*opened.values()))), " and ".join(names)
     written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title)
     if given.site:
@@ -199,6 +202,10 @@ def remarks_of(results: Results) -> Iterator[str]:
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
             yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
+    unknown = [run for run in results.runs if None in run.summary.get("quality", {}).values()]
+    if unknown:
+        named = ", ".join(f"{run.label} s{run.settings.get('seed')}" for run in unknown)
+        yield f"Means leave out runs whose score is not finite: {named}."
     if (crowd := max((run.at_once for run in results.runs), default=1)) > 1:
         yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
     if len(commits := {str(commit) for commit in results.points.commit.dropna()}) > 1:

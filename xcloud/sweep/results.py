@@ -344,8 +344,10 @@ def known_sweeps() -> list[str]:
 
 def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
     """Folder and runs of a sweep, given its name or folder. Raises ConfigError if unknown."""
-    folder = Path(name) if Path(name).is_dir() else Path("multirun") / name
-    results = from_folder(folder) if folder.is_dir() else []
+    given = Path(name)
+    is_path = len(given.parts) > 1 or any(given.glob(f"*/{EXPERIMENT_FILE}"))
+    folder = given if is_path else Path("multirun") / name
+    results = from_folder(folder)
     if not results and store is not None:
         results = from_store(store, folder.name)
     if not results:

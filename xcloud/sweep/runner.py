@@ -77,7 +77,7 @@ class Processes:
     that compute at once."""
 
     def __init__(self, parallel: int) -> None:
-        self.parallel = parallel
+        self.parallel, self._is_ending = parallel, False
         self._running: list[subprocess.Popen[str]] = []
 
     def run(self, point: Point, run_dir: Path) -> None:
@@ -86,6 +86,8 @@ class Processes:
         threads = num_cores() // (point.experiment.cluster.num_processes * self.parallel)
         process = start_point(run_dir, max(1, threads))
         self._running.append(process)
+        if self._is_ending:  # it began while `end` went through the others
+            process.terminate()
         last = ""
         assert process.stdout is not None
         with process.stdout, open(run_dir / OUTPUT_FILE, "ab", buffering=0) as log:
@@ -108,6 +110,7 @@ class Processes:
         self._terminate(60.0)
 
     def _terminate(self, within_s: float | None) -> None:
+        self._is_ending = True
         for process in self._running:
             process.terminate()  # those that have ended are left alone
         for process in self._running:

@@ -17,6 +17,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,6 +35,7 @@ from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
+kept_sentences = lru_cache(1)(public_sentences)  # a rank asks for its tokenizer several times
 
 
 @settings("task", kw_only=True)
@@ -240,7 +242,7 @@ def counted(counts: Mapping[Split, int]) -> str:
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     """The tokenizer, trained on public sentences if needed."""
-    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
+    texts = kept_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
     return choice.prepare(texts, in_project(cache_dir))
 
 
