@@ -221,8 +221,9 @@ def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
 
 
 CHILD = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     (folder / "runs").touch()
     time.sleep(60)
@@ -232,15 +233,21 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_lets_a_run_save_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_stops_a_reproduction_stops_its_run_which_saves_what_it_has(
+    tmp_path: Path, stop: signal.Signals
+) -> None:
     said = [sys.executable, "-c", CHILD, str(tmp_path)]
     parent = f"from xcloud.claims.reproduce import ended; ended({said!r})"
     process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
     while not (tmp_path / "runs").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130 and (tmp_path / "saved").exists()
+    if stop == signal.SIGINT:  # as a terminal does
+        os.killpg(process.pid, stop)
+    else:
+        process.terminate()
+    assert process.wait(60) == 128 + stop and (tmp_path / "saved").exists()
 
 
 def test_missing_data_and_unknown_claims_are_one_line(

@@ -262,6 +262,12 @@ def test_a_split_that_is_not_searched_stays_though_it_is_not_among_those_tried()
     assert {p.plan.ends for p in search(priced, room, 4).best} == {own.ends}
 
 
+def test_in_one_cloud_there_is_nothing_to_compress() -> None:
+    inside = ClusterLayout({"a": Cloud(2, stages=(0, 1), one_stage_per_rank=True)}, "free")
+    priced = pricer(layout=inside)
+    assert {p.plan.compression for p in search(priced, space(priced), 9).best} == {NO_COMPRESSION}
+
+
 def test_a_rank_of_two_stages_fetches_once() -> None:
     data = replace(EIGHT, fetch_s=Curve([(1, 0.01)]))
     both = ClusterLayout({"a": Cloud(stages=(0, 2)), "b": Cloud(stages=(1,))}, "free")

@@ -114,7 +114,11 @@ class Translator(TrainedRun):
 
     @torch.no_grad()
     def translate(self, lines: Sequence[str]) -> list[str]:
-        batch = {"ids": torch.arange(len(lines)), "source": self.text.source_batch(lines)}
+        table, ids = self.text.table("source", lines), torch.arange(len(lines))
+        if table.num_cut:
+            most = f"{self.experiment.task.max_length} tokens (task.max_length)"
+            print(f"{table.num_cut} of {len(lines)} lines cut to {most}", file=sys.stderr)
+        batch = {"ids": ids, "source": table.padded(ids)}
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
             message = self.carry(number, stage(message, batch).send)

@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -105,14 +106,20 @@ def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[R
 
 
 def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
-    """Run it in the project's folder; its exit code. Ctrl+C reaches it as well: it may save what
-    it has first. Raises SystemExit then."""
+    """Run it in the project's folder; its exit code. Raises SystemExit at Ctrl+C, which reaches it
+    as well, or SIGTERM, which is passed on, once it has saved what it can."""
+    usual = signal.signal(signal.SIGTERM, lambda *given: sys.exit(143))
     with subprocess.Popen(command, cwd=project_root(), stdout=output, stderr=output) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
             process.wait()
             raise SystemExit(130) from None
+        except SystemExit:
+            process.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, usual)
 
 
 class Rows:

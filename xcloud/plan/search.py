@@ -58,9 +58,10 @@ class Space:
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
         """Every plan, with the schedule of `own`, that the job may run with GPipe."""
         varies, own = self.varies, self.own
-        names = self.compressions if "compression" in varies else [own.compression]
         for strategy in list(self.splits) if "strategy" in varies else [own.strategy]:
             splits, counts = self.splits[strategy], self.counts(arranged[strategy])
+            compresses = "compression" in varies and arranged[strategy].layout.crosses_clouds
+            names = self.compressions if compresses else [own.compression]
             if "split" not in varies and len(own.ends) == len(splits[0]):
                 splits = [own.ends]
             allowed = [

@@ -187,14 +187,18 @@ class Planner:
         return model.block_counts(self.arranged[own].num_stages, length)
 
     def _allows(self, strategy: str, compression: str, schedule: Schedule) -> bool:
+        return not self._refusal(
+            cluster=self.cluster, strategy=self.arranged[strategy].strategy,
+            compression=self.candidates[compression], schedule=schedule,
+        )  # fmt: skip
+
+    def _refusal(self, **changed: Any) -> str:
+        """Why the job cannot be run so; empty if it can."""
         try:
-            replace(
-                self.job, cluster=self.cluster, strategy=self.arranged[strategy].strategy,
-                compression=self.candidates[compression], schedule=schedule, plan=None,
-            )  # fmt: skip
-        except ConfigError:
-            return False
-        return True
+            replace(self.job, plan=None, **changed)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
         found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
@@ -206,11 +210,10 @@ class Planner:
         """Those beside the job's own that the job allows."""
         found, m = list[Schedule](), self.job.schedule.num_micro_batches
         for name, schedule in self.plan.schedules.items():
-            try:
-                replace(self.job, schedule=with_micro_batches(schedule, m), plan=None)
+            if why := self._refusal(schedule=with_micro_batches(schedule, m)):
+                self.not_planned[f"schedule={name}"] = why
+            else:
                 found.append(schedule)
-            except ConfigError as error:
-                self.not_planned[f"schedule={name}"] = str(error)
         return found
 
     def _arranged(self) -> dict[str, Arranged]:
