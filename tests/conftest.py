@@ -1,8 +1,8 @@
 """What all tests share: torch on one thread, Ctrl+C that arrives, and work side by side.
 
 `python -m pytest` without a file runs in several processes (pytest-xdist) that share the tests:
-slow ones first, each by itself, then the fast ones by file, long files first. Tests that must not run at the same
-time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
+slow ones first, each by itself, then the fast ones by file, long files first. Tests that must not
+run at the same time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 from tests import warm_ranks
 from xcloud.launch import processes as launch
+from xcloud.survive import saving
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.
@@ -60,6 +61,14 @@ def _pictures_are_empty() -> Iterator[None]:
         draw(figure, path) if _draws else Path(path).touch()
 
     with mock.patch.object(Figure, "savefig", save):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _checkpoints_are_written_at_once() -> Iterator[None]:
+    """In this process: the thread that writes them is nice, and many tests wait for it, beside
+    other processes that leave it nothing."""
+    with mock.patch.object(saving, "_NICENESS", 0):
         yield
 
 
