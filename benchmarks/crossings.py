@@ -82,6 +82,8 @@ def measure(mbit: float, micro_batches: int, updates: int) -> dict[str, StepRati
     with tempfile.TemporaryDirectory() as folder:
         rounds = timed({c: [*job, f"compression={c}"] for c in COMPRESSORS}, Path(folder))
     ratios = {c: StepRatio.of(own, rounds[NO_COMPRESSION]) for c, own in rounds.items()}
+    if not all(ratios.values()):
+        raise SystemExit(f"{updates} updates are too few for an interval: raise --updates")
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 

@@ -74,7 +74,7 @@ class Attempt:
             state, _ = holder.restore(self.from_step, states_of(parts), {"data": "1"})
             load_states(parts, state, "a rank")
         if self.from_step:
-            self.folder.delete_after(self.from_step, number)
+            self.folder.delete_after(self.from_step, number, self.attempt)
         about = about_part(holder.places, holder.settings, self.attempt, {"data": "1"})
         clock, step_s = time.monotonic, self.step_s
         if step_s is not None:

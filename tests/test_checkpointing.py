@@ -74,6 +74,14 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
     assert folder.agreed_steps() == [6, 3]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_writing_thread_that_fails_ends_the_rank_and_does_not_hang_it(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), 0, {})
+    writer.later(lambda: {}["no such part"])
+    with pytest.raises(AssertionError, match="the thread that writes checkpoints has failed"):
+        writer.wait()
+
+
 def _but_for_times(states: list[State]) -> list[State]:
     return [{k: v for k, v in one.items() if "budget.numbers" not in k} for one in states]
 

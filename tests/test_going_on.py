@@ -15,6 +15,7 @@ from tests.channels import same_state
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.survive.resume import newest_common
 
 
 @pytest.mark.parametrize(
@@ -110,3 +111,36 @@ def test_training_longer_or_with_another_rate_is_said_and_goes_on(tmp_path: Path
     assert found.price(True) == "nothing is lost by this"
     longer.train()
     assert same_state(longer.state, undisturbed(shape))
+
+
+def test_parts_of_ranks_that_are_no_more_keep_nobody_from_going_on_and_are_pruned(
+    tmp_path: Path,
+) -> None:
+    four, two = "2x2 lanes, 1F1B", "two clouds, GPipe"
+    Attempt(tmp_path, job(SHAPES[four], CODECS["plain"])).train(4, lost=[3])
+    fewer = changed(tmp_path, two, "plain", cluster__clouds="one each")
+    assert fewer.from_step == 2
+    fewer.train(6)
+    assert [(s, fewer.folder.ranks(s)) for s in fewer.folder.steps()] == [(6, [0, 1]), (4, [0, 1])]
+    again = changed(tmp_path, four, "plain", cluster__clouds="two")
+    assert again.from_step == 6
+    again.train()
+
+
+def test_parts_of_two_attempts_with_other_ranks_are_named(tmp_path: Path) -> None:
+    four, two = "2x2 lanes, 1F1B", "two clouds, GPipe"
+    first = Attempt(tmp_path, job(SHAPES[four], CODECS["plain"]))
+    first.train(4)
+    kept = {p: p.read_bytes() for p in first.folder.step_dir(4).glob("rank-3.*")}
+    first.folder.delete_after(2, 0)
+    changed(tmp_path, two, "plain", cluster__clouds="one each").train(4)
+    for path, data in kept.items():  # from a copy of the folder, say
+        path.write_bytes(data)
+    again = changed(tmp_path, four, "plain", cluster__clouds="two")
+    assert again.from_step == 2
+    assert "its parts are of different attempts at this step" in again.note
+
+
+@pytest.mark.parametrize("line", ["ok", "ok agreed", "ok agreed x", "bad", "", "agreed"])
+def test_what_is_no_line_of_a_checkpoint_counts_as_none(line: str) -> None:
+    assert newest_common({0: {"4": "ok written 1"}, 1: {"4": line}}, str) == (0, "")

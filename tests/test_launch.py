@@ -14,10 +14,11 @@ from xcloud.launch.failures import (
     EXIT_FAILED,
     EXIT_PEER_LOST,
     first_cause,
+    named_failures,
     write_failure,
 )
 from xcloud.launch.processes import LocalRanks, RunStopped
-from xcloud.record.files import failure_of, ready_file, state_file
+from xcloud.record.files import error_file, failure_of, ready_file, state_file
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(
@@ -240,3 +241,21 @@ def test_any_signal_that_ends_a_rank_is_named(tmp_path: Path) -> None:
     for number, name in ((signal.SIGRTMIN + 1, "real-time"), (signal.SIGKILL, "SIGKILL")):
         cause = first_cause(tmp_path, ["a"], lambda number=number: {0: -number}, {})
         assert f"was ended by signal {int(number)} ({name})" in cause
+
+
+def test_a_rank_that_dies_at_once_is_not_taken_for_what_failed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"message": "no data", "peer_lost": False, "expected": True}
+    error_file(tmp_path, 0).write_text(json.dumps(old))
+
+    def start(command: list[str], environment: dict[str, str], log: Path) -> object:
+        log.touch()
+        return subprocess.Popen(["sh", "-c", "kill -9 $$"])
+
+    monkeypatch.setattr(launch, "start_process", start)
+    ranks = LocalRanks(tmp_path, ["a"])
+    ranks.start()
+    with pytest.raises(RunFailed, match="rank 0 of cloud 'a': was ended by signal 9"):
+        ranks.wait(lambda: False)
+    assert not named_failures(tmp_path, [0])

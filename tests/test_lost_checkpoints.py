@@ -141,10 +141,10 @@ def fails(monkeypatch: pytest.MonkeyPatch, phase: str, steps: Sequence[int]) -> 
             raise FULL
         of(folder, step, *rest)
 
-    def prune(folder: Any, rank: int, keep: int, of: Any = CheckpointFolder.prune) -> None:
+    def prune(folder: Any, rank: int, *rest: Any, of: Any = CheckpointFolder.prune) -> None:
         if rank == 1:
             raise FULL
-        of(folder, rank, keep)
+        of(folder, rank, *rest)
 
     def copy(parts: Any) -> Any:
         trainer = parts["trainer"]

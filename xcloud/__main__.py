@@ -6,7 +6,6 @@ called, so the list appears at once.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -63,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [words[1], "--help"]
     name, *rest = words
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name.replace("_", "-"), COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        from xcloud.base.wording import meant  # which takes a while
+
+        hint = meant(name.replace("_", "-"), [*COMMANDS])
         print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name].function.rpartition(".")

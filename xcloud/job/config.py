@@ -21,6 +21,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root
 from xcloud.base.wording import does_not_fit, unknown_key
 from xcloud.job.job import Job
+from xcloud.record.files import replace_text
 from xcloud.security.policy import POLICY_FILE, Policy, plain_text
 
 EXPERIMENT_FILE = "experiment.yaml"
@@ -87,7 +88,7 @@ def check_keys(node: Any, path: str) -> None:
 def write(config: DictConfig, path: Path) -> None:
     """The resolved experiment file: everything a worker on another machine needs."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key not in NOT_RUN])
-    OmegaConf.save(plain, path, resolve=True)
+    replace_text(path, OmegaConf.to_yaml(plain, resolve=True))
 
 
 def load(path: Path) -> DictConfig:

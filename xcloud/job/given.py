@@ -122,7 +122,7 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
     """The config that a run goes on with: its own, with `overrides`; and whether anything is left
     to do. Raises ConfigError."""
-    check_is_run(run_dir, f"{EVENTS_FILE}*")
+    check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
     config = with_overrides(file, overrides, conf_dir)
     job = job_from_config(config)

@@ -215,7 +215,7 @@ class FailureDetector:
             self._silence.forget(peer)
             thread = threading.Thread(target=self._follow, args=(peer, store), daemon=True)
             self._lines[peer] = thread
-        thread.start()
+            thread.start()
 
     def ask(self, store: Store) -> None:
         """Until `met`: whether the store still answers, asked through a client of its own."""

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from xcloud.base.errors import ConfigError, RunFailed
@@ -90,7 +89,6 @@ def _checked_job(config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> 
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
             f"with it: python run.py resume={run_dir}"
         )
-    _check_devices(job)
     if resumes is not None and has_events(run_dir):
         resumes(job, run_dir, compared_settings(configs.plain_settings(config)))
     return job
@@ -108,9 +106,10 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
 def _follow(ranks: LocalRanks, monitor: Monitor, config: DictConfig, file: Path) -> bool:
     met = monitor.poll()
     if monitor.attempt.trains and ranks.experiment_file != file:  # they have taken the state over
-        configs.write(config, file)
-        ranks.experiment_file = file
-        monitor.keep(file)
+        with contextlib.suppress(OSError):  # a full disk: it is tried again
+            configs.write(config, file)
+            ranks.experiment_file = file
+            monitor.keep(file)
     return met
 
 
@@ -128,15 +127,6 @@ def _cause(error: BaseException, run_dir: Path) -> str:
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
     return "the run was ended from outside"
-
-
-def _check_devices(job: Job) -> None:
-    asking = [name for name, cloud in job.cluster.clouds.items() if cloud.device == "cuda"]
-    if asking and not torch.cuda.is_available():
-        raise ConfigError(
-            f"cluster.clouds.{asking[0]}.device is cuda, but torch finds no GPU on this machine; "
-            "auto takes one where there is one"
-        )
 
 
 def _train(

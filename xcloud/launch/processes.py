@@ -84,6 +84,8 @@ class LocalRanks:
         """May be called again once `wait` has raised RunFailed."""
         self._stop_if_asked()
         self._remove_meeting_point()
+        for stale in self.run_dir.glob("rank*.error.json"):  # a rank may die before it looks
+            stale.unlink(missing_ok=True)
         self.processes = []
         self._since_s.clear()
         self._suspended.clear()

@@ -109,6 +109,7 @@ def live(
     they have compared them. transport: joins it to the others. Returns whether the run has ended
     early, as asked."""
     rank, layout, roster, is_resumed = transport.rank, job.cluster, job.roster, has_events(run_dir)
+    device = _device_of(job, rank)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     intake = Intake(events, layout.cloud_of, job.max_steps, roster.may_report) if events else None
     # The role is there before anything is reported.
@@ -116,7 +117,7 @@ def live(
         rank, layout.cloud_of(rank),
         events.append if events else lambda lines: role.report(lines), process.state,
     )  # fmt: skip
-    device, take = _device_of(job, rank), intake.take if intake else lambda peer, frame: None
+    take = intake.take if intake else lambda peer, frame: None
     context = RankContext(
         job, settings, run_dir, device, reporter, take, verdict, process.asked, transport,
         is_resumed,
@@ -179,11 +180,15 @@ def live_in_threads(
 
 def _device_of(job: Job, rank: int) -> torch.device:
     """What its cloud's settings say; "auto" takes a GPU if there is one."""
-    wanted = job.cluster.clouds[job.cluster.cloud_of(rank)].device
+    cloud = job.cluster.cloud_of(rank)
+    wanted = job.cluster.clouds[cloud].device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("a cloud asks for device 'cuda', but torch finds no GPU on this machine")
+        raise ConfigError(
+            f"cluster.clouds.{cloud}.device is cuda, but torch finds no GPU on this machine; auto "
+            "takes one where there is one"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

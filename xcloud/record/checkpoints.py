@@ -121,13 +121,13 @@ class CheckpointFolder(CheckpointSteps):
         """What `mark_agreed` wrote; empty without it."""
         return read_json(self.step_dir(step) / AGREED_FILE)
 
-    def prune(self, rank: int, keep: int) -> None:
-        """Delete this rank's parts of all steps before the newest `keep` that are agreed."""
+    def prune(self, rank: int, keep: int, places: object = None) -> None:
+        """Delete this rank's parts of all steps before the newest `keep` that are agreed, and
+        those of ranks that stood in other places: nobody else will."""
         kept = self.agreed_steps()[:keep]
         for step in self.steps():
             if kept and step < kept[-1]:
-                (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
-                self.delete(step, rank)
+                self._delete_all(step, rank, "places", places)
 
     def delete(self, step: int, rank: int) -> None:
         folder = self.step_dir(step)
@@ -135,12 +135,21 @@ class CheckpointFolder(CheckpointSteps):
         with contextlib.suppress(OSError):  # other ranks' parts are there
             folder.rmdir()
 
-    def delete_after(self, step: int, rank: int) -> None:
-        """This rank's parts of later steps, which will be done again."""
+    def delete_after(self, step: int, rank: int, attempt: int | None = None) -> None:
+        """Parts of later steps, which will be done again: this rank's, and those of attempts
+        before this one."""
         for later in self.steps():
             if later > step:
-                (self.step_dir(later) / AGREED_FILE).unlink(missing_ok=True)
-                self.delete(later, rank)
+                self._delete_all(later, rank, "attempt", attempt)
+
+    def _delete_all(self, step: int, rank: int, fact: str, now: object) -> None:
+        """This rank's part, and others here that were written with another fact."""
+        (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
+        for other in self.ranks(step):
+            with contextlib.suppress(DataError):  # its own rank deletes it just now
+                if json.dumps(self.about(step, other).get(fact)) != json.dumps(now):
+                    self.delete(step, other)
+        self.delete(step, rank)
 
     def _head(self, step: int, rank: int) -> dict[str, Any]:
         path = _json_file(self.step_dir(step), rank)

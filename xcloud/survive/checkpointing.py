@@ -236,7 +236,7 @@ class Checkpointer(Part):
         self._notes.flush()
         if is_finished:
             with contextlib.suppress(OSError):
-                self.writer.folder.prune(self.rank, 1)
+                self.writer.folder.prune(self.rank, 1, self.writer.places)
 
     @property
     def _others(self) -> frozenset[int]:
@@ -297,7 +297,7 @@ class Checkpointer(Part):
         except OSError as error:
             return later(partial(self._notes.lost, step, error))
         try:
-            folder.prune(self.rank, self.timing.settings.keep)
+            folder.prune(self.rank, self.timing.settings.keep, self.writer.places)
         except OSError as error:
             text = f"old checkpoints cannot be deleted ({error}) and fill the disk"
             later(partial(self._notes.once, text, "prune"))

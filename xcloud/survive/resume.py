@@ -269,13 +269,12 @@ class RankCheckpoints:
         changed = self.changes(step)
         if changed.refused:
             raise DataError("; ".join(changed.refused))
+        if changed.moves and len({about["attempt"] for about in abouts.values()}) > 1:
+            raise DataError("its parts are of different attempts at this step")
         needed = self._needed(step)
         for rank in needed if is_thorough else ():
             self.folder.check(step, rank)
-        attempts = {int(abouts[rank]["attempt"]) for rank in needed}
-        if len(attempts) != 1:
-            raise DataError("its parts are of different attempts at this step")
-        return attempts.pop()
+        return int(abouts[needed[0]]["attempt"])
 
     def _needed(self, step: int) -> list[int]:
         parts, changed, before = self.folder.ranks(step), self.changes(step), self._before(step)
@@ -348,7 +347,7 @@ def newest_common(
     passed: list[str] = []
     table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
     for step in sorted(steps, reverse=True):
-        lines = {r: held.get(str(step), "bad written it has none") for r, held in tables.items()}
+        lines = {rank: _line(held.get(str(step), "")) for rank, held in tables.items()}
         had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
         if had_part:
             lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
@@ -368,6 +367,11 @@ def newest_common(
             "anew"
         )
     return 0, ""
+
+
+def _line(text: str) -> str:
+    is_one = re.fullmatch(r"ok (agreed|written) \d+( .*)?|bad (agreed|written) .+", text)
+    return text if is_one else "bad written it has none"
 
 
 def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:

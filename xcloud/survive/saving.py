@@ -51,9 +51,7 @@ class StopSignal:
     def install(self, *numbers: signal.Signals, exit_code: int) -> None:
         def take(number: int, frame: object) -> None:
             now_s = time.monotonic()
-            again = self._asked_at_s is not None and (
-                now_s - self._asked_at_s > self._TWICE_WITHIN_S
-            )
+            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
             if again or not self.is_armed:
                 os._exit(128 + number if again else exit_code)
             self._asked_at_s = self._asked_at_s or now_s
@@ -137,8 +135,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int, about: Mapping[str, Any]) -> None:
-        self.folder, self.rank, self.is_writing = folder, rank, False
-        self._about, self._buffer, self._is_prepared = dict(about), SnapshotBuffer(), False
+        self.folder, self.rank, self.places = folder, rank, about.get("places")
+        self._about, self._buffer = dict(about), SnapshotBuffer()
+        self.is_writing = self._is_prepared = False
         self._is_needed_now = threading.Event()  # the buffer, however far it is
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
@@ -187,7 +186,8 @@ class CheckpointWriter:
             self._is_needed_now.set()
         done = threading.Event()
         self.later(done.set)
-        done.wait()
+        while not done.wait(1.0):
+            assert self._thread.is_alive(), "the thread that writes checkpoints has failed"
 
     def close(self) -> None:
         self._is_needed_now.set()

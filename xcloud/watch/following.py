@@ -10,14 +10,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from xcloud.base.errors import XcloudError
 from xcloud.job.config import flatten
 from xcloud.job.given import read_config, shared_job
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import error_file, read_json
+from xcloud.record.files import error_file, failure_of
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.watch.monitor import Monitor
 
@@ -32,15 +32,16 @@ def monitor_of(run_dir: Path, file: Path) -> Monitor:
     return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
 
 
-def first_failure(run_dir: Path, rank: int) -> str:
-    """The cause of failure of a run on several machines, if known on this machine."""
-    failures = []
-    for path in sorted(run_dir.glob("rank*.error.json")):
-        if failure := read_json(path):  # else half a file, where the disk is full
-            number = path.name.split(".")[0][4:]
-            failures.append((failure["peer_lost"], f"rank {number}: {failure['message']}"))
+def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
+    """The cause of failure of a run on several machines, if known on this machine. lost: a rank
+    that has not finished."""
+    found = ((rank, failure_of(run_dir, rank)) for rank in ranks)
     # Whoever has a reason of its own before those that lost it.
-    return min(failures)[1] if failures else f"the run ended before rank {rank} had finished"
+    failures = [(one["peer_lost"], rank, one["message"]) for rank, one in found if one]
+    if not failures:
+        return f"the run ended before rank {lost} had finished"
+    _, rank, message = min(failures)
+    return f"rank {rank}: {message}"
 
 
 def _await(file: Path, parent: int) -> None:
@@ -93,7 +94,8 @@ def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
     lost = sorted(essential - attempt.finished_ranks)
     if 0 in lost:  # and after it why it ends
         _await(error_file(run_dir, 0), parent)
-    cause = first_failure(run_dir, lost[0]) if lost else None
+    ranks = range(monitor.experiment.cluster.num_ranks)
+    cause = first_failure(run_dir, ranks, lost[0]) if lost else None
     if attempt.is_stopped and cause is None:
         cause = STOPPED
     monitor.finish(cause, attempt.is_stopped and not lost)
