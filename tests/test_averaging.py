@@ -225,6 +225,27 @@ def test_restored_averagers_go_on_as_if_nothing_had_happened(compressor: Compres
         assert same_bits(run(original, range(4, 6)) + run(restored, range(4, 6)))
 
 
+def test_a_share_without_tensors_goes_on_as_if_nothing_had_happened() -> None:
+    """A rank of a cloud has one where the others carry all of a fragment across."""
+
+    def plain(shapes: Mapping[str, torch.Size]) -> TensorCodec:
+        return TensorCodec(shapes, lambda n, s: Chain(), 7, True)
+
+    def empty(links: ReplicaLinks) -> AllToAll:
+        return AllToAll(links, plain({}))
+
+    def few(links: ReplicaLinks) -> Aggregators:
+        return Aggregators(links, {"one row": torch.Size((1, 5))}, plain)
+
+    for make, tensors in ((empty, []), (few, [torch.ones(1, 5)])):
+        original, restored = averagers(3, make), averagers(3, make)
+        for averager, other in zip(original, restored, strict=True):
+            averager.start(1, tensors)
+            other.load_state_dict(copy.deepcopy(averager.state_dict()))
+        expected = [[3 * tensor for tensor in tensors]] * 3
+        assert same_bits(finished(original, 1) + finished(restored, 1) + expected)
+
+
 def test_a_state_of_other_settings_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'weight' does not fit it: residual missing"):
         codec(Cast()).load_state_dict({})

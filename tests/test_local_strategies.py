@@ -1,6 +1,8 @@
 """Local updates in the real trainer and wiring, over links in memory."""
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tests.channels import stored
 from tests.configs import build
 from tests.pipelines import in_threads
 from tests.strategy_jobs import clouds, values
-from tests.trainers import Rank, ranks, update
+from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
@@ -142,6 +144,19 @@ def test_the_hub_tells_of_every_merge() -> None:
     assert list(events[0]["weights"]) == ["c0", "c1", "c2"]
     assert sum(events[0]["weights"].values()) == 4 * 16
     assert not any(rank.told for rank in job[1:])
+
+
+def test_updates_that_a_cloud_skipped_do_not_count_for_it() -> None:
+    skipping = replace(TRAINING, on_divergence="skip")
+    job = ranks(clouds(3), skipping, INT4, GPipe(9), strategy=local(late="skip"))
+    hook = spoil(job, 0, math.nan)  # in the first cloud
+    train(job, 1)
+    hook.remove()
+    train(job, 4, 2)
+    job[0].reporter.flush()
+    (merge,) = [json.loads(line) for line in b"".join(job[0].told).splitlines()]
+
+    assert merge["weights"] == {"c0": 3 * 6, "c1": 4 * 5, "c2": 4 * 5}
 
 
 @pytest.mark.parametrize("settings", [{"late": "skip"}, {"most_s": 3.0}, {"weigh": "tokens"}])

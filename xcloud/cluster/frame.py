@@ -79,7 +79,7 @@ class Kind(IntEnum):
     EVALUATION = 3
     NORM = 4
     REPORT = 5
-    AGREEMENT = 6
+    AUTOPILOT = 6  # what ranks measured, and what rank 0 chose
     GOODBYE = 7
     START = 8  # what a stage passes to the next one, once, before the first step
     MEETING = 9  # a rank has reached a barrier; rank 0 answers when all have
@@ -99,7 +99,7 @@ class Kind(IntEnum):
         return _TRAFFIC.get(self)
 
 
-_SMALL = (Kind.NORM, Kind.REPORT, Kind.AGREEMENT, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
+_SMALL = (Kind.NORM, Kind.REPORT, Kind.AUTOPILOT, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
 _TRAFFIC = dict.fromkeys(_SMALL, "other") | {
     Kind.ACTIVATION: "forward",
     Kind.GRADIENT: "backward",

@@ -269,7 +269,8 @@ class AllToAll(Averager):
         self._steps = {}
         for number, messages in sorted(steps.items()):
             weight = float(messages.pop("weight")[0])
-            sent = {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
+            sent = defaultdict[str, Parts](tuple)  # a share without tensors has left nothing
+            sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
             self._steps[number] = _UnderWay(weight, self._own_of(sent), sent, number)
             self._send(number)
 

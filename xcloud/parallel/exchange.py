@@ -210,8 +210,8 @@ class Exchange(StatefulParts, ABC):
         """
 
     def after_update(self, step: int, work: Work) -> None:
-        """The optimizer has made or skipped the update, of which this replica's part was `work`.
-        May change parameters."""
+        """The optimizer has made or skipped the update. work: what this replica has trained on in
+        it, nothing if it was skipped. May change parameters."""
         return
 
     def compare(self, step: int) -> None:

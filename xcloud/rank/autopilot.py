@@ -130,7 +130,7 @@ class RunPilot(Switching):
         self._next: int | None = None
 
     def after_exchange(self, step: int) -> None:
-        sums, key = self._sums, MessageKey(Kind.AGREEMENT, step)
+        sums, key = self._sums, MessageKey(Kind.AUTOPILOT, step)
         if not self._is_look(step) or sums.rank not in sums.leader_of:
             return
         mine, (first, *others) = self.measured(), sums.leaders
@@ -145,7 +145,7 @@ class RunPilot(Switching):
         self._spent_s += self._of_this_update()
         if not self._is_look(step):
             return
-        sums, key = self._sums, MessageKey(Kind.AGREEMENT, step)
+        sums, key = self._sums, MessageKey(Kind.AUTOPILOT, step)
         in_force, (first, *others) = self._in_force.choice, sums.leaders
         choice = torch.tensor([in_force if self._next is None else self._next], dtype=torch.uint8)
         if sums.rank == first:

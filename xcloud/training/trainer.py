@@ -230,10 +230,10 @@ class Trainer(StatefulParts):
                 report.loss = total_loss
                 report.grad_norm = self._clip(reply.total)
                 self._step_optimizers(report.learning_rate)
+                work = self.feed.work
             report.signal = reply.signal
-            work = self.feed.work
-            report.num_samples = work.num_own if 0 in self.stages else 0
-            report.num_tokens = 0.0 if total_loss is None else work.weight
+            report.num_samples = self.feed.work.num_own if 0 in self.stages else 0
+            report.num_tokens = 0.0 if total_loss is None else self.feed.work.weight
         with clock.during("average"):
             self.exchange.after_update(step, work)
         self.num_updates = step
