@@ -30,6 +30,7 @@ from tests.forks import Child, become
 ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
     "torch",
+    "torch._dynamo",  # by the first optimizer
     "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
     "torch.profiler._cupti_monitor",
     "xcloud.__main__",
