@@ -1,13 +1,15 @@
 """What all tests share: torch on one thread, Ctrl+C that arrives, and work side by side.
 
 `python -m pytest` without a file runs in several processes (pytest-xdist) that share the tests:
-slow ones first, each by itself, then the fast ones by file. Tests that must not run at the same
-time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
+slow ones first, each by itself, then the fast ones by file, long files first. Tests that must not
+run at the same time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -22,6 +24,7 @@ from matplotlib.figure import Figure
 
 from tests import warm_ranks
 from xcloud.launch import processes as launch
+from xcloud.survive import saving
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.
@@ -58,6 +61,14 @@ def _pictures_are_empty() -> Iterator[None]:
         draw(figure, path) if _draws else Path(path).touch()
 
     with mock.patch.object(Figure, "savefig", save):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _checkpoints_are_written_at_once() -> Iterator[None]:
+    """In this process: the thread that writes them is nice, and many tests wait for it, beside
+    other processes that leave it nothing."""
+    with mock.patch.object(saving, "_NICENESS", 0):
         yield
 
 
@@ -101,11 +112,26 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["dist"] = node.config.option.dist
+    node.workerinput["whole"] = node.config.args_source is not pytest.Config.ArgsSource.ARGS
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Processes of xdist begin to import the tests at different files, so that each compiles a
+    share of what a fresh installation has not compiled yet, and finds the shares of the others."""
+    about = getattr(session.config, "workerinput", {})
+    if about.get("whole"):
+        files = sorted(Path(__file__).parent.glob("test_*.py"))
+        begin = len(files) * int(about["workerid"].removeprefix("gw")) // about["workercount"]
+        for file in files[begin:] + files[:begin]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it says why
+                importlib.import_module(f"tests.{file.stem}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    # Short files last, so that the processes end together.
+    sizes = {path: -path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, sizes[item.path]))
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -34,18 +34,19 @@ def feed_context(cache_dir: Path, **changes: Any) -> OneWayContext:
 
 
 def small_electra(**changes: Any) -> MultilingualElectra:
-    """Spanish in one cloud, English in the other; mostly whole words, short texts."""
-    network, faster = SeededBackbone(64, 2, 2, 128, dropout=0.0), replace(FAST, learning_rate=6e-3)
+    """Spanish in one cloud, English in the other; mostly whole words, few and short texts."""
+    network = SeededBackbone(64, 2, 2, 128, dropout=0.0)
+    faster, slower = (replace(FAST, learning_rate=rate) for rate in (6e-3, 3e-3))
     generators = {
         language: Generator(
-            [language], backbone=network, optimizer=faster, batch_size=96, precision="fp32"
+            [language], backbone=network, optimizer=faster, batch_size=16, precision="fp32"
         )
         for language in ("es", "en")
     }
     settings: dict[str, Any] = {
-        "text": MultilingualText(DemoText(4000), TrainedTokenizer(1000), max_length=10),
+        "text": MultilingualText(DemoText(60), TrainedTokenizer(1000), max_length=10),
         "generators": generators,
-        "discriminator": DiscriminatorSettings(network, faster, precision="fp32"),
+        "discriminator": DiscriminatorSettings(network, slower, precision="fp32"),
     }
     return MultilingualElectra(**(settings | changes))
 

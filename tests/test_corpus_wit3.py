@@ -8,6 +8,7 @@ import pytest
 
 from tests.corpora import write_archive
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.tasks import wit3
 from xcloud.tasks.rows import Corpus
 from xcloud.tasks.wit3 import Wit3Translation
 
@@ -30,6 +31,7 @@ def test_sets_are_joined_and_bare_ampersands_allowed(tmp_path: Path) -> None:
     corpus = read(write_archive(tmp_path))
     assert corpus.splits["dev"].texts["target"] == ["en R&D 1 x", "en R&D 2 x", "en R&D 3 x"]
     assert corpus.splits["test"].num_rows == 9
+    assert wit3._clean("&amp;lt;b&amp;gt; &quot;R&D&apos;") == "&lt;b&gt; \"R&D'"
     assert read(tmp_path, test=["tst2011"]).splits["test"].num_rows == 3
 
 

@@ -85,7 +85,7 @@ def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Pa
     scores, a share as large as theirs would be right by chance.
     """
     reference = Reference(small_electra(), feed_context(cache_dir))
-    steps = [reference.step() for _ in range(60)]
+    steps = [reference.step() for _ in range(140)]
     first, last = steps[:5], steps[-15:]
     for generator in ("0", "1"):
         assert mean(last, generator) < 0.9 * mean(first, generator)
@@ -96,7 +96,7 @@ def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Pa
 
     network, special = reference.consumer.network, reference.consumer.tokenizer.token_ids
     right = replaced = tokens = 0
-    for number in range(61, 64):
+    for number in range(141, 144):
         payload = reference.producers[0].produce(number).payload
         ids_C, counts_B, replaced_C = reference.consumer.packing.unpack(payload)
         ids_R, inner_C = with_ends(ids_C, counts_B, special)

@@ -82,11 +82,12 @@ def test_each_cloud_exports_its_stage_and_the_tokenizer_of_its_side(
 
 
 def test_the_exported_model_translates_a_line(finished: tuple[Path, str], tmp_path: Path) -> None:
-    lines = ("El gato duerme.", "La casa.")
+    lines = ("El gato duerme.", "La casa.", "palabra " * 99)
     done = command(tmp_path, "-m", "xcloud", "translate", str(finished[0]), *lines)
 
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split("\n")) == 3  # two lines and the end
+    assert len(done.stdout.split("\n")) == 5  # a notice, three lines and the end
+    assert "1 of 3 lines cut to" in done.stdout
 
 
 def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) -> None:

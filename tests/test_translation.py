@@ -108,7 +108,7 @@ def test_each_cloud_sees_its_side_only_and_all_agree(
         lambda: seen[SOURCE].weight(ids),
         lambda: seen[SOURCE].sentences("target"),
         lambda: seen[SOURCE].score("test", {0: [5]}),
-        lambda: seen[TARGET].source_batch(["Hola."]),
+        lambda: seen[TARGET].table("source", ["Hola."]),
     ):
         with pytest.raises(DataError, match="visible here"):
             refused()
@@ -281,9 +281,9 @@ def test_saved_tokenizers_translate_without_the_corpus(
     text = TranslationText.load(tmp_path, task.max_length)
     assert text.vocabularies == data.vocabularies
     lines = ["Ana compró el libro.", "Sí."]
-    alone_BS = text.source_batch(["Sí."])
-    assert torch.equal(text.source_batch(lines)[1:, : alone_BS.shape[1]], alone_BS)
-    assert text.source_batch(["palabra " * 50]).shape == (1, task.max_length)
+    assert text.table("source", ["Sí."])[0] == text.table("source", lines)[1]
+    long = text.table("source", ["palabra " * 50])
+    assert len(long[0]) == task.max_length and long.num_cut == 1
     assert text.decode(data.sentences("target")[0]) == data.decode(data.sentences("target")[0])
     with pytest.raises(DataError, match=r"no source_tokenizer\.json"):
         TranslationText.load(tmp_path / "nowhere", 12)

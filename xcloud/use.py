@@ -22,6 +22,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
+from xcloud.base.settings import NotNegativeFloat, Positive, Rate, check
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
@@ -114,7 +115,11 @@ class Translator(TrainedRun):
 
     @torch.no_grad()
     def translate(self, lines: Sequence[str]) -> list[str]:
-        batch = {"ids": torch.arange(len(lines)), "source": self.text.source_batch(lines)}
+        table, ids = self.text.table("source", lines), torch.arange(len(lines))
+        if table.num_cut:
+            most = f"{self.experiment.task.max_length} tokens (task.max_length)"
+            print(f"{table.num_cut} of {len(lines)} lines cut to {most}", file=sys.stderr)
+        batch = {"ids": ids, "source": table.padded(ids)}
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
             message = self.carry(number, stage(message, batch).send)
@@ -260,12 +265,9 @@ def generate(words: Sequence[str]) -> None:
     parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
     parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
     arguments = parser.parse_args(words)
-    if arguments.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens must be 1 or more, got {arguments.max_new_tokens}")
-    if not 0 <= arguments.temperature < float("inf"):
-        parser.error(f"--temperature must be 0 or more, got {arguments.temperature}")
-    if not 0 < arguments.top_p <= 1:
-        parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
+    check("--max-new-tokens", arguments.max_new_tokens, Positive)
+    check("--temperature", arguments.temperature, NotNegativeFloat)
+    check("--top-p", arguments.top_p, Rate)
     generator = Generator(arguments.run, not arguments.uncompressed)
     between = "\n" if generator.text.learns_chats else ""  # question and answer
     for text in arguments.text:

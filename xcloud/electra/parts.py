@@ -337,7 +337,6 @@ class DiscriminatorRank(_Learner):
         return {"recent": self._recent_sums()}
 
     def _recent_sums(self) -> Tensor:
-        """Of each step by SUMS."""
         return torch.tensor([*self._recent], dtype=torch.float64).view(-1, len(SUMS))
 
     def take(self, own: State) -> None:
@@ -348,7 +347,6 @@ class DiscriminatorRank(_Learner):
         self._recent = deque(recent.tolist(), maxlen=SCORED_STEPS)
 
     def export(self, run_dir: Path) -> None:
-        """Write model/discriminator, a checkpoint with its tokenizer."""
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
         network, pad = self.network, self.tokenizer.token_ids.pad
         heads = {"dense": network.dense, "dense_prediction": network.score}

@@ -82,26 +82,26 @@ class CausalLM(TextModel):
 
     def __post_init__(self) -> None:
         split = self.split
-        if bool(self.checkpoint) == (self.own is not None):
-            raise ConfigError("give model.checkpoint (a folder or hub id) or model.own, not both")
-        if self.lora is not None and self.embeddings is not None:
-            raise ConfigError("model.embeddings is for training without LoRA: leave it out")
-        if split.needs_public_text and self._public_text is None:
-            raise ConfigError("model.split.calibration=public needs model.public_text")
-        if split.is_inside:
-            raise ConfigError(
+        is_cut, both = split.layer is not None, bool(self.checkpoint) == (self.own is not None)
+        lacks_text = split.needs_public_text and self._public_text is None
+        for is_wrong, said in (
+            (both, "give model.checkpoint (a folder or hub id) or model.own, not both"),
+            (self.lora and self.embeddings, "model.embeddings is for training without LoRA"),
+            (lacks_text, "model.split.calibration=public needs model.public_text"),
+            (
+                split.is_inside,
                 "model.split.method=svd replaces a sub-layer together with its skip connection: "
-                "in a decoder choose pca, identity or orthogonal"
-            )
-        if split.layer is not None:
-            for name in ("head_rank", "calibration_pairs"):
-                if getattr(split, name):
-                    raise ConfigError(f"model.split.{name} is for encoders: leave it out")
-            if self.blocks_per_stage is not None:
-                raise ConfigError(
-                    f"model.split.layer={split.layer} ends the first stage: leave out "
-                    "model.blocks_per_stage"
-                )
+                "in a decoder choose pca, identity or orthogonal",
+            ),
+            (is_cut and split.head_rank, "model.split.head_rank is for encoders"),
+            (is_cut and split.calibration_pairs, "model.split.calibration_pairs is for encoders"),
+            (
+                is_cut and self.blocks_per_stage is not None,
+                "model.split.layer ends the first stage: leave out model.blocks_per_stage",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(said)
 
     def describe(self) -> str:
         name = self.checkpoint if self.own is None else self.own.describe()
@@ -114,7 +114,6 @@ class CausalLM(TextModel):
         return self.own.text if self.public_text is None and self.own else self.public_text
 
     def ties_ends(self, num_stages: int) -> bool:
-        """Whether the first and the last stage train a matrix in common."""
         return self.embeddings == "tie" and num_stages > 1
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
@@ -205,7 +204,6 @@ class CausalLM(TextModel):
         return folders
 
     def _lower(self, name: str) -> Stage:
-        """The blocks of a checkpoint up to the cut one and with it."""
         config = read_config(name)
         part = Part(range(self.split.block + 1), True, False)
         load_weights(network := laid_out(config, part), name)
@@ -255,7 +253,6 @@ class CausalLM(TextModel):
         return config
 
     def _parts(self, config: Any, num_stages: int) -> list[Part]:
-        """What each stage holds."""
         trained_twice = self.lora is None and self.embeddings is None and num_stages > 1
         if trained_twice and config.tie_word_embeddings:
             raise ConfigError(

@@ -96,7 +96,6 @@ def network_of(config: Any, part: Part) -> Any:
 
 
 def laid_out(config: Any, part: Part) -> Any:
-    """In float32 and without memory."""
     from transformers import AutoModelForCausalLM
 
     # Only eager attention knows the soft cap of Gemma 2's scores.
@@ -301,7 +300,6 @@ class Lora:
         return list(self.targets or sorted(usual[config.model_type]))
 
     def adapts(self, config: Any, blocks: range) -> bool:
-        """Whether any of the blocks gets adapters."""
         layers = range(config.num_hidden_layers) if self.layers is None else self.layers
         return not set(blocks).isdisjoint(layers)
 

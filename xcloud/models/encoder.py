@@ -335,7 +335,6 @@ class Encoder(nn.Module):
         return cast(Tensor, self.head(rows_RH, self.embeddings.words.weight))
 
     def layer(self, index: int) -> EncoderLayer:
-        """A layer by its index in the whole network."""
         return cast(EncoderLayer, self.layers[str(index)])
 
     def load_part(self, weights: Mapping[str, Tensor]) -> None:

@@ -76,7 +76,6 @@ class LowRankSplit(TextModel):
         return f"{self.backbone.describe()}, {self.split.describe()}"
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        """ConfigError unless there are 2 or 3 stages."""
         if num_stages not in (2, 3):
             raise ConfigError(
                 f"LowRankSplit has 2 stages (cluster=two_clouds) or 3 (u_shape), got {num_stages}"

@@ -27,7 +27,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
 from xcloud.comm.channel import Boundary, Message
 from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput, TokenIds
-from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
+from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing, check_heads
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
 
 SOURCE, TARGET = "source", "target"
@@ -158,7 +158,6 @@ class EncoderDecoder:
     decoding: Search = field(default_factory=Greedy)
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Stage 0 reads the source, the last stage the target, the others nothing."""
         if num_stages < 2:
             raise ConfigError(
                 f"{type(self).__name__} is cut into encoder | decoder: it needs 2 stages or more, "
@@ -334,11 +333,7 @@ class Transformer(EncoderDecoder):
     feed_forward: Positive = 2048
 
     def __post_init__(self) -> None:
-        if self.hidden % self.num_heads:
-            raise ConfigError(
-                f"Transformer.num_heads must divide the hidden size {self.hidden}, got "
-                f"{self.num_heads}"
-            )
+        check_heads("Transformer.num_heads", self.num_heads, self.hidden)
 
     def describe(self) -> str:
         layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"
@@ -348,7 +343,6 @@ class Transformer(EncoderDecoder):
         return rows_boundary(self.hidden, max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        """The settings determine the architecture."""
         is_last = stage == num_stages - 1
         name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
         numbers = range(self.num_decoder_layers)

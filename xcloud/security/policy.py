@@ -196,7 +196,6 @@ class Policy:
                 raise _refusal(where, value, allowed, _line(use, *getattr(self, use), value))
 
     def check_held(self, clouds: Iterable[str], held_by: HeldBy) -> None:
-        """held_by: of the job that was built."""
         for what, cloud in product(_WORDS, clouds):
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
             held = held_by(cloud, what) if rule else frozenset()

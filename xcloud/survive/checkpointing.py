@@ -209,7 +209,7 @@ class Checkpointer(Part):
 
     def finish(self) -> None:
         """Save the state after the last update, however short the run."""
-        self._asked.is_armed, timing = False, self.timing
+        timing = self.timing
         if timing.settings.are_made and timing.saved_step != timing.final_step:
             self.save(timing.final_step)
 

@@ -189,12 +189,16 @@ def remarks_of(results: Results) -> Iterator[str]:
         yield "± is the standard deviation over seeds."
     if any(plus_minus(rows[rows[f"{s}_std"].isna()], s).notna().any() for s in results.scores):
         yield "± of a score of a single run is its standard error over the test samples."
+    crowd = max((run.at_once for run in results.runs), default=1)
+    if crowd > 1:
+        yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
     if _compares(results):
         yield "share: of the step time of the uncompressed runs of the same sweep."
-        yield (
-            "Points run one after another, so their step times differ by the noise of the machine "
-            "too: python -m benchmarks.in_turns times them in turns."
-        )
+        if crowd == 1:
+            yield (
+                "Points run one after another, so their step times differ by the noise of the "
+                "machine too: python -m benchmarks.in_turns times them in turns."
+            )
     if rate := _rate(results):
         yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
         compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]
@@ -206,8 +210,6 @@ def remarks_of(results: Results) -> Iterator[str]:
     if unknown:
         named = ", ".join(f"{run.label} s{run.settings.get('seed')}" for run in unknown)
         yield f"Means leave out runs whose score is not finite: {named}."
-    if (crowd := max((run.at_once for run in results.runs), default=1)) > 1:
-        yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
     if len(commits := {str(commit) for commit in results.points.commit.dropna()}) > 1:
         yield f"These runs are of different code: {', '.join(sorted(commits))}."
     yield from dict.fromkeys(note for entry in rows.published for note in entry["notes"])

@@ -101,7 +101,6 @@ class Classification(TextTask):
 
     @property
     def scores(self) -> Sequence[str]:
-        """Names, main one first."""
         return metrics_of(self.known.kind, self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
@@ -122,7 +121,6 @@ class Classification(TextTask):
         return replace(tables, tables=splits, remarks=remarks), columns
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        """Only the columns that these fields need are kept."""
         tables, columns = self._usable(self.find())
         hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
         hidden |= {"label"} - fields
@@ -345,14 +343,13 @@ class DemoClassification(DemoSized, Classification):
         return "demo questions and sentences" if self.name == "qnli" else "demo film reviews"
 
     def find(self) -> SplitTables:
-        seed = self.corpus_seed
         if self.name != "qnli":
-            liked = reviews(self.total, seed)
+            liked = reviews(self.total, self.corpus_seed)
             rows = [(text, str(int(positive))) for text, positive in liked]
-            return self.generated(("sentence", "label"), rows, liked, seed=seed)
-        asked = answers(self.total, seed)
+            return self.generated(("sentence", "label"), rows, liked)
+        asked = answers(self.total, self.corpus_seed)
         labelled = [(*texts, ENTAILMENT[0 if yes else 1]) for *texts, yes in asked]
-        return self.generated(("question", "sentence", "label"), labelled, asked, seed=seed)
+        return self.generated(("question", "sentence", "label"), labelled, asked)
 
 
 @settings("task", kw_only=True)
@@ -369,11 +366,8 @@ class DemoCrossLingual(DemoSized, CrossLingual):
         pairs, here = inferences(self.total, self.corpus_seed), str(self.train_language)
         names = ("premise", "hypothesis", "label")
         made = {
-            language: self.generated(
-                names, [(*texts[language], relation) for texts, relation in pairs],
-                pairs, seed=self.corpus_seed,
-            )
-            for language in (here, "es" if here == "en" else "en")
-        }  # fmt: skip
+            x: self.generated(names, [(*texts[x], relation) for texts, relation in pairs], pairs)
+            for x in (here, "es" if here == "en" else "en")
+        }
         test = {x: made[x].tables["test"][""] for x in self.languages or made}
         return replace(made[here], tables={**made[here].tables, "test": test})

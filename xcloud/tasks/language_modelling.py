@@ -229,7 +229,6 @@ class LanguageModelling(TextTask):
         return rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        """The column text or messages, for any field."""
         tables = self.find()
         self.check_tables(tables)
         return self.arrange(tables, self.rows_of)
@@ -268,7 +267,6 @@ class LanguageData(View[LanguageModelling]):
         return list(self._columns[field]["train"])
 
     def weight(self, ids: Tensor) -> float:
-        """Tokens that are guessed in these training samples."""
         check_visible("label", self._fields)
         return float((self.batch("train", ids)["label"] != NO_LABEL).sum())
 
@@ -362,7 +360,6 @@ def _column(file: TextFile) -> str:
 
 
 def _is_chat(messages: Any) -> bool:
-    """Whether it is a list of messages that have a role and content, as text."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         return False
     cells = [one.get(key) for one in messages for key in ("role", "content")]
@@ -380,4 +377,5 @@ class DemoLanguageModelling(DemoSized, LanguageModelling):
     num_test: Size = 400
 
     def find(self) -> SplitTables:
-        return self.tables((TEXT,), [(one.text,) for one in stories(self.total, self.corpus_seed)])
+        told = stories(self.total, self.corpus_seed)
+        return self.generated((TEXT,), [(one.text,) for one in told], told)

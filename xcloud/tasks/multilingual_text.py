@@ -68,7 +68,6 @@ class MultilingualText:
         return self.source.describe()
 
     def check(self, parts: Sequence[str]) -> None:
-        """Raise DataError or ConfigError if the texts of these parts are missing."""
         self.source.check(parts)
         self.tokenizer.check()
 

@@ -80,7 +80,6 @@ def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
 
 
 def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
-    """The answer's text and character offset."""
     if isinstance(answer, str):
         whole = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", context)
         text, start = answer, whole.start() if whole else context.find(answer)
@@ -198,7 +197,6 @@ class QuestionAnswering(TextTask):
             raise ConfigError(f"task.max_length is {self.max_length}, {said}")
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        """The columns of `rows_of`, all for any field."""
         return self.arrange(self.find(), rows_of, dev_as_test=True)
 
     def agreed_settings(self) -> dict[str, object]:

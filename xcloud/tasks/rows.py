@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -62,11 +62,6 @@ class Corpus:
     @property
     def counts(self) -> dict[Split, int]:
         return {split: self.splits[split].num_rows for split in SPLITS}
-
-    @staticmethod
-    def unseen(sizes: Mapping[Split, int]) -> Corpus:
-        """For a rank that reads nothing and is given the row counts."""
-        return Corpus({split: Rows(sizes[split], {}) for split in SPLITS})
 
 
 class Table(Protocol):
@@ -335,18 +330,19 @@ class Given:
         return list(self.cells)
 
     def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
-        """See Table."""
         check_columns(self, columns, keys)
         if not columns:
             return [()] * len(next(iter(self.cells.values())))
         return list(zip(*(self.cells[name] for name in columns), strict=True))
 
 
+@settings("task", kw_only=True)
 class Demo(Source):
     """A generated corpus of public text (xcloud/demo_corpus): the same for the same corpus_seed. A
     digest shows that all clouds run the same grammar. Labels are drawn independently for each
     sample: a fixed order would reveal them to a cloud that sees only sample numbers."""
 
+    corpus_seed: NotNegative = 7
     where = "demo"
     names_columns = False
     title: ClassVar[str]
@@ -360,11 +356,12 @@ class Demo(Source):
 
     @property
     def counts(self) -> dict[Split, int]:
-        """Rows of each split."""
         return {split: getattr(self, f"num_{split}") for split in SPLITS}
 
-    def tables(self, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> SplitTables:
-        """Rows of cells, cut into consecutive splits."""
+    def generated(
+        self, names: Sequence[str], rows: Iterable[Sequence[Any]], samples: object
+    ) -> SplitTables:
+        """Rows of cells, cut into consecutive splits. samples: what all clouds must agree on."""
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
         result, start = Tables(), 0
         for split in self.order:
@@ -372,7 +369,8 @@ class Demo(Source):
             cells = {name: column[part] for name, column in columns.items()}
             result[split] = {"": [Given(f"demo, {split}", cells)]}
             start = part.stop
-        return SplitTables(result, {})
+        facts = {"demo": hashlib.sha256(repr(samples).encode()).hexdigest()}
+        return SplitTables(result, facts, [f"seed {self.corpus_seed}"])
 
 
 @settings("task", kw_only=True)
@@ -382,15 +380,7 @@ class DemoSized(Demo):
     num_train: Size = 8_000
     num_dev: Size = 500
     num_test: Size = 1_000
-    corpus_seed: NotNegative = 7
 
     @property
     def total(self) -> int:
         return sum(self.counts.values())
-
-    def generated(
-        self, names: Sequence[str], rows: Iterable[Sequence[Any]], samples: object, **facts: object
-    ) -> SplitTables:
-        """samples: the texts to agree on, beside `facts`."""
-        facts["demo"] = hashlib.sha256(repr(samples).encode()).hexdigest()
-        return replace(self.tables(names, rows), facts=facts, remarks=[f"seed {self.corpus_seed}"])

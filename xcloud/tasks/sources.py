@@ -111,7 +111,6 @@ class TextFile:
             yield row if sides else ()
 
     def _records(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(location, cells by column) of each row."""
         if self.kind == "squad":
             for number, row in enumerate(_squad_paragraphs(self.path), start=1):
                 yield f"{self.path}, paragraph {number}", row

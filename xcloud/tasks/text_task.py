@@ -31,7 +31,7 @@ from xcloud.base.project import in_project
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import SPLITS, Batch, Head, Scores, Split, TokenIds
 from xcloud.demo_corpus import public_sentences
-from xcloud.tasks.rows import Corpus, Source, SplitTables
+from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
@@ -115,10 +115,11 @@ class TextTask(SourceTask):
         self.tokenizer.check()
 
     def read_for(self, fields: frozenset[str]) -> Corpus:
-        return self.read(fields) if fields or self.sizes is None else Corpus.unseen(self.sizes)
+        if fields or self.sizes is None:
+            return self.read(fields)
+        return Corpus({split: Rows(num, {}) for split, num in self.sizes.items()})
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
-        """Raise DataError if task.sizes differ from the data."""
         if self.sizes is not None and dict(self.sizes) != dict(rows):
             there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
             said = f"task.sizes differ from the data, which has {{{there}}}"
@@ -151,7 +152,6 @@ class Tokenized:
         return {field: tokenizer.token_ids for field, tokenizer in self._tokenizers.items()}
 
     def tokenizer(self, field: str) -> Any:
-        """Of a text field that this rank sees."""
         check_visible(field, self._tokenizers)
         return self._tokenizers[field]
 
@@ -209,7 +209,6 @@ class View(Tokenized, Generic[T]):
         return batch
 
     def weight(self, ids: Tensor) -> float:
-        """The number of samples."""
         return float(len(ids))
 
     def check_predictions(self, split: Split, predictions: Mapping[int, object]) -> None:
@@ -343,7 +342,6 @@ class PairTable:
 
     @staticmethod
     def num_special(paired: bool, num_separators: int) -> int:
-        """Special ids per sample: bos, eos and, in a pair, the separators."""
         return 2 + (num_separators if paired else 0)
 
     @staticmethod

@@ -234,7 +234,6 @@ class FileTokenizer(TokenizerChoice):
     path: Annotated[str, Field(min_length=1)]
 
     def check(self) -> None:
-        """Raise DataError if the file is missing."""
         if not Path(self.path).expanduser().is_file():
             command = f"python -m xcloud train-tokenizer FOLDER --languages … --out {self.path}"
             raise DataError(f"no tokenizer file {self.path}; make it with `{command}`")

@@ -5,7 +5,6 @@ Shapes: B samples, S source positions, T target positions, bos and eos included.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -22,23 +20,11 @@ from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.model import SPLITS, Scores, Split
 from xcloud.demo_corpus import MAX_PAIRS, pairs
-from xcloud.tasks.rows import (
-    Corpus,
-    Demo,
-    Form,
-    SplitTables,
-    Text,
-    check_columns,
-    read,
-)
+from xcloud.tasks.rows import Corpus, Demo, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.sources import Folder, Hub, read_lines
 from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View
-from xcloud.tasks.tokenizer import (
-    Tokenizer,
-    TokenizerChoice,
-    TrainedTokenizer,
-)
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
 KEYS = "task.source, task.target, task.source_column or task.target_column"
 FIELDS = ("source", "target")
@@ -104,7 +90,6 @@ class Translation(SourceTask):
 
     @property
     def _columns(self) -> dict[str, str]:
-        """By field."""
         names = (self.source_column or self.source, self.target_column or self.target)
         return dict(zip(FIELDS, names, strict=True))
 
@@ -121,7 +106,6 @@ class Translation(SourceTask):
         return replace(corpus, further=further, remarks=[*corpus.remarks, *remarks])
 
     def _further_texts(self, key: str, path: str, corpus: Corpus) -> tuple[list[str], str]:
-        """Lines of the file that are neither empty nor in dev or test, and a remark."""
         splits: tuple[Split, ...] = ("dev", "test")
         scored = {text for split in splits for text in corpus.splits[split].texts[key]}
         lines = [line.strip() for line in read_lines(Path(path).expanduser())]
@@ -162,12 +146,7 @@ class TranslationText(Tokenized):
         return TranslationText(found, max_length)
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
-        """Rows are bos, text, eos."""
         return PairTable.encoded(self.tokenizer(key), [texts], self._max_length).tokens
-
-    def source_batch(self, texts: Sequence[str]) -> Tensor:
-        """int64 [B, S] for texts outside the corpus."""
-        return self.table("source", texts).padded(torch.arange(len(texts)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Target text of these ids, up to eos."""
@@ -291,7 +270,6 @@ class DemoTranslation(Demo, Translation):
     num_dev: Positive = 1_000
     num_test: Positive = 1_000
     num_monolingual: NotNegative = 0
-    corpus_seed: NotNegative = 7
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -314,18 +292,13 @@ class DemoTranslation(Demo, Translation):
 
     def find(self) -> SplitTables:
         self.check_source()
-        num, extra, seed = self.num_pairs, self.num_monolingual, self.corpus_seed
-        every = pairs(num + 2 * extra, seed)
-        digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in every).encode())
+        num, extra = self.num_pairs, self.num_monolingual
+        every = pairs(num + 2 * extra, self.corpus_seed)
         # Of the other pairs one half lends its Spanish, the other half its English.
         further = {
             "es": [es for es, _ in every[num : num + extra]],
             "en": [en for _, en in every[num + extra :]],
         }
-        return replace(
-            self.tables(("es", "en"), every[:num]),
-            facts={"demo_grammar": digest.hexdigest(), "seed": seed},
-            remarks=[f"{extra:,} further sentences in each language"] * bool(extra)
-            + [f"seed {seed}"],
-            further=further,
-        )
+        made = self.generated(("es", "en"), every[:num], every)
+        more = [f"{extra:,} further sentences in each language"] * bool(extra)
+        return replace(made, remarks=[*more, *made.remarks], further=further)

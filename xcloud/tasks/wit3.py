@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from xml.sax.saxutils import unescape
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
@@ -20,7 +21,7 @@ TAGGED = re.compile(
     re.IGNORECASE,
 )
 SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
-ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"}
+QUOTES = {"&quot;": '"', "&apos;": "'"}
 
 
 @settings("task", kw_only=True)
@@ -98,6 +99,4 @@ def _segments(path: Path) -> list[str]:
 
 
 def _clean(text: str) -> str:
-    for entity, character in ENTITIES.items():
-        text = text.replace(entity, character)
-    return " ".join(text.split())
+    return " ".join(unescape(text, QUOTES).split())
