@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.one_way_toy import cloud, feed_config
+from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.job import config as configs
@@ -225,3 +226,23 @@ def test_torchrun_repeats_nothing_and_names_what_its_ranks_could_not_say(
     shown = capsys.readouterr()
     assert shown.out == "waiting for all machines at host:123\n"
     assert (said in shown.err) if said else (not shown.err)
+
+
+def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["training.max_steps=3", "training.checkpoint.every_steps=2"]
+    job = job_from_config(OmegaConf.create(toy_config("local", settings)))
+    asked, write = StopSignal(), CheckpointFolder.write
+
+    def write_and_hear(folder: CheckpointFolder, step: int, *rest: Any) -> int:
+        assert asked.is_armed, "a signal would end the process with half a file"
+        asked._asked_at_s = time.monotonic() if step == 3 else None
+        return write(folder, step, *rest)
+
+    monkeypatch.setattr(CheckpointFolder, "write", write_and_hear)
+    transport = MemoryWorld().transport(0)
+    assert rank_process.live(job, tmp_path, {}, Verdict(), rank_process.Process(asked), transport)
+    assert CheckpointFolder(tmp_path).agreed_steps() == [3, 2]
+    told = (tmp_path / "events.jsonl").read_text()
+    assert '"event":"stop"' in told and '"name":"evaluation"' not in told

@@ -160,12 +160,9 @@ class LocalRanks:
         if is_stopped and not has_met and self._for_s("stop") > END_WITHIN_S:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
-        lost = [
-            r
-            for r in self.failed
-            if r in self.essential or not ready_file(self.run_dir, r).exists()
-        ]
-        if lost or (self.failed and not has_met):
+        failed = self.failed
+        ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
+        if failed.keys() - (ready - self.essential) or (failed and not has_met):
             cause = first_cause(self.run_dir, self.clouds, lambda: self.failed, self._suspended)
             until_s = time.monotonic() + _LAST_WORDS_S * has_met
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):

@@ -120,6 +120,9 @@ class StageRank(Role[Experiment]):
                 export_stage(self.context.run_dir, stage, module, tensors, data)
         parts.settle()
         self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
+        self.context.asked.is_armed = False
+        if self.context.asked.was_asked:  # while the last step was saved
+            return self.stop(trainer, parts)
         self.reporter.event("phase", now=True, name="evaluation")
         evaluator.evaluate("test", self.job.max_steps)
         parts.close(is_finished=True)

@@ -209,7 +209,7 @@ class Checkpointer(Part):
 
     def finish(self) -> None:
         """Save the state after the last update, however short the run."""
-        self._asked.is_armed, timing = False, self.timing
+        timing = self.timing
         if timing.settings.are_made and timing.saved_step != timing.final_step:
             self.save(timing.final_step)
 
@@ -244,10 +244,9 @@ class Checkpointer(Part):
         return peers if self._among is None else peers & frozenset(self._among)
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
-        if self._control is not None:
+        if self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
             told = torch.tensor([message], dtype=torch.uint8)
-            key = MessageKey(Kind.CHECKPOINT, step)
-            self._control.out[peer].send(key, (told,), CHECKPOINT_CARRIES)
+            out.send(MessageKey(Kind.CHECKPOINT, step), (told,), CHECKPOINT_CARRIES)
 
     def _report(self, step: int, message: CheckpointMessage) -> None:
         if self.rank == 0:
