@@ -267,12 +267,12 @@ def test_predicting_needs_no_dropout_and_no_target(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
-    learns = MaskedLanguageModelling(150, 5e-3, 20, batch_tokens=256, held_out_share=0.1)
+    learns = MaskedLanguageModelling(60, 5e-3, 20, batch_tokens=256, held_out_share=0.1)
     backbone = OwnBackbone(64, 2, 2, 128, 0.0, learns)
     model = AbNet(backbone, backbone, adapter_size=64, cross_attention_heads=4, dropout=0.0)
     sentences = texts(200, 6, seed=3)
     stages = build(model, 2, context(tmp_path, sentences=lambda name: sentences))
-    loss = train(stages, [reversing(64, seed=100 + i) for i in range(170)], 8e-3)
+    loss = train(stages, [reversing(32, seed=100 + i) for i in range(170)], 8e-3)
     test = reversing(64, seed=1)
     wanted = [[w for w in line.tolist()[1:] if w not in (0, 2)] for line in test["target"]]
     for stage in stages:

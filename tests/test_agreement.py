@@ -332,6 +332,8 @@ def test_clouds_with_the_same_experiment_in_other_folders_start(tmp_path: Path) 
     codes, _ = run_ranks(tmp_path, configs)
 
     assert codes == [0, 0], (tmp_path / "0" / "log").read_text()
+    # By the monitor that rank 0 starts.
+    assert json.loads((tmp_path / "0" / "summary.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.slow

@@ -273,7 +273,8 @@ def test_the_line_may_be_chosen_whatever_the_cluster() -> None:
 
 def test_liveness_can_be_set_whatever_the_cluster() -> None:
     for cluster in options("cluster"):
-        config = composed(f"cluster={cluster}", "cluster.liveness.lost_after_s=30")
+        chosen = ("+exp=abnet_iwslt", f"cluster={cluster}")  # composed above
+        config = composed(*chosen, "cluster.liveness.lost_after_s=30")
         assert instantiate(config.cluster.liveness) == Liveness(lost_after_s=30)
 
 

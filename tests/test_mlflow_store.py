@@ -22,6 +22,8 @@ from xcloud.record.tracking import (
     TrackedRun,
 )
 
+pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
+
 SUMMARY: dict[str, Any] = {
     "commit": "1a2b3c4",
     "num_steps": 3,

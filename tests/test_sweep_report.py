@@ -26,6 +26,8 @@ from xcloud.sweep.pictures import front, write_pictures
 from xcloud.sweep.report import columns_of, page_in_mlflow, print_sweep, write_csv
 from xcloud.sweep.results import Result, Results, from_folder, open_sweep, spread_text
 
+pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
+
 RUNS = [  # overrides, BLEU, step time, ratio
     ("compression=none seed=1", 40.0, 1.0, 0.99),
     ("compression=none seed=2", 42.0, 1.0, 0.99),

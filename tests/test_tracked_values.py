@@ -1,5 +1,7 @@
 """What a tracker is told: legal names, flat parameters, curves apart from final values."""
 
+import pytest
+
 from xcloud.record.events import StepTotals
 from xcloud.record.mlflow_store import (
     final_metrics,
@@ -7,6 +9,8 @@ from xcloud.record.mlflow_store import (
     quality_metrics,
     step_metrics,
 )
+
+pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
 
 
 def test_every_name_we_make_is_legal_in_mlflow() -> None:

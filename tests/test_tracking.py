@@ -19,6 +19,8 @@ from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import Store, final_metrics
 from xcloud.record.tracking import MlflowTracker, NullTracker, Sender, TrackedRun, Tracker
 
+pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
+
 CONF = Path(__file__).parent.parent / "conf" / "tracker"
 SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
 
