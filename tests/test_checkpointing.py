@@ -3,8 +3,10 @@
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.attempts import (
     LAST,
@@ -16,9 +18,10 @@ from tests.attempts import (
 from tests.channels import same_state
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
+from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import State
-from xcloud.parallel.control import Signal
+from xcloud.parallel.control import Control, Signal
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
@@ -80,6 +83,33 @@ def test_a_writing_thread_that_fails_ends_the_rank_and_does_not_hang_it(tmp_path
     writer.later(lambda: {}["no such part"])
     with pytest.raises(AssertionError, match="the thread that writes checkpoints has failed"):
         writer.wait()
+
+
+def test_a_rank_that_is_lost_after_it_has_told_of_its_part_takes_no_other_with_it(
+    tmp_path: Path,
+) -> None:
+    """As a producer that ends between its word and that of rank 0."""
+    outs = {rank: Mock() for rank in (1, 2)}
+    control = Control(0, dict(outs), {}, 1.0, {})
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), 0, {})
+    made = Checkpointer(Timing(Checkpoints(3, 0)), writer, control, {}, Reporter(0, "a", len))
+    made.save(3)
+    made.settle()
+    done = Frame(
+        MessageKey(Kind.CHECKPOINT, 3),
+        (torch.tensor([CheckpointMessage.DONE], dtype=torch.uint8),),
+        1,
+        0.0,
+        0,
+    )
+    control.hear(2, done)
+    del control.out[2]
+    made.lose(2)
+    control.hear(1, done)
+    made.close()
+
+    assert CheckpointFolder(tmp_path).agreed_steps() == [3]
+    assert outs[1].send.called and not outs[2].send.called
 
 
 def _but_for_times(states: list[State]) -> list[State]:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,13 @@ def test_a_run_that_cannot_export_fails_and_says_where(tmp_path: Path) -> None:
     config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk", "max_bytes": 800}
     with pytest.raises(RunFailed, match="the trained model could not be written to"):
         run(OmegaConf.create(config), tmp_path)
+
+
+@full_device
+def test_what_cannot_be_written_leaves_what_was_there_and_no_draft(tmp_path: Path) -> None:
+    configs.write(OmegaConf.create({"seed": 1}), tmp_path / "experiment.yaml")
+    (tmp_path / f".experiment.yaml.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        configs.write(OmegaConf.create({"seed": 2}), tmp_path / "experiment.yaml")
+    assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
+    assert (tmp_path / "experiment.yaml").read_text() == "seed: 1\n"

@@ -174,11 +174,7 @@ def _space(
     most_stages = 1 + sum(piece.boundary is not None for piece in profile.pieces[:-1])
     if p > most_stages or (not free and p not in (1, most_stages)):
         return None, f"{p} stages, and the model can be cut into {most_stages}"
-    slowness = [
-        layout.clouds[layout.stage_cloud(stage)].slowdown / len(layout.ranks_of(stage))
-        for stage in range(p)
-    ]
-    splits = splits_of(profile.pieces, p, MOST_CUTS, slowness)
+    splits = splits_of(profile.pieces, p, MOST_CUTS, found.slowness)
     replicas = layout.num_replicas
     counts = what_if.search.micro_batches
     fewest = replicas * -(-layout.min_micro_batches() // replicas)

@@ -79,8 +79,7 @@ def _device(line: str) -> Any:
     """The thread of each device looks a hundred times a second, so all pairs of a line have one.
     On the interface that torch would take."""
     gloo: Any = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
-    if names:
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return gloo.create_device(interface=names.split(",")[0])
     return gloo.create_default_device()
 

@@ -87,7 +87,9 @@ def first_cause(
         names = {known.value: known.name for known in signal.Signals}
         what = f"was ended by signal {-code} ({names.get(-code, 'real-time')})"
     else:
-        lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
+        lines = log.read_text(errors="replace").strip().splitlines() or [
+            "its log is empty; is the disk full?"
+        ]
         what = f"ended with exit code {code}: {lines[-1]}"
     return f"rank {rank} of cloud {clouds[rank]!r}: {what} (log: {log})"
 

@@ -132,6 +132,13 @@ class Arranged:
     def num_stages(self) -> int:
         return 1 if self.is_whole else self.layout.num_stages
 
+    @property
+    def slowness(self) -> list[float]:
+        """By stage: how many times longer its ranks together compute the same work."""
+        layout = self.replicas[0]
+        clouds = (layout.clouds[layout.stage_cloud(s)] for s in range(self.num_stages))
+        return [cloud.slowdown / len(layout.ranks_of(s)) for s, cloud in enumerate(clouds)]
+
 
 def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
     found = []

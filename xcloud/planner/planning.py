@@ -148,12 +148,8 @@ class Planner:
         is_free = bool(blocks) and all(piece.blocks for piece in pieces)
         for name, found in list(self.arranged.items()):
             fits = is_free or found.num_stages in (1, len(pieces))
-            layout, stages = found.replicas[0], range(found.num_stages)
-            slowness = [
-                layout.clouds[layout.stage_cloud(stage)].slowdown / len(layout.ranks_of(stage))
-                for stage in stages
-            ]
-            splits[name] = splits_of(pieces, len(stages), slowness=slowness) if fits else []
+            ways = splits_of(pieces, found.num_stages, slowness=found.slowness)
+            splits[name] = ways if fits else []
             if not splits[name]:
                 self.not_planned[name] = (
                     f"the profile has {len(pieces)} pieces that cannot be joined to "

@@ -244,10 +244,9 @@ class Checkpointer(Part):
         return peers if self._among is None else peers & frozenset(self._among)
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
-        if self._control is not None:
+        if self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
             told = torch.tensor([message], dtype=torch.uint8)
-            key = MessageKey(Kind.CHECKPOINT, step)
-            self._control.out[peer].send(key, (told,), CHECKPOINT_CARRIES)
+            out.send(MessageKey(Kind.CHECKPOINT, step), (told,), CHECKPOINT_CARRIES)
 
     def _report(self, step: int, message: CheckpointMessage) -> None:
         if self.rank == 0:

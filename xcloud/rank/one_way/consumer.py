@@ -187,8 +187,11 @@ class ConsumerRun(StatefulParts):
         if missing := self._intake.await_ordered():
             names = ", ".join(self._names[p] for p in missing)
             checkpoints.fail(self._step, f"batches of {names} are missing")
-            return signal is Signal.STOP
-        return checkpoints.after(self._step, signal)
+        else:
+            checkpoints.after(self._step, signal)
+        # What is ordered next must not come before every rank has copied its inbox.
+        self._rank.group.barrier()
+        return signal is Signal.STOP
 
 
 class ConsumerRank(OneWayRank):
