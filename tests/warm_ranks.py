@@ -48,6 +48,8 @@ class WarmRank(Child):
         self.server = server
 
     def _ended(self) -> int | None:
+        if self.server.lock.locked():  # as in Popen: a signal's handler may ask amid a question
+            return None
         code: int | None = self.server.ask({"poll": self.pid})
         return code
 
