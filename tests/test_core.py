@@ -52,7 +52,7 @@ FEATURES = (
     "parallel.one_forward_one_backward", "parallel.hub",
     "parallel.local_updates", "parallel.merging", "parallel.one_way",
     "parallel.within_cloud", "parallel.strategy", "rank.gradient_parts", "plan", "planner",
-    "rank.autopilot", "rank.leaks", "rank.one_way",
+    "rank.autopilot", "rank.leaks", "rank.one_way", "rank.told_sizes", "launch.ranks_in_threads",
     "rank.reports", "record.checkpoints", "record.further_figures",
     "security.defences", "security.leak_meter",
     "survive.checkpointing", "survive.resume", "sweep",
@@ -77,13 +77,13 @@ def too_many(found: dict[str, int], most: int) -> dict[str, int]:
 
 def test_the_core_can_be_held_by_one_engineer() -> None:
     assert len(CORE) <= 44
-    assert num_lines(CORE) <= 9_115
+    assert num_lines(CORE) <= 9_000
 
 
 def test_what_a_run_could_do_without_stays_small() -> None:
     assert not set(SERVICES) & set(CORE)
     assert len(SERVICES) <= 8
-    assert num_lines(SERVICES) <= 2_084
+    assert num_lines(SERVICES) <= 2_076
 
 
 def is_feature(module: str) -> bool:

@@ -55,7 +55,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 ) -> None:
     """Accumulated over two passes, clipped, and one update skipped for what one lane computed."""
     small = partial(OverlappedSums, bucket_bytes=1)
-    monkeypatch.setattr("tests.trainers.OverlappedSums", small)
+    monkeypatch.setattr("xcloud.rank.gradient_parts.OverlappedSums", small)
     began: list[bool] = []
     finish = OverlappedSums._finish
 

@@ -15,6 +15,7 @@ from xcloud.launch.failures import (
     EXIT_PEER_LOST,
     first_cause,
     named_failures,
+    start_lost_clouds,
     write_failure,
 )
 from xcloud.launch.processes import LocalRanks, RunStopped
@@ -133,7 +134,7 @@ def test_a_cloud_that_is_lost_in_the_evaluation_does_not_begin_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(LocalRanks, "_start", lambda self, rank: started.append(rank))
+    monkeypatch.setattr(LocalRanks, "start_rank", lambda self, rank: started.append(rank))
     ranks = LocalRanks(tmp_path, ["a", "b"], frozenset({0}))
     ranks.log(1).touch()
     ranks.processes = [subprocess.Popen(["true"]), subprocess.Popen(["false"])]
@@ -141,7 +142,7 @@ def test_a_cloud_that_is_lost_in_the_evaluation_does_not_begin_again(
         process.wait()
     for phase, expected in (("evaluation", []), ("training", [1])):
         state_file(tmp_path, 0).write_text(json.dumps({"phase": phase}))
-        ranks._begin_again(0.0)
+        start_lost_clouds(ranks, 0.0)
         assert started == expected
 
 

@@ -19,7 +19,7 @@ from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import SPLITS
 from xcloud.job.experiment import Experiment
 from xcloud.join.agreement import agree_on, decode_facts
-from xcloud.rank.task_data import load
+from xcloud.rank.told_sizes import load_or_be_told as load
 from xcloud.tasks.classification import FolderClassification, FolderCrossLingual
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.multilingual_text import MultilingualText

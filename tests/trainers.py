@@ -22,8 +22,7 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.parallel.within_cloud import OverlappedSums
-from xcloud.rank.gradient_parts import PrivateGradients, join_tied
+from xcloud.rank.gradient_parts import PrivateGradients, join_tied, overlapped_sums
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
 from xcloud.training.batch_plan import BatchPlan, Feed
@@ -128,9 +127,7 @@ def ranks(
         if privacy is not None and privacy.unit == "sample":
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
-            parts.append(
-                OverlappedSums(trainer.buffers, wiring.groups, lambda: trainer.num_backwards)
-            )
+            parts.append(overlapped_sums(trainer, wiring.groups))
         if (tied := join_tied(wiring, trainer, choose, 7)) is not None:
             parts.append(tied)
         return Rank(trainer, wiring, reporter, told, parts, strategy)

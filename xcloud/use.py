@@ -22,19 +22,19 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
-from xcloud.base.settings import NotNegativeFloat, Positive, Rate, check
+from xcloud.base.settings import NotNegativeFloat, Positive, Rate
+from xcloud.base.wording import check
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Message
 from xcloud.contracts.model import BuildContext
 from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.experiment import Experiment
-from xcloud.job.given import read_job
+from xcloud.job.given import check_is_run, read_job
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
-from xcloud.record.files import check_is_run
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 

@@ -9,11 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from xcloud.base.errors import ConfigError
-from xcloud.base.wording import allowed, worded
+from xcloud.base.wording import worded
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -65,12 +64,3 @@ def nothing() -> None:
 
 def between(least: int, most: int) -> Any:
     return Annotated[int, Field(ge=least, le=most)]
-
-
-def check(name: str, value: object, annotation: Any) -> None:
-    """Raise ConfigError unless a value that is no field of settings is held by an annotation."""
-    adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
-    try:
-        adapter.validate_python(value)
-    except ValidationError:
-        raise ConfigError(f"{name} must be {allowed(annotation)}, got {value!r}") from None

@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
 
@@ -57,6 +57,15 @@ def _inside(annotation: Any, part: int | str) -> Any | None:
 def _members(annotation: Any) -> tuple[Any, ...]:
     is_union = get_origin(annotation) in (Union, types.UnionType)
     return get_args(annotation) if is_union else (annotation,)
+
+
+def check(name: str, value: object, annotation: Any) -> None:
+    """Raise ConfigError unless a value that is no field of settings is held by an annotation."""
+    adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        raise ConfigError(f"{name} must be {allowed(annotation)}, got {value!r}") from None
 
 
 def allowed(annotation: Any) -> str:

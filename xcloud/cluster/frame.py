@@ -122,13 +122,8 @@ class Frame(NamedTuple):
     key: MessageKey
     parts: tuple[Tensor, ...]
     sequence: int
-    deliver_at_s: float  # below 0: at once, and it was sent at -deliver_at_s
+    deliver_at_s: float  # below 0: at once, and its sender sent it at -deliver_at_s
     num_bytes: int
-
-    @property
-    def sent_at_s(self) -> float | None:
-        """By the sender's clock; None where the sender did not send it."""
-        return -self.deliver_at_s if self.deliver_at_s < 0 else None
 
 
 def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:

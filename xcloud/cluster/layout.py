@@ -292,13 +292,9 @@ class ClusterLayout(Layout):
     @property
     def lanes_in_step(self) -> int:
         """Micro-batches must come in multiples of this, where ranks compute in step."""
-        sizes = [
-            len(self.ranks_of(stage, cloud.replica))
-            for cloud in self.clouds.values()
-            for stage in cloud.stages or ()
-            if cloud.shard
-        ]
-        return math.lcm(*sizes)
+        sharded = [cloud for cloud in self.clouds.values() if cloud.shard]
+        held = [self.ranks_of(stage, c.replica) for c in sharded for stage in c.stages or ()]
+        return math.lcm(*map(len, held))
 
     def rank_period(self, stage: int) -> int:
         """Micro-batches i and i + rank_period meet the same ranks on both sides of the boundary

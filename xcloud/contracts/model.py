@@ -8,7 +8,7 @@ Shapes: B samples in a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -258,13 +258,3 @@ class Task(Protocol):
 
     def load(self, fields: frozenset[str], seed: int) -> TaskData:
         """Read only these fields. Raises DataError: what is missing and how to get it."""
-
-
-def asks_for_sizes(task: Task) -> bool:
-    """Whether ranks that read no field can be given the row counts, as `task.sizes`, which is not
-    set."""
-    return getattr(task, "sizes", ()) is None
-
-
-def with_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
-    return replace(task, sizes=sizes)  # type: ignore[type-var]

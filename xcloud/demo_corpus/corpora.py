@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from xcloud.base.settings import NotNegative, between, check
+from xcloud.base.settings import NotNegative, between
+from xcloud.base.wording import check
 from xcloud.demo_corpus import events, feelings, joined, nested, sentences, states
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.events import Story

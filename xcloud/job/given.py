@@ -35,7 +35,7 @@ from xcloud.job.config import (
 )
 from xcloud.job.job import Job, PipelineJob
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.record.files import EVENTS_FILE, check_is_run
+from xcloud.record.files import EVENTS_FILE
 from xcloud.record.summary import read_summary
 
 
@@ -250,3 +250,11 @@ def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:
             f"task.max_length is {job.task.max_length}, but the pre-trained encoder will "
             f"have {most} positions (model.text.max_length)"
         )
+
+
+def check_is_run(folder: Path, *files: str) -> None:
+    """Raise ConfigError unless the folder has one of these files (patterns), which runs have."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if not any(any(folder.glob(file)) for file in files):
+        raise ConfigError(f"{folder} holds no run: there is no {' or '.join(files)}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
@@ -58,8 +58,9 @@ _PRINTABLE = r"^[ -~]*$"
 _KEY = Annotated[str, StringConstraints(pattern=_PRINTABLE)]
 _VALUE = Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=MAX_VALUE)]
 _SECTION = Annotated[dict[_KEY, _VALUE], Field(max_length=_MAX_LINES)]
-_TABLE = TypeAdapter(dict[Literal["setting", "code", "fact", "info", "held"], _SECTION])
+_TABLE = TypeAdapter[Any](dict[Literal["setting", "code", "fact", "info", "held"], _SECTION])
 
+T = TypeVar("T")
 NameOf = Callable[[int], str]
 """Of a rank, for messages."""
 
@@ -143,9 +144,7 @@ def agree_on(
 
 
 def decode_facts(text: str, peer: int) -> dict[str, str]:
-    said = f"rank {peer} sent no names and values of facts"
-    found: dict[str, str] = _decoded(_FACTS, text, said)
-    return found
+    return _decoded(_FACTS, text, f"rank {peer} sent no names and values of facts")
 
 
 def compare_facts(
@@ -269,16 +268,14 @@ def encode_table(table: Table) -> str:
 
 def decode_table(text: str, sender: str) -> Table:
     """Raises FrameError for anything but what encode_table makes."""
-    found: Table = _decoded(_TABLE, text, f"{sender} sent no table of settings and digests")
-    return found
+    return _decoded(_TABLE, text, f"{sender} sent no table of settings and digests")
 
 
 def decode_verdict(text: str) -> Verdict:
-    found: Verdict = _decoded(_VERDICT, text, "rank 0 sent no verdict on what the ranks run")
-    return found
+    return _decoded(_VERDICT, text, "rank 0 sent no verdict on what the ranks run")
 
 
-def _decoded(adapter: TypeAdapter[Any], text: str, what: str) -> Any:
+def _decoded(adapter: TypeAdapter[T], text: str, what: str) -> T:
     try:
         return adapter.validate_json(text if len(text) <= MAX_BYTES else "", strict=True)
     except ValidationError as error:  # the first reason, without what was sent

@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from xcloud.base.errors import FrameError, LinkError, XcloudError
 from xcloud.record.files import error_file, failure_of, state_file
@@ -101,6 +102,36 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], ended: Iterable[int]) -> s
     if lost and _phase_of(run_dir, 0) == "evaluation":
         return set()
     return lost - {clouds[r] for r in own_failures(run_dir, ended) if failure_of(run_dir, r)}
+
+
+class Ranks(Protocol):
+    """What may begin again: processes.LocalRanks. since_s: when a cloud was first seen lost."""
+
+    run_dir: Path
+    clouds: list[str]
+    processes: list[subprocess.Popen[bytes]]
+    since_s: dict[object, float]
+
+    def for_s(self, what: object) -> float: ...
+    def log(self, rank: int) -> Path: ...
+    def start_rank(self, rank: int) -> subprocess.Popen[bytes]: ...
+
+
+def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
+    """Again, those that have lost a rank so long ago."""
+    ended = [rank for rank, process in enumerate(ranks.processes) if process.poll()]
+    for cloud in lost_clouds(ranks.run_dir, ranks.clouds, ended):
+        if ranks.for_s(cloud) < after_s:
+            continue
+        del ranks.since_s[cloud]
+        own = [rank for rank, other in enumerate(ranks.clouds) if other == cloud]
+        for rank in own:
+            ranks.processes[rank].kill()
+        for rank in own:
+            ranks.processes[rank].wait()
+            error_file(ranks.run_dir, rank).unlink(missing_ok=True)
+            ranks.log(rank).replace(ranks.log(rank).with_suffix(".before.log"))
+            ranks.processes[rank] = ranks.start_rank(rank)
 
 
 def _phase_of(run_dir: Path, rank: int) -> str:

@@ -18,8 +18,8 @@ import psutil
 
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.transport import num_cores
-from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, lost_clouds, own_failures
-from xcloud.record.files import error_file, ready_file
+from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
+from xcloud.record.files import ready_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
@@ -77,28 +77,26 @@ class LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
         self._restart_s, self._lost_after_s = restart_s, lost_after_s
-        self._since_s: dict[object, float] = {}  # when something was first seen, see _for_s
+        self.since_s: dict[object, float] = {}  # when something was first seen, see for_s
         self._suspended: dict[int, float] = {}  # ranks that were given up, after how many seconds
 
     def start(self) -> None:
         """May be called again once `wait` has raised RunFailed."""
-        self._stop_if_asked()
+        was_asked = self.is_asked_to_stop
+        if was_asked:
+            raise RunStopped
         self._remove_meeting_point()
         for stale in self.run_dir.glob("rank*.error.json"):  # a rank may die before it looks
             stale.unlink(missing_ok=True)
         self.processes = []
-        self._since_s.clear()
+        self.since_s.clear()
         self._suspended.clear()
         for rank in range(len(self.clouds)):
-            self.processes.append(self._start(rank))
+            self.processes.append(self.start_rank(rank))
         if self.is_asked_to_stop:  # meanwhile: the last ones were not there to hear it
             self.ask_to_stop()
 
-    def _stop_if_asked(self) -> None:
-        if self.is_asked_to_stop:
-            raise RunStopped
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def start_rank(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
         command += ["--rank", str(rank), "--parent", str(os.getpid())]
         environment = {
@@ -157,7 +155,7 @@ class LocalRanks:
         codes = [process.poll() for process in self.processes]
         needed = [codes[rank] for rank in self.essential]
         is_stopped = any(code in _STOPPED_CODES for code in codes)
-        if is_stopped and not has_met and self._for_s("stop") > END_WITHIN_S:
+        if is_stopped and not has_met and self.for_s("stop") > END_WITHIN_S:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
@@ -172,18 +170,18 @@ class LocalRanks:
             raise RunFailed(cause)
         if None in needed:
             if has_met and self._restart_s is not None and not self.is_asked_to_stop:
-                self._begin_again(self._restart_s)
+                start_lost_clouds(self, self._restart_s)
             return False
-        if self._for_s("end") <= LATE_S and None in codes:
+        if self.for_s("end") <= LATE_S and None in codes:
             return False
         if any(code in _STOPPED_CODES for code in needed):
             raise RunStopped
         return True
 
-    def _for_s(self, what: object) -> float:
+    def for_s(self, what: object) -> float:
         """Seconds since this was asked first."""
         now_s = time.monotonic()
-        return now_s - self._since_s.setdefault(what, now_s)
+        return now_s - self.since_s.setdefault(what, now_s)
 
     def _end_suspended(self, watched: Iterable[int]) -> None:
         """A suspended rank would keep others waiting where no link looks for heartbeats: while
@@ -192,26 +190,10 @@ class LocalRanks:
             key, process = ("suspended", rank), self.processes[rank]
             if not _is_suspended(process):
                 if process.poll() is None:
-                    self._since_s.pop(key, None)
-            elif self._lost_after_s is not None and self._for_s(key) > self._lost_after_s:
+                    self.since_s.pop(key, None)
+            elif self._lost_after_s is not None and self.for_s(key) > self._lost_after_s:
                 self._suspended[rank] = self._lost_after_s
                 process.kill()
-
-    def _begin_again(self, after_s: float) -> None:
-        """The clouds that have lost a rank so long ago, by a signal or with another rank."""
-        ended = [rank for rank, process in enumerate(self.processes) if process.poll()]
-        for cloud in lost_clouds(self.run_dir, self.clouds, ended):
-            if self._for_s(cloud) < after_s:
-                continue
-            del self._since_s[cloud]
-            ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]
-            for rank in ranks:
-                self.processes[rank].kill()
-            for rank in ranks:
-                self.processes[rank].wait()
-                error_file(self.run_dir, rank).unlink(missing_ok=True)
-                self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
-                self.processes[rank] = self._start(rank)
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""

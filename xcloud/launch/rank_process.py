@@ -26,7 +26,6 @@ import torch
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.gloo_link import GlooTransport
-from xcloud.cluster.memory_transport import MemoryTransport, in_threads
 from xcloud.cluster.transport import Meeting, Transport
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
@@ -159,25 +158,6 @@ def _play(role: Role[Any], verdict: Verdict, reporter: Reporter) -> None:
         role.close()
 
 
-def live_in_threads(
-    job: Job, table: Table, run_dir: Path, asked: StopSignal, state: RankState
-) -> bool:
-    """All ranks in this process, each in a thread, over links in memory; as `live`. state: of
-    rank 0."""
-
-    def work(transport: MemoryTransport) -> bool:
-        rank = transport.rank
-        own = RankState(run_dir, rank) if rank else state
-        _, verdict = join(job, table, rank, run_dir, lambda: transport.meeting)
-        process = Process(asked, own)
-        is_stopped = live(job, run_dir, table["setting"], verdict, process, transport)
-        if rank:
-            own.close(STOPPED if is_stopped else DONE)
-        return is_stopped
-
-    return in_threads(job.cluster.num_ranks, work)[-1]
-
-
 def _device_of(job: Job, rank: int) -> torch.device:
     """What its cloud's settings say; "auto" takes a GPU if there is one."""
     cloud = job.cluster.cloud_of(rank)
@@ -242,7 +222,10 @@ class RankProcess(Process):
     ) -> bool:
         """What all ranks have agreed to run."""
         if job.cluster.num_processes < job.cluster.num_ranks:
-            return live_in_threads(job, table, self.run_dir, self.asked, self.state)
+            in_threads = importlib.import_module(
+                "xcloud.launch.ranks_in_threads"
+            )  # builds on this
+            return bool(in_threads.live(job, table, self.run_dir, self.asked, self.state))
         carrier = job.cluster.carrier
         transport = GlooTransport(meeting) if carrier is None else carrier.transport(meeting)
         return live(job, self.run_dir, table["setting"], verdict, self, transport)

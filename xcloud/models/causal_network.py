@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Positive, between, check, settings
+from xcloud.base.settings import Positive, between, settings
+from xcloud.base.wording import check
 from xcloud.hub import WeightFiles, raw_config
 from xcloud.models.stages import seeded
 

@@ -58,12 +58,8 @@ class StageSums:
 
     @property
     def leaders(self) -> list[int]:
+        """The first of them adds up, and gives the signal."""
         return sorted({*self.leader_of})
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank adds up, and gives the signal."""
-        return self.rank == min(self.leader_of)
 
     def sum_over_stages(
         self, step: int, values: Mapping[int, float], signal_at: Callable[[int], Signal]

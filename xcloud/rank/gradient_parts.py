@@ -22,6 +22,7 @@ from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
 from xcloud.parallel.part import Part
 from xcloud.parallel.replicas import Replicas
+from xcloud.parallel.within_cloud import OverlappedSums
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import (
     Privacy,
@@ -127,6 +128,18 @@ def replicas_exchange(
             Work(size, 2.0 * size * job.task.max_length), reporter, job.security.privacy, watch,
         )
     )  # fmt: skip
+
+
+def overlapped_sums(trainer: Trainer, groups: Mapping[int, RankGroup]) -> OverlappedSums:
+    """Of a rank of a cloud of several. groups: by stage."""
+
+    def num_backwards() -> dict[int, int]:
+        """Micro-batches of this rank in an update, by stage."""
+        m, passes = trainer.schedule.num_micro_batches, trainer.settings.accumulate_steps
+        turns = trainer.pipeline.turns
+        return {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()}
+
+    return OverlappedSums(trainer.buffers, groups, num_backwards)
 
 
 class PrivateGradients(Part):

@@ -23,6 +23,7 @@ from xcloud.contracts.model import NO_LABEL, Batch, Stage, TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import BoundaryPorts
+from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import LABEL
 from xcloud.security.leak_meter import OBSERVATIONS_DIR, TRUTH, Rows, Stream
@@ -191,12 +192,13 @@ def observed(
 
 
 def leak_observers(
-    job: Experiment, rank: int, data: TaskData, stages: Mapping[int, Stage], reporter: Reporter,
-    run_dir: Path,
-) -> LeakObservers:  # fmt: skip
-    """Of a job whose leak meter is on."""
+    context: RankContext[Experiment], data: TaskData, stages: Mapping[int, Stage]
+) -> LeakObservers | None:
+    """What the leak meter sees; None without it."""
+    job, rank, reporter, run_dir = context.job, context.rank, context.reporter, context.run_dir
     meter, layout, vocabularies = job.leak_meter, job.cluster, data.vocabularies
-    assert meter is not None
+    if meter is None:
+        return None
     place = layout.placement(rank)
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(

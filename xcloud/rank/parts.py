@@ -20,19 +20,21 @@ from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, Cach
 from xcloud.parallel.exchange import AllReduce, Exchange
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.within_cloud import OverlappedSums, Sharder, sharders
+from xcloud.parallel.within_cloud import Sharder, sharders
 from xcloud.rank.autopilot import pilot_of
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.gradient_parts import (
     PrivacyAccount,
     PrivateGradients,
     join_tied,
+    overlapped_sums,
     replicas_exchange,
 )
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
+from xcloud.rank.told_sizes import load_or_be_told
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
@@ -59,6 +61,9 @@ class Features:
             held = {stage: wiring.groups[stage] for stage in self.placement.stages}
             self._sharders = sharders(held, context.device, self.reporter.note)
 
+    def load(self) -> TaskData:
+        return load_or_be_told(self.job, self.context.transport.meeting)
+
     def stage(self, number: int, context: BuildContext) -> Stage:
         """Build a stage, block by block over the ranks of a cloud that shards it."""
         sharder = self._sharders.get(number)
@@ -68,12 +73,7 @@ class Features:
         return self.job.model.build_stage(number, num_stages, context).to(context.device)
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
-        """What the leak meter sees; None without it."""
-        if self.job.leak_meter is None:
-            return None
-        return leak_observers(
-            self.job, self.rank, data, stages, self.reporter, self.context.run_dir
-        )
+        return leak_observers(self.context, data, stages)
 
     def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
         job, device, boundaries = self.job, self.context.device, self.wiring.boundaries
@@ -121,9 +121,7 @@ class Features:
         if privacy is not None and privacy.unit == "sample":
             own_gradients = PrivateGradients(privacy, trainer)
         elif any(group.group_size > 1 for group in wiring.groups.values()):
-            own_gradients = OverlappedSums(
-                trainer.buffers, wiring.groups, lambda: trainer.num_backwards
-            )
+            own_gradients = overlapped_sums(trainer, wiring.groups)
         changing = Parts(
             [
                 *(own.join(context) for own in job.parts.values()),

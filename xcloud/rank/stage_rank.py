@@ -17,7 +17,7 @@ from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.parts import Features, step_clock
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.task_data import Evaluator, context_of, fetcher, load, note_data
+from xcloud.rank.task_data import Evaluator, context_of, fetcher, note_data
 from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
 from xcloud.record.reporter import Reporter
 from xcloud.training.batch_plan import Feed
@@ -45,7 +45,7 @@ class StageRank(Role[Experiment]):
 
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
-        data = load(self.job, self.context.transport.meeting)
+        data = self.features.load()
         note_data(self.context, data)
         trainer, parts, evaluator = self.build(data)
         if self.train(trainer, parts, evaluator):

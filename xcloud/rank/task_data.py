@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import DataError, FrameError
+from xcloud.base.errors import DataError
 from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import (
     SPLITS,
@@ -26,12 +26,10 @@ from xcloud.contracts.model import (
     Scores,
     Split,
     TaskData,
-    asks_for_sizes,
-    with_sizes,
 )
 from xcloud.job.config import this_clouds_policy
 from xcloud.job.experiment import Experiment
-from xcloud.join.agreement import agree_on, compare_facts
+from xcloud.join.agreement import agree_on
 from xcloud.parallel.control import Signal
 from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
@@ -43,27 +41,22 @@ from xcloud.record.reporter import Reporter
 log = logging.getLogger(__name__)
 
 DATA = "the task's data"
-UNREAD = "the task's settings and sizes"
 SAMPLES = {split: f"samples of {split}" for split in SPLITS}
 
 
-def load(experiment: Experiment, meeting: Meeting) -> TaskData:
-    """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
-    if the task accepts sizes: they are among the facts of rank 0, which reads the text.
+def load(
+    experiment: Experiment,
+    meeting: Meeting,
+    more: Callable[[TaskData], Mapping[str, str]] = lambda data: {},
+    left_out: Mapping[int, Collection[str]] = {},
+) -> TaskData:
+    """Load exactly the fields that this rank's stages read. more: further facts that the ranks
+    compare. left_out: see agree_on.
 
     Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """
-    task, seed, rank = experiment.task, experiment.seed, meeting.rank
-    fields = experiment.fields_of(rank)
-    unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
-    told = 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
-    left_out = dict.fromkeys(unseeing, (DATA, UNREAD, *SAMPLES.values())) if told else {}
-    if told and rank in unseeing:
-        theirs = agree_on("data", meeting, {}, left_out)
-        data = with_sizes(task, _sizes_in(theirs)).load(frozenset(), seed)
-        compare_facts({UNREAD: data.fingerprint()}, {UNREAD: theirs.get(UNREAD, "nothing")}, 0)
-        return data
-    data = task.load(fields, seed)
+    fields = experiment.fields_of(meeting.rank)
+    data = experiment.task.load(fields, experiment.seed)
     _check_fields(data, fields)
     for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:
@@ -71,20 +64,9 @@ def load(experiment: Experiment, meeting: Meeting) -> TaskData:
         elif "label" in fields:  # for each token
             defence.check_labels("tokens", 1)
     # Sizes are compared first: they say more than a digest.
-    sizes = {split: data.num_samples(split) for split in SPLITS}
-    facts = {SAMPLES[split]: str(size) for split, size in sizes.items()}
-    facts[DATA] = data.fingerprint()
-    if told:
-        facts[UNREAD] = with_sizes(task, sizes).load(frozenset(), seed).fingerprint()
-    agree_on("data", meeting, facts, left_out)
+    facts = {SAMPLES[split]: str(data.num_samples(split)) for split in SPLITS}
+    agree_on("data", meeting, {**facts, DATA: data.fingerprint(), **more(data)}, left_out)
     return data
-
-
-def _sizes_in(facts: Mapping[str, str]) -> dict[Split, int]:
-    found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
-    if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
-        raise FrameError(f"rank 0 told {found} for the numbers of samples")
-    return {split: int(text) for split, text in found.items()}
 
 
 def note_data(context: RankContext[Experiment], data: TaskData) -> None:

@@ -16,8 +16,6 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
-from xcloud.base.errors import ConfigError
-
 EVENTS_FILE = "events.jsonl"
 LAUNCHER_FILE = "launcher.state.json"
 SAMPLES_FILE = "samples.txt"
@@ -73,14 +71,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def has_events(run_dir: Path) -> bool:
     return any(run_dir.glob("events*.jsonl*"))
-
-
-def check_is_run(folder: Path, *files: str) -> None:
-    """Raise ConfigError unless the folder has one of these files (patterns), which runs have."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
-    if not any(any(folder.glob(file)) for file in files):
-        raise ConfigError(f"{folder} holds no run: there is no {' or '.join(files)}")
 
 
 class CheckpointSteps:

@@ -24,7 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import Fraction, Positive, check, settings
+from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.wording import check
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import key_of, make_once
 from xcloud.tasks.text_sources import FolderText, TextSource, languages_of

@@ -33,10 +33,6 @@ class BatchPlan:
             pieces.append(order[max(begin - first, 0) : end - first])
         return torch.cat(pieces)
 
-    def epoch(self, step: int) -> float:
-        """Epochs completed after update `step`."""
-        return step * self.batch_size / self.num_samples
-
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._epochs:
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}

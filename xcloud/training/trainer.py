@@ -217,7 +217,7 @@ class Trainer(StatefulParts):
         report = StepReport(step, 0.0, clock, self._learning_rate(step))
         work = Work()
         if self.exchange.is_idle(step):
-            signal = parts.signal(step) if self.sums.is_first else Signal.GO_ON
+            signal = parts.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
             report.signal = self._within_stages(Reply(math.nan, signal)).signal
         else:
             loss = self._compute_gradients(step, parts)
@@ -244,13 +244,6 @@ class Trainer(StatefulParts):
     def buffers(self) -> dict[int, FlatBuffer]:
         """By stage."""
         return {number: stage.buffer for number, stage in self.stages.items()}
-
-    @property
-    def num_backwards(self) -> dict[int, int]:
-        """Micro-batches of this rank in an update, by stage."""
-        m, passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
-        turns = self.pipeline.turns
-        return {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()}
 
     def parts(self) -> StateTree:
         """Batches, learning rates and dropout follow from the seed and the number of the update;

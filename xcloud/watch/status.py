@@ -19,12 +19,12 @@ import psutil
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.units import human_duration
+from xcloud.job.given import check_is_run
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.files import (
     AGREED_FILE,
     LAUNCHER_FILE,
     CheckpointSteps,
-    check_is_run,
     failure_of,
     read_json,
 )

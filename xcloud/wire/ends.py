@@ -115,16 +115,12 @@ class Ends:
         settings = InSettings(
             self._name(peer), capacity_bytes, window,
             self._record(LinkName(boundary, peer, self.rank)), self.lives[peer],
-            self.handled(peer, handlers or {}), self.layout.overdue_advice(self.rank, peer),
+            handlers or {}, self.layout.overdue_advice(self.rank, peer),
             wan is not None and wan.emulated, on_end, on_arrival,
         )  # fmt: skip
         end = self.transport.incoming(line, peer, settings)
         self._ends.append((peer, end))
         return end
-
-    def handled(self, peer: int, handlers: Handlers) -> Handlers:
-        """The functions that take messages of `peer`, for each kind that has one."""
-        return handlers
 
     def both(
         self,

@@ -121,11 +121,13 @@ class LineMeters:
         self.line_s[channel] = 0.0
 
         def take(frame: Frame, now_s: float) -> None:
-            if frame.sent_at_s is not None and frame.key.kind is Kind.ALIVE:
-                meter.probe(frame.sent_at_s, now_s)
-            elif frame.sent_at_s is not None:
-                busy_s = meter.busy_s(frame.sent_at_s, now_s)
-                self.line_s[channel] += busy_s * (frame.key.kind.traffic == channel.direction)
+            if frame.deliver_at_s >= 0:  # nobody says when it was sent
+                return
+            sent_at_s = -frame.deliver_at_s
+            if frame.key.kind is Kind.ALIVE:
+                return meter.probe(sent_at_s, now_s)
+            busy_s = meter.busy_s(sent_at_s, now_s)
+            self.line_s[channel] += busy_s * (frame.key.kind.traffic == channel.direction)
 
         return take
 

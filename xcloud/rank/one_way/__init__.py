@@ -19,6 +19,7 @@ from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.link import CONTROL, LinkName, LinkRecord
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way_parts import OneWayContext
@@ -55,13 +56,16 @@ class OneWayEnds(Ends):
         self._keeps_record = keeps_record
         self.received: dict[int, LinkRecord] = {}
 
-    def handled(self, peer: int, handlers: Handlers) -> Handlers:
-        if not self._keeps_record or not self.leaves_cloud(peer):
-            return handlers
-        here = self.layout.placement(self.rank).cloud
-        link = LinkName(CONTROL, peer, self.rank)
-        record = self.received.setdefault(peer, LinkRecord(link, here))
-        return {kind: noting(record, CARRIES[kind], take) for kind, take in handlers.items()}
+    def incoming(
+        self, line: str, peer: int, capacity_bytes: int, window: LinkWindow,
+        handlers: Handlers | None = None, *rest: Any, **named: Any,
+    ) -> ReceivingEnd:  # fmt: skip
+        if self._keeps_record and self.leaves_cloud(peer):
+            link = LinkName(CONTROL, peer, self.rank)
+            here = self.layout.placement(self.rank).cloud
+            record, taken = self.received.setdefault(peer, LinkRecord(link, here)), handlers or {}
+            handlers = {kind: noting(record, CARRIES[kind], t) for kind, t in taken.items()}
+        return super().incoming(line, peer, capacity_bytes, window, handlers, *rest, **named)
 
     def await_goodbye(self, peer: int) -> None:
         """As long as it sends heartbeats. Raises LinkTimeout."""
