@@ -27,7 +27,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, NotNegativeFloat, Positive, settings
 from xcloud.comm.channel import Boundary, Message
 from xcloud.contracts.model import Architecture, Batch, BuildContext, Stage, StageOutput, TokenIds
-from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing, check_heads
+from xcloud.models.encoder import Cache, CrossAttention, Layer, Packing
 from xcloud.models.stages import RowsStage, rows_boundary, seeded
 
 SOURCE, TARGET = "source", "target"
@@ -333,7 +333,11 @@ class Transformer(EncoderDecoder):
     feed_forward: Positive = 2048
 
     def __post_init__(self) -> None:
-        check_heads("Transformer.num_heads", self.num_heads, self.hidden)
+        if self.hidden % self.num_heads:
+            raise ConfigError(
+                f"Transformer.num_heads must divide the hidden size {self.hidden}, got "
+                f"{self.num_heads}"
+            )
 
     def describe(self) -> str:
         layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"

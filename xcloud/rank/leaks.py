@@ -193,12 +193,11 @@ def observed(
 
 def leak_observers(
     context: RankContext[Experiment], data: TaskData, stages: Mapping[int, Stage]
-) -> LeakObservers | None:
-    """What the leak meter sees; None without it."""
+) -> LeakObservers:
+    """Of a job whose leak meter is on."""
     job, rank, reporter, run_dir = context.job, context.rank, context.reporter, context.run_dir
     meter, layout, vocabularies = job.leak_meter, job.cluster, data.vocabularies
-    if meter is None:
-        return None
+    assert meter is not None
     place = layout.placement(rank)
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     observer = Observer(

@@ -73,7 +73,7 @@ class Features:
         return self.job.model.build_stage(number, num_stages, context).to(context.device)
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
-        return leak_observers(self.context, data, stages)
+        return leak_observers(self.context, data, stages) if self.job.leak_meter else None
 
     def pipeline(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Pipeline:
         job, device, boundaries = self.job, self.context.device, self.wiring.boundaries
