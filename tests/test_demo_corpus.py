@@ -117,6 +117,7 @@ def test_the_room_needs_nothing_but_the_base() -> None:
     allowed = (
         "xcloud.demo_corpus",
         "xcloud.base.settings",
+        "xcloud.base.wording",
         "xcloud.base.errors",
         "xcloud.base.project",
     )

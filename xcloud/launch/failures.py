@@ -1,5 +1,5 @@
 """Why a run has failed: what a rank leaves of its failure, and which of several is the cause. Also
-which clouds, of a run that can do without them, may begin again.
+which clouds, of a run that can do without them, may begin again, and what no run can begin with.
 """
 
 from __future__ import annotations
@@ -15,13 +15,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from xcloud.base.errors import FrameError, LinkError, XcloudError
+import torch
+
+from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+
+
+def check_gpu(cloud: str) -> None:
+    """Raise ConfigError unless this machine has the GPU that a cloud asks for."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.clouds.{cloud}.device is cuda, but torch finds no GPU on this machine; auto "
+            "takes one where there is one"
+        )
 
 
 def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:

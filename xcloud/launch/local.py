@@ -18,7 +18,7 @@ from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import compared_settings
-from xcloud.launch.failures import named_failures
+from xcloud.launch.failures import check_gpu, named_failures
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
 from xcloud.record.summary import SUMMARY_FILE
@@ -89,6 +89,9 @@ def _checked_job(config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> 
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
             f"with it: python run.py resume={run_dir}"
         )
+    for name, cloud in job.cluster.clouds.items():
+        if cloud.device == "cuda":
+            check_gpu(name)
     if resumes is not None and has_events(run_dir):
         resumes(job, run_dir, compared_settings(configs.plain_settings(config)))
     return job

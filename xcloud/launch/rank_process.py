@@ -33,7 +33,7 @@ from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.join.agreement import Table, Verdict, agree, meet_here, table_of
 from xcloud.join.restarts import meet_at_any_time
-from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, failed, write_failure
+from xcloud.launch.failures import EXIT_FAILED, EXIT_START_AGAIN, check_gpu, failed, write_failure
 from xcloud.rank.one_way.consumer import ConsumerRank
 from xcloud.rank.one_way.producer import ProducerRank
 from xcloud.rank.role import RankContext, Role
@@ -164,11 +164,7 @@ def _device_of(job: Job, rank: int) -> torch.device:
     wanted = job.cluster.clouds[cloud].device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"cluster.clouds.{cloud}.device is cuda, but torch finds no GPU on this machine; auto "
-            "takes one where there is one"
-        )
+    check_gpu(cloud)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
