@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.record.files import error_file, failure_of, state_file
 
@@ -28,6 +26,8 @@ _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 
 def check_gpu(cloud: str) -> None:
     """Raise ConfigError unless this machine has the GPU that a cloud asks for."""
+    import torch  # not for a launcher that only asks why a run has failed
+
     if not torch.cuda.is_available():
         raise ConfigError(
             f"cluster.clouds.{cloud}.device is cuda, but torch finds no GPU on this machine; auto "
