@@ -21,7 +21,8 @@ from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.resume import RankCheckpoints, newest_common
+from xcloud.survive.common_step import newest_common
+from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_part
 from xcloud.training.settings import Checkpoints
 

@@ -57,7 +57,8 @@ from xcloud.record.events import EventReader
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import GaussianNoise, MaxNorm, Privacy
 from xcloud.security.policy import Visibility
-from xcloud.survive.resume import RankCheckpoints, newest_common
+from xcloud.survive.common_step import newest_common
+from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training
 

@@ -37,7 +37,7 @@ from xcloud.join.agreement import (
     table_of,
 )
 from xcloud.launch import processes as launch
-from xcloud.survive.resume import newest_common
+from xcloud.survive.common_step import newest_common
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
 

@@ -29,6 +29,7 @@ from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Place, Places, Strategy
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive import resume as table
+from xcloud.survive.common_step import newest_common
 from xcloud.survive.resume import (
     COLUMNS,
     TABLE,
@@ -36,7 +37,6 @@ from xcloud.survive.resume import (
     changes,
     check_can_go_on,
     is_marked,
-    newest_common,
     outcome_of,
 )
 from xcloud.survive.saving import about_part

@@ -55,7 +55,7 @@ FEATURES = (
     "rank.autopilot", "rank.leaks", "rank.one_way", "rank.told_sizes", "launch.ranks_in_threads",
     "rank.reports", "record.checkpoints", "record.further_figures",
     "security.defences", "security.leak_meter",
-    "survive.checkpointing", "survive.resume", "sweep",
+    "survive.checkpointing", "survive.common_step", "survive.resume", "sweep",
     "training.pinned_batches", "use", "watch.following", "wire.further_ends",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from tests.channels import same_state
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.survive.resume import newest_common
+from xcloud.survive.common_step import newest_common
 
 
 @pytest.mark.parametrize(

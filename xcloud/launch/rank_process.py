@@ -43,7 +43,8 @@ from xcloud.record.files import CheckpointSteps, has_events
 from xcloud.record.intake import Intake
 from xcloud.record.reporter import EventFile, RankState, Reporter
 from xcloud.security.wire_audit import write_rank_audit
-from xcloud.survive.resume import RankCheckpoints, newest_common
+from xcloud.survive.common_step import newest_common
+from xcloud.survive.resume import RankCheckpoints
 from xcloud.survive.saving import StopSignal
 
 DONE, STOPPED = "has done its part", "has stopped as it was asked to, and saved its last step"
@@ -218,9 +219,8 @@ class RankProcess(Process):
     ) -> bool:
         """What all ranks have agreed to run."""
         if job.cluster.num_processes < job.cluster.num_ranks:
-            in_threads = importlib.import_module(
-                "xcloud.launch.ranks_in_threads"
-            )  # builds on this
+            # Builds on this file.
+            in_threads = importlib.import_module("xcloud.launch.ranks_in_threads")
             return bool(in_threads.live(job, table, self.run_dir, self.asked, self.state))
         carrier = job.cluster.carrier
         transport = GlooTransport(meeting) if carrier is None else carrier.transport(meeting)

@@ -1,17 +1,13 @@
-"""Going on from a checkpoint: which one all ranks hold, what may differ from the run that it is of
-(TABLE, shown in docs/surviving.md), and what a rank takes over. Sends nothing: what ranks hold is
-compared with all else that they compare before the start (join/agreement.py).
-
-The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
-agreement is enough. Where there is none, one that all have written counts as well. If none is left
-although one was agreed on, the run is refused: it would silently begin anew.
+"""Going on from a checkpoint: what may differ from the run that it is of (TABLE, shown in
+docs/surviving.md), and what a rank takes over. Sends nothing: what ranks hold is compared with all
+else that they compare before the start (join/agreement.py), and common_step.py finds the step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +20,7 @@ from xcloud.comm.state import MEMORY, OUTER, State
 from xcloud.job.job import Job
 from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.survive.common_step import newest_common
 
 _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"
@@ -335,53 +332,6 @@ def _remembers(state: State) -> bool:
 def _tail(key: str) -> str:
     """From the mark on: what follows names a parameter, whatever holds it."""
     return key[key.index(OUTER) :] if OUTER in key else key
-
-
-def newest_common(
-    tables: Mapping[int, Mapping[str, str]], name_of: Callable[[int], str]
-) -> tuple[int, str]:
-    """The step to go on from, 0 for the start, and a note for the user. tables: by rank and step;
-    of other ranks, which are not trusted: anything else is dropped. Raises ConfigError where that
-    would silently lose an agreed checkpoint."""
-    steps = {int(s) for held in tables.values() for s in held if s.isdecimal() and len(s) < 16}
-    passed: list[str] = []
-    table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
-    for step in sorted(steps, reverse=True):
-        lines = {rank: _line(held.get(str(step), "")) for rank, held in tables.items()}
-        had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
-        if had_part:
-            lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
-        table[any(line.split()[1:2] == ["agreed"] for line in lines.values())][step] = lines
-    # Agreed ones first: of others, what ranks reported of their steps may not have come to rank 0.
-    for step, lines in (table[True] | table[False]).items():
-        wrong = _wrong(lines, name_of)
-        if not wrong:
-            note = f"going on from step {step}, not from the newest checkpoint. "
-            return step, note + ". ".join(passed) if passed else ""
-        if step in table[True]:
-            passed.append(f"step {step}: {'; '.join(wrong)}")
-    if passed:
-        raise ConfigError(
-            f"there is no checkpoint that every rank can go on from. {'. '.join(passed)}. Put the "
-            "missing files back, or move the folder `checkpoints` of every cloud away to begin "
-            "anew"
-        )
-    return 0, ""
-
-
-def _line(text: str) -> str:
-    is_one = re.fullmatch(r"ok (agreed|written) \d+( .*)?|bad (agreed|written) .+", text)
-    return text if is_one else "bad written it has none"
-
-
-def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for rank, line in lines.items():
-        if not line.startswith("ok "):
-            reasons.setdefault(line.split(maxsplit=2)[-1], []).append(name_of(rank))
-    wrong = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    attempts = {line.split()[2] for line in lines.values()} if not wrong else set()
-    return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])
 
 
 def check_can_go_on(

@@ -1,0 +1,60 @@
+"""The step from which all ranks go on, by what each of them holds.
+
+The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
+agreement is enough. Where there is none, one that all have written counts as well. If none is left
+although one was agreed on, the run is refused: it would silently begin anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from xcloud.base.errors import ConfigError
+
+
+def newest_common(
+    tables: Mapping[int, Mapping[str, str]], name_of: Callable[[int], str]
+) -> tuple[int, str]:
+    """The step to go on from, 0 for the start, and a note for the user. tables: by rank and step;
+    of other ranks, which are not trusted: anything else is dropped. Raises ConfigError where that
+    would silently lose an agreed checkpoint."""
+    steps = {int(s) for held in tables.values() for s in held if s.isdecimal() and len(s) < 16}
+    passed: list[str] = []
+    table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
+    for step in sorted(steps, reverse=True):
+        lines = {rank: _line(held.get(str(step), "")) for rank, held in tables.items()}
+        had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
+        if had_part:
+            lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
+        table[any(line.split()[1:2] == ["agreed"] for line in lines.values())][step] = lines
+    # Agreed ones first: of others, what ranks reported of their steps may not have come to rank 0.
+    for step, lines in (table[True] | table[False]).items():
+        wrong = _wrong(lines, name_of)
+        if not wrong:
+            note = f"going on from step {step}, not from the newest checkpoint. "
+            return step, note + ". ".join(passed) if passed else ""
+        if step in table[True]:
+            passed.append(f"step {step}: {'; '.join(wrong)}")
+    if passed:
+        raise ConfigError(
+            f"there is no checkpoint that every rank can go on from. {'. '.join(passed)}. Put the "
+            "missing files back, or move the folder `checkpoints` of every cloud away to begin "
+            "anew"
+        )
+    return 0, ""
+
+
+def _line(text: str) -> str:
+    is_one = re.fullmatch(r"ok (agreed|written) \d+( .*)?|bad (agreed|written) .+", text)
+    return text if is_one else "bad written it has none"
+
+
+def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for rank, line in lines.items():
+        if not line.startswith("ok "):
+            reasons.setdefault(line.split(maxsplit=2)[-1], []).append(name_of(rank))
+    wrong = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    attempts = {line.split()[2] for line in lines.values()} if not wrong else set()
+    return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])
