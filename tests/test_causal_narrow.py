@@ -150,7 +150,7 @@ def test_the_first_stage_ends_behind_the_cut_block_and_the_others_share_the_rest
     ("settings", "said"),
     [
         ({"method": "svd"}, r"svd replaces a sub-layer together with its skip connection"),
-        ({"head_rank": 3}, r"head_rank is for encoders"),
+        ({"head_rank": 3}, r"head_rank is for encoders: leave it out"),
         ({"calibration": "public"}, r"needs model.public_text"),
         ({"rank": 17}, r"rank is 17, but the model has 16"),
         ({"layer": 4}, r"model.split.layer must be 0..3"),

@@ -105,7 +105,7 @@ class MultilingualElectra:
         settings, tokenizer = self.discriminator, self._tokenizer(context)
         encoder = self._encoder(settings.backbone, "discriminator", tokenizer, context)
         if (used := encoder.config.activation) != "gelu":
-            said = f"uses {used!r}; a discriminator is exported with gelu only"
+            said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
             raise ConfigError(f"discriminator.backbone {settings.backbone.describe()} {said}")
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
@@ -125,7 +125,8 @@ class MultilingualElectra:
     def _tokenizer(self, context: OneWayContext) -> Tokenizer:
         tokenizer = self.text.load_tokenizer(context.cache_dir)
         if (num := tokenizer.token_ids.size) > MAX_VOCABULARY:
-            raise ConfigError(f"the tokenizer has {num:,} ids; the maximum is {MAX_VOCABULARY:,}")
+            said = f"the tokenizer has {num:,} ids; take one with at most {MAX_VOCABULARY:,}"
+            raise ConfigError(f"model.text.tokenizer: {said}")
         return tokenizer
 
     def _packing(self, tokenizer: Tokenizer | None) -> IdPacking:

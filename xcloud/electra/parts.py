@@ -75,13 +75,13 @@ class Generator:
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ConfigError("generator.languages and generator.pairs are both empty")
+            raise ConfigError("generator.languages and generator.pairs are both empty: name one")
         if odd := [pair for pair in self.pairs if pair.count("-") != 1]:
             raise ConfigError(f"generator.pairs must be such as [es-en], got {odd[0]!r}")
         if twice := [part for part in self.parts if self.parts.count(part) > 1]:
             raise ConfigError(f"generator.languages and generator.pairs name {twice[0]} twice")
         if self.frozen and not self.backbone.is_checkpoint:
-            said = "a randomly initialised network cannot fill masks"
+            said = f"{self.backbone.describe()} cannot fill masks; train it (frozen=false)"
             raise ConfigError(f"generator.frozen needs a PretrainedBackbone: {said}")
 
     @property

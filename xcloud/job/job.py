@@ -169,7 +169,7 @@ class Job(Names, ABC):
     @property
     def pipeline(self) -> PipelineJob:
         """This job, where its model is cut into stages. Raises ConfigError for another kind."""
-        raise ConfigError("plan= knows jobs whose model is cut into stages, and this is another")
+        raise ConfigError("plan= is for jobs whose model is cut into stages: set plan=none")
 
     def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
         """Names of the batch fields ("holders") or of the parts of the model ("weights") that its

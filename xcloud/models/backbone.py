@@ -238,7 +238,8 @@ class PretrainedBackbone(Source):
     def check_length(self, max_length: int) -> None:
         if self.hidden is None and max_length > (most := self._read()[0].max_positions):
             raise ConfigError(
-                f"task.max_length is {max_length}, but {self.name_or_path!r} has {most} positions"
+                f"task.max_length is {max_length}, but {self.name_or_path!r} has {most} "
+                "positions; lower it"
             )
 
     def weights(self, name: str, context: BuildContext) -> Weights:
@@ -249,7 +250,7 @@ class PretrainedBackbone(Source):
         if self.hidden not in (None, config.hidden):
             raise ConfigError(
                 f"PretrainedBackbone.hidden is {self.hidden}, but {self.name_or_path!r} has "
-                f"{config.hidden}"
+                f"{config.hidden}; set it to that, or leave it out"
             )
         ids, pad = context.vocabularies.get(name), theirs.pad_token_id  # middle layers have none
         if ids and (ids.size > config.vocab_size or pad not in (None, ids.pad)):

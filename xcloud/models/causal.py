@@ -86,15 +86,21 @@ class CausalLM(TextModel):
         lacks_text = split.needs_public_text and self._public_text is None
         for is_wrong, said in (
             (both, "give model.checkpoint (a folder or hub id) or model.own, not both"),
-            (self.lora and self.embeddings, "model.embeddings is for training without LoRA"),
-            (lacks_text, "model.split.calibration=public needs model.public_text"),
+            (
+                self.lora and self.embeddings,
+                f"model.embeddings={self.embeddings} is for training without LoRA: leave it out",
+            ),
+            (lacks_text, "split.calibration=public needs model.public_text: set it, or own"),
             (
                 split.is_inside,
                 "model.split.method=svd replaces a sub-layer together with its skip connection: "
                 "in a decoder choose pca, identity or orthogonal",
             ),
-            (is_cut and split.head_rank, "model.split.head_rank is for encoders"),
-            (is_cut and split.calibration_pairs, "model.split.calibration_pairs is for encoders"),
+            (is_cut and split.head_rank, "model.split.head_rank is for encoders: leave it out"),
+            (
+                is_cut and split.calibration_pairs,
+                "model.split.calibration_pairs is for encoders: leave it out",
+            ),
             (
                 is_cut and self.blocks_per_stage is not None,
                 "model.split.layer ends the first stage: leave out model.blocks_per_stage",
@@ -261,7 +267,10 @@ class CausalLM(TextModel):
                 "it as it is (model.embeddings=freeze), or train adapters (model.lora={r: 16})"
             )
         if self.split.layer is not None and num_stages == 1:
-            raise ConfigError("model.split cuts the model, and this cluster has one stage")
+            raise ConfigError(
+                "model.split.layer cuts the model, and this cluster has one stage: set it to "
+                "null, or choose cluster=two_clouds"
+            )
         num_blocks, counts = config.num_hidden_layers, self.blocks_per_stage
         self.split.check(num_blocks, int(config.hidden_size))
         starts = [0] if self.split.layer is None else [0, self.split.layer + 1]

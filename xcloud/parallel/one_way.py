@@ -83,7 +83,7 @@ class Feed:
         if self.min_producers is not None and self.min_producers > len(layout.producers):
             raise ConfigError(
                 f"feed.min_producers is {self.min_producers}, but only {len(layout.producers)} "
-                "clouds feed"
+                "clouds feed; lower it"
             )
         return replace(self, run_ahead=self.run_ahead or max(8, 2 * needed))
 

@@ -99,7 +99,7 @@ class CausalTokenizer:
 
     def __init__(self, pretrained: Any, name: str) -> None:
         if pretrained.eos_token_id is None:
-            raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
+            raise DataError(f"tokenizer {name} has no end-of-text token (eos_token): use another")
         self._pretrained, self._name = pretrained, name
         self.learns_chats = False  # or it did: a prompt is then a question
         bos, eos = pretrained.bos_token_id, pretrained.eos_token_id

@@ -59,7 +59,7 @@ class Translation(SourceTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source == self.target:
-            raise ConfigError(f"task.source and task.target are both {self.source!r}")
+            raise ConfigError(f"task.source and task.target are both {self.source!r}; set two")
 
     def describe(self) -> str:
         return f"{self.source_name()} {self.source}→{self.target}"
