@@ -48,6 +48,9 @@ def main(rank: int, store: str) -> None:
             }
         )
     )
+    # First: the last that holds the group joins gloo's threads, and a model would do so with the
+    # GIL, for which one of them may wait to release the callback of the last gradients.
+    del model
     dist.destroy_process_group()
 
 

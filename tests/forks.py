@@ -4,6 +4,7 @@ seconds of importing. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,6 +51,18 @@ class Child:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def fork() -> int:
+    """os.fork of a process of one thread: what others hold would stay locked in the child. That of
+    jemalloc (in pyarrow) begins anew there."""
+    others = {*Path("/proc/self/task").iterdir()} - {Path(f"/proc/self/task/{os.getpid()}")}
+    names = set()
+    for thread in others:
+        with contextlib.suppress(OSError):  # it has just ended
+            names.add((thread / "comm").read_text().strip())
+    assert names <= {"jemalloc_bg_thd"}, f"a fork with threads: {names}"
+    return os.fork()
 
 
 def become(body: Callable[[], object], log: Path, how: int = os.O_APPEND) -> NoReturn:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.replicas import same_bits
-from tests.runs import ROOT
+from tests.runs import command
 from xcloud.comm.compression_plans import PerTensor
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt, Cast
@@ -191,11 +189,10 @@ def test_bytes_are_those_of_the_messages() -> None:
 def test_two_real_ranks_learn_stay_equal_and_send_little(tmp_path: Path) -> None:
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     words = ("-m", "tests.ddp_rank")
-    processes = []
-    for rank, log in enumerate(logs):  # cold: forked ones, of a server that has more, may hang
-        with open(log, "w") as out:
-            arguments = [sys.executable, *words, str(rank), str(tmp_path / "store")]
-            processes.append(subprocess.Popen(arguments, cwd=ROOT, stdout=out, stderr=out))
+    processes = [
+        command(*words, str(rank), str(tmp_path / "store"), log=log)
+        for rank, log in enumerate(logs)
+    ]
     assert [process.wait(120) for process in processes] == [0, 0], [p.read_text() for p in logs]
     first, second = (json.loads(log.read_text().splitlines()[-1]) for log in logs)
 

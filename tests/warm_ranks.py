@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from tests.forks import Child, become
+from tests.forks import Child, become, fork
 
 ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
@@ -149,7 +149,7 @@ def serve(connection: socket.socket) -> None:
             answer = [importlib.import_module(name).__name__ for name in request["import"]]
             gc.freeze()  # or every child copies it all when it collects
         else:
-            answer = os.fork()
+            answer = fork()
             if not answer:
                 os.close(connection.fileno())
                 become_process(**request)
@@ -198,7 +198,7 @@ def be_rank(words: list[str]) -> None:
 def start_later() -> Callable[[list[str]], Child]:
     """In place of one Popen of `python -m xcloud`: forked now, while there are no threads."""
     read, write = os.pipe()
-    if not (pid := os.fork()):
+    if not (pid := fork()):
         os.close(write)
         with open(read, encoding="utf-8") as line:
             command = line.read()
@@ -226,7 +226,7 @@ def be_launcher(words: list[str], body: Callable[[], object]) -> None:
 
 def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Child:
     """In place of launch.start_process, in a launcher that is a child of the server."""
-    if pid := os.fork():
+    if pid := fork():
         return Child(pid)
     become_process(command, environment, os.getcwd(), str(log))
 
@@ -235,7 +235,7 @@ def fork_point(run_dir: Path, threads: int) -> Child:
     """In place of sweep.runner.start_point, likewise."""
     read, write = os.pipe()
     parent = str(os.getpid())
-    if pid := os.fork():
+    if pid := os.fork():  # beside threads that wait for other points
         os.close(write)
         child = Child(pid)
         child.stdout = open(read, encoding="utf-8")  # type: ignore[attr-defined]
