@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 
-def main() -> None:
-    corpora, out = Path(sys.argv[1]), Path(sys.argv[2])
+def prepare(corpora: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for language in ("en", "es"):
         paragraphs = corpora / "wiki_paragraphs" / f"train.{language}.jsonl.gz"
@@ -24,4 +23,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    prepare(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -47,8 +47,8 @@ for seed in 1 2 3; do
     done
 done
 
-# Real text, Spanish and English: discriminators from drawn weights and from MiniLM, before and after
-# pre-training, each fine-tuned on English pairs.
+# Real text, Spanish and English: a discriminator from drawn weights before and after pre-training,
+# each fine-tuned on English pairs. From MiniLM: python -m xcloud reproduce xnli
 python experiments/one_way/prepare_text.py "$data" "$out/text"
 python -m xcloud train-tokenizer "$out/text" --languages en es --vocab-size 6000 \
     --out "$out/tokenizer.json"
@@ -62,13 +62,6 @@ for steps in 1 1500; do
         model.discriminator.backbone.feed_forward=512 \
         training.max_steps=$steps hydra.run.dir="$out/real_$steps"
 done
-python run.py $real '~model.text.tokenizer' '~model.discriminator.backbone' \
-    '+model.text.tokenizer={_target_: xcloud.tasks.tokenizer.PretrainedTokenizer, name_or_path: minilm}' \
-    '+model.discriminator.backbone={_target_: xcloud.models.backbone.PretrainedBackbone, name_or_path: minilm, hidden: 384}' \
-    model.generators.cloud_a.batch_size=32 model.generators.cloud_b.batch_size=32 \
-    model.discriminator.precision=bf16 model.discriminator.optimizer.learning_rate=2e-4 \
-    model.discriminator.optimizer.warmup_steps=50 training.max_steps=500 \
-    hydra.run.dir="$out/minilm_500"
 xnli="+exp=xnli_zero_shot profile=files tracker=none task.path=$data/xnli task.languages=[en,es]
     task.max_length=64"
 for seed in 1 2; do
@@ -77,9 +70,4 @@ for seed in 1 2; do
             task.tokenizer.name_or_path="$out/$from/model/discriminator" \
             hydra.run.dir="$out/xnli_${from}_$seed"
     done
-    mini="$xnli seed=$seed training.max_steps=234 training.optimizer.warmup_steps=25
-        training.optimizer.learning_rate=1e-4 training.precision=bf16 training.eval_samples=2000"
-    python run.py $mini task.tokenizer.name_or_path=minilm hydra.run.dir="$out/xnli_minilm_$seed"
-    python run.py $mini hydra.run.dir="$out/xnli_minilm_500_$seed" \
-        task.tokenizer.name_or_path="$out/minilm_500/model/discriminator"
 done

@@ -2,13 +2,16 @@
 worth in a language that was never seen with labels.
 
     python -m experiments.one_way.study OUT [--parts throughput scaling zero_shot] [--rounds 3]
+    python -m experiments.one_way.study OUT --parts real_text --data DATA
 
 throughput: two generators and a discriminator asleep instead of computing (a batch in 0.1 s, a
 step in 0.15 s), one cloud and three over 1 Gbit/s, 100 and 10 Mbit/s with 100 ms round trip, in
 turn. scaling: 1, 2, 4 and 8 ranks in each of three clouds, a step in 0.3 s. zero_shot: the demo's
 encoder from drawn weights, from its public start, and pre-trained across clouds, each fine-tuned
-on English pairs of the embedded grammar. Rows go to OUT/rows.jsonl; "seed" of the first two is a
-round.
+on English pairs of the embedded grammar. real_text: MiniLM (6 x 384, English) before and after 500
+steps across clouds on Spanish and English text (wiki_paragraphs, tatoeba_es_en of DATA), each
+fine-tuned on the English dev pairs of XNLI (2,490) and PAWS-X (2,000) and scored on 2,000 test
+pairs in both languages. Rows go to OUT/rows.jsonl; "seed" of the first two is a round.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_one_way import ONE_CLOUD, config_of, measure
+from experiments.one_way.prepare_text import prepare
 from xcloud.claims.reproduce import Rows
 
 LINES = {ONE_CLOUD: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
@@ -36,6 +40,18 @@ PRETRAINING = {
     "start of public text": ["training.max_steps=1"],
     "start, pre-trained": [],
 }  # fmt: skip
+MINILM = [
+    "~model.text.tokenizer", "~model.discriminator.backbone",
+    "+model.text.tokenizer={_target_: xcloud.tasks.tokenizer.PretrainedTokenizer, "
+    "name_or_path: minilm}",
+    "+model.discriminator.backbone={_target_: xcloud.models.backbone.PretrainedBackbone, "
+    "name_or_path: minilm, hidden: 384}",
+    "model.generators.cloud_a.batch_size=32", "model.generators.cloud_b.batch_size=32",
+    "model.generators.cloud_a.pairs=[en-es]", "model.generators.cloud_a.mask_share=0.2",
+    "model.generators.cloud_b.mask_share=0.2", "model.text.max_length=64",
+    "model.discriminator.precision=bf16", "model.discriminator.optimizer.learning_rate=2e-4",
+    "model.discriminator.optimizer.warmup_steps=50", "training.max_steps=500",
+]  # fmt: skip
 
 
 def main() -> None:
@@ -45,10 +61,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", nargs="+", default=["throughput", "scaling", "zero_shot"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="for real_text")
     given = parser.parse_args()
-    rows = Rows(given.out)
+    rows = Rows(given.out, given.data)
+    measured = {"throughput": throughput, "scaling": scaling, "zero_shot": zero_shot}
     for part, number in product(given.parts, range(1, given.rounds + 1)):
-        {"throughput": throughput, "scaling": scaling, "zero_shot": zero_shot}[part](rows, number)
+        if part == "real_text":
+            real_text(rows, number, given.data.resolve())
+        else:
+            measured[part](rows, number)
 
 
 def throughput(rows: Rows, number: int) -> None:
@@ -82,6 +103,23 @@ def zero_shot(rows: Rows, seed: int) -> None:
         rows.keep(words, encoder)
         tokenizer = f"task.tokenizer.name_or_path={encoder / 'model' / 'discriminator'}"
         rows.add({"row": name, "seed": seed}, ["+exp=xnli_zero_shot", tokenizer, f"seed={seed}"])
+
+
+def real_text(rows: Rows, seed: int, data: Path) -> None:
+    text, encoder = rows.work / "text", rows.work / "minilm_500"
+    prepare(data, text)
+    words = ["+exp=electra_multilingual", "profile=files", "cluster=local", "follow_up=[]"]
+    rows.keep([*words, f"model.text.source.path={text}", *MINILM], encoder)
+    encoders = {"MiniLM": "minilm", "MiniLM, pre-trained": encoder / "model" / "discriminator"}
+    for task, (row, name) in product(("xnli", "pawsx"), encoders.items()):
+        words = [
+            "+exp=xnli_zero_shot", "profile=files", f"task.name={task}",
+            f"task.path={data / task}", "task.languages=[en,es]", "task.max_length=64",
+            f"task.tokenizer.name_or_path={name}", "training.max_steps=234",
+            "training.optimizer.warmup_steps=25", "training.optimizer.learning_rate=1e-4",
+            "training.precision=bf16", "training.eval_samples=2000", f"seed={seed}",
+        ]  # fmt: skip
+        rows.add({"task": task, "row": row, "seed": seed}, words)
 
 
 if __name__ == "__main__":
