@@ -7,6 +7,7 @@ Shapes: B samples in a micro-batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,6 @@ from xcloud.comm.channel import Boundary, Message, Samples
 
 Batch = Samples
 """Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
-
 
 Architecture = Mapping[str, Any]
 """JSON values from which a stage can be built again without its weights."""
@@ -36,7 +36,7 @@ class StageOutput(NamedTuple):
     loss: Tensor | None = None
 
 
-class Stage(nn.Module):
+class Stage(nn.Module, ABC):
     """One part of a split model.
 
     architecture: empty where the model's settings say all. handed_over: what the next stage must
@@ -61,11 +61,11 @@ class Stage(nn.Module):
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         """What the stage before handed over. Called only where its boundary has a `start`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no take_over for its boundary's `start`")
 
+    @abstractmethod
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         """Training and evaluation alike; `received` is None in the first stage."""
-        raise NotImplementedError
 
     def tied(self) -> nn.Parameter | None:
         """What this stage trains as one with the pipeline's other end, where both begin equal."""
@@ -81,7 +81,7 @@ class Stage(nn.Module):
 
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """Last stage only: what the task scores, one list of token ids for each sample."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no predict, and is a last stage")
 
 
 NO_TOKEN = -1

@@ -58,7 +58,7 @@ class Schedule(ABC):
 
     def splits(self, stage: nn.Module) -> Callable[[], SplitBackward]:
         """What splits the backward of each micro-batch, where there are "weights" actions."""
-        raise NotImplementedError(f"{self.label} does not say how to split a backward")
+        raise TypeError(f"{self.label} has 'weights' actions, and no `splits`")
 
 
 @settings("schedule")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
@@ -140,7 +141,7 @@ class SplitTables:
 
 
 @settings("task", kw_only=True)
-class Source:
+class Source(ABC):
     """Where a task's rows come from, and which are used. A base class of settings: the class that
     YAML names has a source and a task as its bases, so that all settings stand beside each other
     under `task`.
@@ -159,26 +160,26 @@ class Source:
     split_seed: NotNegative = 0
     names_columns: ClassVar[bool] = True  # whether somebody chose their names
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: B027
         """Check what relates several settings; each base calls the next."""
 
     @property
+    @abstractmethod
     def where(self) -> str:
         """Location, for messages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def source_name(self) -> str:
         """A short name, without reading anything."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def form(self) -> Form:
         """The files that the task reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def find(self) -> SplitTables:
         """Reads no text. Raises DataError if a set is missing or ambiguous."""
-        raise NotImplementedError
 
     def check_source(self) -> SplitTables | None:
         """Quick check: raise DataError if data is missing. The tables where that is local."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -269,9 +270,9 @@ class OnHub(Source):
         return self.where
 
     @property
+    @abstractmethod
     def data_set(self) -> str | None:
         """The data set's config to check for."""
-        raise NotImplementedError
 
     def check_source(self) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -42,24 +43,24 @@ def stamp(paths: Iterable[Path]) -> str:
     return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
 
 
-class TextSource:
+class TextSource(ABC):
     """A source of texts. Frozen, validated on construction, reads only in `read`."""
 
+    @abstractmethod
     def describe(self) -> str:
         """A short name, without reading anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, parts: Sequence[str]) -> None:
         """Quick check: raise DataError or ConfigError if a part is missing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def identity(self, part: str) -> str:
         """Cache key: changes when the texts change."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         """(text,) for a language, (text, translation) for a pair."""
-        raise NotImplementedError
 
     def public_texts(self) -> Sequence[str] | None:
         """Public text for training the shared tokenizer; None if the source is private."""

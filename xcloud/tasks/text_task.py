@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -48,16 +49,16 @@ class SourceTask(Source):
     cache_dir: str = ".cache"
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self) -> str: ...
 
+    @abstractmethod
     def read(self, fields: frozenset[str]) -> Corpus:
         """All splits, as far as these fields need them. Raises DataError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def view(self, corpus: Corpus, fields: frozenset[str]) -> View[Any]:
         """Of a rank that sees these fields."""
-        raise NotImplementedError
 
     def read_for(self, fields: frozenset[str]) -> Corpus:
         """Only the row counts, if a rank sees no field and they are set."""

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -137,18 +138,18 @@ class Tokenizer:
             raise DataError(f"{path}: no {FORMAT} file ({error})") from error
 
 
-class TokenizerChoice:
+class TokenizerChoice(ABC):
     """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint.
     is_trained: whether it needs texts to be made from."""
 
     is_trained: ClassVar[bool] = False
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Quick check: raise DataError if files are missing."""
 
+    @abstractmethod
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         """The tokenizer, trained on these texts if needed. Raises DataError."""
-        raise NotImplementedError
 
 
 @settings("tokenizer")
