@@ -1,6 +1,8 @@
 """Going on from the files of a lost run, bit for bit, and with changed settings."""
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,11 @@ from tests.attempts import (
     whole,
 )
 from tests.channels import same_state
+from tests.combinations import FIRST, STEPS, experiment, interrupted, run
 from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.parallel.part import Part, StepReport
 from xcloud.survive.common_step import newest_common
 
 
@@ -144,3 +148,36 @@ def test_parts_of_two_attempts_with_other_ranks_are_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize("line", ["ok", "ok agreed", "ok agreed x", "bad", "", "agreed"])
 def test_what_is_no_line_of_a_checkpoint_counts_as_none(line: str) -> None:
     assert newest_common({0: {"4": "ok written 1"}, 1: {"4": line}}, str) == (0, "")
+
+
+class Counter(Part):
+    own_names = ("count",)
+    name = "counter"
+
+    def __init__(self, by: int) -> None:
+        self.by, self.count = by, 0
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self.count += self.by
+
+
+@dataclass(frozen=True)
+class Counts:
+    by: int
+    made: list[Counter] = field(default_factory=list)
+
+    def join(self, context: Any) -> Counter:
+        self.made.append(Counter(self.by))
+        return self.made[-1]
+
+
+def test_two_further_parts_of_one_class_go_on_each_from_its_own_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"ones": Counts(1), "tens": Counts(10)}
+    job = replace(experiment(FIRST), parts=parts)
+    run(job, tmp_path / "first", monkeypatch)
+    interrupted(tmp_path / "first", tmp_path / "second")
+    run(job, tmp_path / "second", monkeypatch)
+    for part in parts.values():
+        assert [made.count for made in part.made] == 2 * job.cluster.num_ranks * [part.by * STEPS]

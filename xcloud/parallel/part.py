@@ -38,7 +38,7 @@ class Part(StatefulParts):
     update calls them, in the training thread, in every rank that has the part."""
 
     name = ""
-    """Under which a checkpoint keeps its state; empty: it has none."""
+    """Under which a checkpoint keeps its state; empty: it has none. Of a FurtherPart: NAME."""
 
     def before_update(self, step: int) -> None:
         """The step's clock may still be paused."""

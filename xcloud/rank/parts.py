@@ -66,8 +66,7 @@ class Features:
 
     def stage(self, number: int, context: BuildContext) -> Stage:
         """Build a stage, block by block over the ranks of a cloud that shards it."""
-        sharder = self._sharders.get(number)
-        if sharder is not None:
+        if (sharder := self._sharders.get(number)) is not None:
             context = replace(context, deal=sharder.block)
         num_stages = self.job.cluster.num_stages
         return self.job.model.build_stage(number, num_stages, context).to(context.device)
@@ -122,9 +121,9 @@ class Features:
             own_gradients = PrivateGradients(privacy, trainer)
         elif any(group.group_size > 1 for group in wiring.groups.values()):
             own_gradients = overlapped_sums(trainer, wiring.groups)
+        own = {name: part.join(context) for name, part in job.parts.items()}
         changing = Parts(
             [
-                *(own.join(context) for own in job.parts.values()),
                 own_gradients,
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
                 pilot_of(context, trainer, wiring) if job.autopilot is not None else None,
@@ -132,9 +131,11 @@ class Features:
             ]
         )
         stateful: StateTree = {"trainer": trainer, "channels": wiring, **changing.parts()}
+        stateful = {**stateful, "parts": own}  # by the names in the config
         states = partial(states_of, stateful) if job.checkpoint.are_made else None
         return Parts(
             [
+                *own.values(),
                 changing,
                 restored(context, stateful, wiring.control, facts, self.is_directed),
                 evaluator,
@@ -157,9 +158,7 @@ class Features:
         if not trainer.num_updates:
             return
         if self.rank == 0 and self.job.cached_boundaries:
-            self.reporter.note(
-                "the activation cache is not checkpointed; cached rows will be sent again"
-            )
+            self.reporter.note("the activation cache is not checkpointed: cached rows cross again")
         self.wiring.meet()  # another cloud may load longer than a message may take
         if self.job.places.is_merged(trainer.num_updates):
             trainer.exchange.compare(trainer.num_updates)
