@@ -11,6 +11,7 @@ from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.model import Stage, StageOutput
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
@@ -207,3 +208,18 @@ def test_raw_bytes_are_the_fp32_size_of_floating_fields() -> None:
     channel.send(MessageKey(Kind.EVALUATION, 1, 0), message, two)
 
     assert channel.raw_bytes == 3 * 8 * 4
+
+
+def test_a_stage_that_lacks_a_method_is_named() -> None:
+    class Bare(Stage):
+        def forward(self, received: object, batch: object) -> StageOutput:
+            return StageOutput()
+
+    with pytest.raises(TypeError, match="Bare has no predict, and is a last stage"):
+        Bare().predict({}, {})
+    with pytest.raises(TypeError, match="Bare has no take_over for its boundary's `start`"):
+        Bare().take_over(())
+    with pytest.raises(TypeError, match=r"gpipe m=1 has 'weights' actions, and no `splits`"):
+        GPipe(1).splits(Bare())
+    with pytest.raises(TypeError, match=r"abstract class Stage .*forward"):
+        Stage()  # type: ignore[abstract]
