@@ -233,7 +233,7 @@ def test_compression_is_said_to_be_off_where_no_boundary_leaves_a_cloud() -> Non
         ("compression.forward.svd.rate=2", "compression.forward.svd"),
         ("cluster.wan=oregon_tokyo", "cluster/wan=oregon_tokyo"),
         ("cluster.clouds.cloud_a.num_ranks=0", "num_ranks"),
-        ("training.batch_size=2", "training.batch_size is 2, too few for 4 micro-batches"),
+        ("training.batch_size=2", "passes (training.accumulate_steps); raise it"),
         (
             "+security.holders.source=[cloud_b]",
             "cloud 'cloud_a' reads 'source', but",

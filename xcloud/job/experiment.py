@@ -75,7 +75,7 @@ class Experiment(PipelineJob):
             raise ConfigError(
                 f"training.batch_size is {self.training.batch_size}, too few for "
                 f"{micro_batches} micro-batches (schedule.num_micro_batches) times "
-                f"{self.training.accumulate_steps} passes (training.accumulate_steps)"
+                f"{self.training.accumulate_steps} passes (training.accumulate_steps); raise it"
             )
         layout = self.cluster
         if layout.num_replicas > 1:

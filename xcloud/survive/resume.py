@@ -231,7 +231,7 @@ class RankCheckpoints:
                 if saved[name] != facts[name]:
                     raise DataError(
                         f"{name} is not what the checkpoint of step {step} was trained on: "
-                        f"{facts[name]} now, {saved[name]} then"
+                        f"{facts[name]} now, {saved[name]} then; put that back"
                     )
         if not changed.moves:
             state = self.folder.read(step, self.rank)
