@@ -12,11 +12,10 @@ toys: matrix products as work, 5 kB a batch. key=value are overrides of the expe
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.machine import say_where
-from xcloud.launch.local import run
+from benchmarks.machine import run_quietly, say_where
 
 CONF = Path(__file__).parent.parent / "conf"
 ONE_CLOUD = "one cloud"
@@ -93,9 +91,13 @@ def config_of(
     return dict(plain)
 
 
-def measure(config: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        summary = run(OmegaConf.create(config), Path(folder) / "run")
+def measure(
+    config: dict[str, Any], keep: Callable[[Path], None] = lambda run_dir: None
+) -> dict[str, Any]:
+    """keep: what is to happen to the run's folder before it is removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        summary = run_quietly(config, Path(folder) / "run")
+        keep(Path(folder) / "run")
     consumer = next(iter(summary["waiting_s"]))
     return {
         "tokens_per_s": summary["tokens_per_s"],

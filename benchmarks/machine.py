@@ -1,12 +1,17 @@
-"""On which machine and commit a benchmark ran, to stand beside its figures."""
+"""A run of a benchmark, and on which machine and commit it ran, to stand beside its figures."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from xcloud.base.project import commit
+from xcloud.launch.local import run
 from xcloud.planner.trial import processor
 
 
@@ -15,6 +20,13 @@ def ran_on() -> dict[str, str]:
     return {
         "machine": f"{processor()}, {cores}", "commit": commit(), "torch": torch.__version__,
     }  # fmt: skip
+
+
+def run_quietly(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What it says goes to run.log there. Returns the summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "run.log", "w") as said, contextlib.redirect_stdout(said):
+        return run(OmegaConf.create(config), folder)
 
 
 def say_where() -> None:

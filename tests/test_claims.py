@@ -194,7 +194,11 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     assert "6 of its rows were there before and did not run now" in capsys.readouterr().out
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
     assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
-    assert "leaves out: everything but one seed" in capsys.readouterr().out
+    assert "**Left out by --quick.** everything but one seed" in capsys.readouterr().out
+    for words, kind in ((["--quick"], "whole"), ([], "quick")):
+        folder = tmp_path / "quick" if kind == "quick" else tmp_path
+        with pytest.raises(ConfigError, match=f"holds a {kind} run of front"):
+            reproduce.main(["front", *words, "--out", str(folder)])
 
 
 def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
@@ -218,6 +222,24 @@ def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
         assert record is not None and record.note == note
         replace(record, note="seeds 2 and 3 are of later").write(Path("out"), mine)
     assert ran == [[str(tmp_path / "data"), str(tmp_path / "out")]] * 2
+
+
+def test_rows_of_an_interrupted_quick_run_never_become_a_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], output: Any = None) -> int:
+        reproduce.Rows(tmp_path).write({"row": "ours", "seed": 1, "bleu": 99.0})
+        raise SystemExit(130)
+
+    mine = claim(runs={}, module=["study"])
+    monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
+    monkeypatch.setattr(reproduce, "ended", run)
+    with pytest.raises(SystemExit):
+        reproduce.main(["front", "--quick", "--out", str(tmp_path)])
+    record = Record.read(tmp_path)
+    assert record is not None and record.is_quick and len(record.rows) == 1
+    with pytest.raises(ConfigError, match="holds a quick run"):
+        reproduce.main(["front", "--out", str(tmp_path)])
 
 
 CHILD = """
@@ -257,9 +279,9 @@ def test_missing_data_and_unknown_claims_are_one_line(
         reproduce, "read_claims", lambda path: {"front": claim(needs=["multi30k"])}
     )
     for words, said in (
-        (["front"], "needs multi30k: give the folder that holds them with --data DIR"),
-        (["front", "--data", str(tmp_path)], "needs"),
-        (["behind"], "no claim 'behind'"),
+        (["front"], "needs multi30k, not given: give the folder that holds them with --data DIR"),
+        (["front", "--data", str(tmp_path)], f"needs multi30k, not in {tmp_path}: give"),
+        (["frnt"], r"no claim 'frnt' in claims.toml; did you mean .front.\? There are: front"),
     ):
         with pytest.raises(XcloudError, match=said):
             reproduce.main(words)
@@ -295,14 +317,19 @@ def test_a_quote_is_worded_as_it_says(form: Any, expected: str) -> None:
 
 @pytest.mark.usefixtures("pictures")
 def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = made(claim(), ROWS, [], "2026-01-01", False)
-    monkeypatch.setattr(pages, "read_claims", lambda path: {"front": claim()})
+    (tmp_path / "corpus.tsv").touch()
+    record = made(claim(), ROWS, [tmp_path], "2026-01-01", False)
+    other = Rule("3 chrF in front", Figure("ours", "chrf", minus="theirs"), at_least=3.0)
+    mine = claim(rules=[*claim().rules, other])
+    monkeypatch.setattr(pages, "read_claims", lambda path: {"front": mine})
     monkeypatch.setattr(pages, "read_records", lambda claims: {"front": record})
     assert pages.site(["--out", str(tmp_path)]) == 0
     index = (tmp_path / "index.html").read_text("utf-8")
     study = (tmp_path / "front.html").read_text("utf-8")
     assert 'href="front.html"' in index and "reproduced" in index
-    for part in ("3 BLEU in front", "python -m xcloud reproduce front", "front.png"):
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert "<td>3 chrF in front</td><td>–</td><td>not run</td>" in study
+    for part in ("3 BLEU in front", "reproduce front", "front.png", "corpus.tsv", empty):
         assert part in study
     assert (tmp_path / "front.png").stat().st_size > 1000
     assert "http" not in study + index  # nothing is fetched

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_an_unknown_command_is_answered_with_the_nearest_and_the_list(
     said = capsys.readouterr().err
     assert said.startswith(f"xcloud: unknown command {wrong!r}; did you mean {near!r}?")
     assert "usage: python -m xcloud COMMAND" in said
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["site", "--out", str(tmp_path / "file" / "site")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("xcloud: ") and str(tmp_path / "file") in said
+    assert said.count("\n") == 1
 
 
 def test_the_list_imports_no_command() -> None:

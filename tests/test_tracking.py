@@ -74,6 +74,9 @@ class FakeClient:
     def finalize_logged_model(self, model_id: str, status: str) -> None:
         self._take("model", status)
 
+    def log_outputs(self, run_id: str, models: Any) -> None:
+        self._take("outputs", [(one.model_id, one.step) for one in models])
+
     def log_inputs(self, run_id: str, datasets: Any) -> None:
         self._take("inputs", [one.dataset.name for one in datasets])
 

@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = getattr(importlib.import_module(f"xcloud.{module}"), function)
     try:
         return int(run(rest) or 0)
-    except XcloudError as error:
+    except (XcloudError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            raise
         print(f"xcloud: {error}", file=sys.stderr)
         return 1
 

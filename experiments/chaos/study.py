@@ -2,9 +2,10 @@
 
     python -m experiments.chaos.study OUT [OPTION ...]
 
-Runs benchmarks.chaos with these options and writes a row a run to OUT/rows.jsonl: how many faults
-it got, how many of them were survived, recovered or refused by name, and whether it came to the
-bits of an undisturbed run. Linux; root for cut lines and full disks. "seed" is the run's number.
+Runs benchmarks.chaos with these options, which says each fault of each run to OUT/faults.jsonl,
+and writes a row a run to OUT/rows.jsonl, unless there are some: how many faults it got, how many
+of them were survived, recovered or refused by name, and whether it came to the bits of an
+undisturbed run. Linux; root for cut lines and full disks. "seed" is the run's number.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from xcloud.claims.reproduce import Rows
 
 def main() -> None:
     out, *options = sys.argv[1:]
-    rows = Rows(Path(out))
-    rows.work.mkdir(parents=True, exist_ok=True)
-    record = rows.work / "faults.jsonl"
+    rows, record = Rows(Path(out)), Path(out).resolve() / "faults.jsonl"
+    if rows.read():
+        return
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.unlink(missing_ok=True)  # of one that was interrupted
     command = [sys.executable, "-m", "benchmarks.chaos", *options, "--record", str(record)]
     subprocess.run(command, cwd=project_root())  # its exit code is a verdict, which the rows hold
     for line in record.read_text(encoding="utf-8").splitlines():

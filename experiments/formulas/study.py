@@ -13,17 +13,13 @@ between two clouds, counted on the links. Rows go to OUT/rows.jsonl, a table to 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from omegaconf import OmegaConf
-
+from benchmarks.machine import run_quietly
 from benchmarks.paper_step import UniformCosts, simulate
 from benchmarks.sleeping_job import WARM_UP, Job
 from benchmarks.sleeping_model import SAMPLE_BYTES, read_usage
@@ -32,7 +28,6 @@ from xcloud.claims.reproduce import Rows
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.launch import processes as launch
-from xcloud.launch.local import run
 from xcloud.parallel.schedule import GPipe
 from xcloud.plan import formulas
 
@@ -82,9 +77,7 @@ class Case(NamedTuple):
             line = {"_target_": "xcloud.cluster.link_profile.LinkProfile",
                     "bandwidth_bits_per_s": rate}  # fmt: skip
         job = Job([1] * self.p, self.m, self.m, sample_s=FORWARD_S, line=line)
-        config = OmegaConf.create(job.config(WARM_UP + STEPS + 1))
-        with contextlib.redirect_stdout(io.StringIO()):
-            summary = run(config, folder)
+        summary = run_quietly(job.config(WARM_UP + STEPS + 1), folder)
         sent = summary["wan_bytes_per_step"]
         usage = read_usage(folder, 0)
         num_bytes = (sent["forward"] + sent["backward"]) / (self.p - 1)
@@ -115,7 +108,7 @@ def measure(rows: Rows, case: Case, line: str) -> None:
         return
     folder = rows.work / f"p{case.p}m{case.m}"
     step_s, num_bytes = case.real(folder)
-    shutil.rmtree(folder)
+    rows.keep_files(about, folder)
     rows.write({
         **about, "p": case.p, "m": case.m,
         "formula": case.formula, "simulated": case.simulated(), "real": case.bubble(step_s),

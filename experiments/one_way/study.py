@@ -17,6 +17,7 @@ pairs in both languages. Rows go to OUT/rows.jsonl; "seed" of the first two is a
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def timed(
 ) -> None:
     if not rows.has(about):
         words = ["model.work=0", "model.rows=700", *settings]
-        rows.write({**about, **measure(config_of(None, words, steps, bits_per_s, 0.1))})
+        config = config_of(None, words, steps, bits_per_s, 0.1)
+        rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 
 
 def zero_shot(rows: Rows, seed: int) -> None:

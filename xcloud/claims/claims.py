@@ -201,6 +201,10 @@ class Judged(NamedTuple):
     found: Estimate | None
     is_met: bool
 
+    @property
+    def met(self) -> str:
+        return "not run" if self.found is None else "yes" if self.is_met else "no"
+
 
 def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
     found = [(rule, rule.figure.of(rows)) for rule in claim.rules]

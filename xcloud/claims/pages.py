@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from xcloud.base.project import project_root
+from xcloud.base.units import score_name
 from xcloud.claims.claims import (
     FILE,
     Cell,
@@ -32,6 +33,9 @@ from xcloud.report.tables import Page, Picture, Table, rendered, write_site
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
 PAPER = Path("docs", "paper.md")
 NUM_HEADLINES = 4
+AXES = {"bytes": "bytes between clouds, an update", "step_s": "seconds of a step",
+        "token_recovery": "share of tokens recovered", "tokens_per_s": "tokens a second",
+        "step_off": "real step / formula - 1", "accuracy_es": "accuracy in Spanish"}  # fmt: skip
 Records = Mapping[str, Record]
 
 
@@ -66,18 +70,23 @@ def _shown(figure: Figure | None, record: Record | None) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m xcloud claims", description=__doc__)
-    parser.add_argument("--paper", action="store_true", help=f"write {PAPER} from the records")
+    about = "List every claim with its state, and the minutes that it takes to reproduce."
+    parser = argparse.ArgumentParser("python -m xcloud claims", description=about)
+    pages = f"write {PAPER}, and the README of every record, from the records"
+    parser.add_argument("--paper", action="store_true", help=pages)
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     records, paper = read_records(claims), project_root() / PAPER
     if given.paper:
         paper.write_text(paper_page(claims, records), encoding="utf-8")
+        for name, record in records.items():
+            record.write(project_root() / FOLDER / name, claims[name])
         print(paper)
         return 0
+    print(f"{'name':<24} {'state':<16} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
-        print(f"{name:<24} {_state(records.get(name)):<16} {minutes:<14} {claim.title}")
+        print(f"{name:<24} {_state(records.get(name)):<16} {minutes:<16} {claim.title}")
     return 0
 
 
@@ -87,7 +96,7 @@ def _state(record: Record | None) -> str:
 
 def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Page:
     rows = record.rows if record else ()
-    judged = [(*one[:2], "yes" if one.is_met else "no") for one in judge(claim, rows)]
+    judged = [(one.says, one.found, one.met) for one in judge(claim, rows)]
     rules = pd.DataFrame(judged, columns=["rule", "came to", "met"], dtype=object)
     facts = [
         ("Question", claim.means), ("Source", claim.source),
@@ -97,9 +106,13 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
     ]  # fmt: skip
     tables = [Table("Rules", rules)]
     if record:
-        facts.append(("Made", f"{record.made_at}, commit {record.commit}; {record.where}"))
+        facts.append(("Record", f"{FOLDER}/{claim.name}, made {record.made_at}, "
+                                f"commit {record.commit}; {record.where}"))  # fmt: skip
         facts += [("Note", record.note)] * bool(record.note)
         tables.append(Table("Every run", pd.DataFrame(rows, dtype=object)))
+        if record.data:
+            files = pd.DataFrame(record.data.items(), columns=["file", "sha256"])
+            tables.append(Table("Data", files))
     pictures = [Picture(picture, claim.title)] if picture else []
     return Page(claim.name, claim.title, facts, claim.command, pictures, tables, up="All claims")
 
@@ -113,12 +126,18 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
         for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)
     ][:NUM_HEADLINES]  # those whose claim says what its picture shows
     table = Table("Claims", cells, [f"{name}.html" for name in claims])
-    return Page("index", "xcloud: what is claimed and measured", (), "", pictures, [table])
+    met = sum(_state(record) == "reproduced" for record in records.values())
+    state = (
+        f"{met} of {len(claims)} claims are reproduced; each has a page with its rule, its rows "
+    )
+    facts = [("State", f"{state}and the command that runs it again")]
+    return Page("index", "xcloud: what is claimed and measured", facts, "", pictures, [table])
 
 
 def site(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m xcloud site", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("site"))
+    about = "Write the records as pages that need no server, with a picture each."
+    parser = argparse.ArgumentParser("python -m xcloud site", description=about)
+    parser.add_argument("--out", type=Path, default=Path("site"), help="folder; default: site")
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     records = read_records(claims)
@@ -147,16 +166,20 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
         _scatter(axes, points, shown)
     elif any(map(NUMBERED.fullmatch, points)):
         _lines(axes, {name: y for name, (_, y) in points.items()})
-        axes.set_ylabel(shown.y)
+        axes.set_ylabel(_axis(shown.y))
     else:
         means, errors = zip(*((y.mean, y.error or 0.0) for _, y in points.values()), strict=True)
         axes.errorbar(means, list(points), xerr=errors, fmt="o", color=LINES[1], capsize=3)
         axes.margins(y=0.25)
         axes.invert_yaxis()
-        axes.set_xlabel(shown.y)
+        axes.set_xlabel(_axis(shown.y))
     plain(axes, "both")
     save(figure, path)
     return True
+
+
+def _axis(figure: str) -> str:
+    return AXES.get(figure) or score_name(figure)
 
 
 def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]], shown: Drawn) -> None:
@@ -165,8 +188,10 @@ def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]], shown:
     for number, (_, (x, y)) in enumerate(in_order, 1):
         axes.errorbar(x.mean, y.mean, xerr=x.error, yerr=y.error, fmt="o", color=LINES[1], ms=4)
         at = (x.mean, y.mean)
-        axes.annotate(str(number), at, (4, 3), textcoords="offset points", fontsize=8)
-    axes.set(xlabel=shown.x, ylabel=shown.y, xscale="log" if shown.log else "linear")
+        beside = (4, 3 if number % 2 else -10)  # so that neighbours do not lie on each other
+        axes.annotate(str(number), at, beside, textcoords="offset points", fontsize=8)
+    scale = "log" if shown.log else "linear"
+    axes.set(xlabel=_axis(str(shown.x)), ylabel=_axis(shown.y), xscale=scale)
     names = [f"{number}  {name}" for number, (name, _) in enumerate(in_order, 1)]
     axes.legend(
         [Line2D([], [], linestyle="none")] * len(names), names, fontsize=7, loc="center left",

@@ -32,6 +32,7 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.project import commit, project_root
+from xcloud.base.wording import meant
 from xcloud.claims.claims import FILE, Claim, ResultRow, judge, read_claims
 from xcloud.record.summary import read_summary
 from xcloud.report.tables import cell_text, rendered
@@ -44,7 +45,10 @@ KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m xcloud reproduce", description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m xcloud reproduce", description=__doc__, formatter_class=raw
+    )
     parser.add_argument("claim", help=f"a name in {FILE}")
     parser.add_argument("--quick", action="store_true", help="a run of minutes; judges nothing")
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
@@ -53,22 +57,36 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     if given.claim not in claims:
-        raise ConfigError(f"no claim {given.claim!r} in {FILE}; there are {', '.join(claims)}")
+        near, all_of = meant(given.claim, [*claims]), ", ".join(claims)
+        raise ConfigError(f"no claim {given.claim!r} in {FILE}{near} There are: {all_of}")
     claim = claims[given.claim]
     folder = given.data and given.data.resolve()  # runs begin in the project's folder
     data = _data(claim, folder)
     usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
     out = (given.out or project_root() / usual).absolute()
     before, earlier = len(Rows(out).read()), Record.read(out)
+    if earlier and earlier.is_quick != given.quick:
+        kind = "quick" if earlier.is_quick else "whole"
+        raise ConfigError(f"{out} holds a {kind} run of {earlier.claim}; give another --out")
+    note = earlier.note if before and earlier else ""
+
+    def write() -> Record:
+        now, rows = datetime.now(UTC).isoformat(timespec="minutes"), Rows(out).read()
+        record = made(claim, rows, data, now, given.quick, note)
+        if rows or not earlier:
+            record.write(out, claim)
+        return record
+
+    write()  # so that whatever ends the run, its rows are known as those of a quick one
+    minutes = "minutes" if given.quick else f"about {claim.machine_minutes} minutes"
+    print(f"{claim.title}: {minutes} on two idle cores", flush=True)
     try:
-        rows = _rows(claim, folder, out, given.quick)
+        _run(claim, folder, out, given.quick)
     except SystemExit:
         print("\ninterrupted; the same command goes on with what is missing", file=sys.stderr)
         raise
-    now = datetime.now(UTC).isoformat(timespec="minutes")
-    note = earlier.note if before and earlier else ""
-    record = made(claim, rows, data, now, given.quick, note)
-    record.write(out, claim)
+    finally:
+        record = write()
     shutil.rmtree(out / "made", ignore_errors=True)
     print((out / "README.md").read_text(encoding="utf-8"))
     print(f"record: {out}")
@@ -76,8 +94,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print(
             f"{before} of its rows were there before and did not run now (another --out: all do)"
         )
-    if given.quick and claim.leaves_out:
-        print(f"--quick leaves out: {claim.leaves_out}")
     return 0 if given.quick or record.verdict == "reproduced" else 1
 
 
@@ -85,11 +101,12 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
     paths = [Path(folder or ".", name) for name in claim.needs]
     if lacking := [path.name for path in paths if folder is None or not path.exists()]:
         needed = f"claim {claim.name} needs {', '.join(lacking)}"
-        raise DataError(f"{needed}: give the folder that holds them with --data DIR")
+        where = f"not in {folder}" if folder else "not given"
+        raise DataError(f"{needed}, {where}: give the folder that holds them with --data DIR")
     return paths
 
 
-def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[ResultRow]:
+def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
     more = claim.quick if quick else ()
     rows = Rows(out, data)
     if claim.module:
@@ -97,12 +114,11 @@ def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Sequence[R
         words = [*(given.get(word, word) for word in claim.module), *more]
         if code := ended([sys.executable, "-m", *words]):
             raise RunFailed(f"python -m {' '.join(words)} ended with code {code}")
-        return rows.read()
+        return
     for seed in claim.seeds[:1] if quick else claim.seeds:
         for row, settings in claim.runs.items():
             words = [*claim.common, *settings, *more, f"seed={seed}"]
             rows.add({"row": row, "seed": seed}, [w.replace("DATA", str(data)) for w in words])
-    return rows.read()
 
 
 def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
@@ -150,11 +166,16 @@ class Rows:
         mean something here, all by default. Raises RunFailed."""
         if self.has(about):
             return
-        named = "-".join(f"seed{v}" if k == "seed" else str(v) for k, v in about.items())
-        name = re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
-        print(f"{named}: {' '.join(words)}", flush=True)
-        folder, kept = self.work / name, self._out / "runs" / name
+        folder = self.work / _name_of(about)
+        print(f"{folder.name}: {' '.join(words)}\n  what it says: {folder}.log", flush=True)
         self.keep(words, folder)
+        found = figures_of(read_summary(folder))
+        self.keep_files(about, folder)
+        self.write({**about, **{name: found[name] for name in figures or found if name in found}})
+
+    def keep_files(self, about: ResultRow, folder: Path) -> None:
+        """Of a finished run, and remove its folder."""
+        kept = self._out / "runs" / _name_of(about)
         kept.mkdir(parents=True, exist_ok=True)
         for file in KEPT_FILES:
             if (folder / file).exists():
@@ -162,8 +183,6 @@ class Rows:
                 for word, path in self._folders.items():
                     text = text.replace(str(path), word)
                 (kept / file).write_text(text, encoding="utf-8")
-        found = figures_of(read_summary(folder))
-        self.write({**about, **{name: found[name] for name in figures or found if name in found}})
         shutil.rmtree(folder)
 
     def keep(self, words: Sequence[str], folder: Path) -> None:
@@ -180,6 +199,11 @@ class Rows:
             end = said.read_text("utf-8", errors="replace").strip()[-2000:]
             raise RunFailed(f"{' '.join(command)}\n{end}")
         said.replace(folder / "run.log")  # Hydra's own holds warnings only
+
+
+def _name_of(about: ResultRow) -> str:
+    named = "-".join(f"seed{v}" if k == "seed" else str(v) for k, v in about.items())
+    return re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:

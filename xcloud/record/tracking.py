@@ -148,6 +148,7 @@ class Sender(threading.Thread, Recording):
         self._until: dict[str, int] = {}  # the last step that was read, of each curve
         self._started_at_s = time.time()
         self._load_due_s = 0.0
+        psutil.cpu_percent()  # each call is of the time since the one before
         self._closing = threading.Event()
         self._thinner = Thinner(tracker.points, run.num_steps)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -353,7 +354,7 @@ class Sender(threading.Thread, Recording):
     def _log_model(self, summary: Mapping[str, Any], values: Sequence[Point]) -> None:
         """The finished model with its scores, what a step took, and where its record lies.
         values: the run's final ones, at their time, so that none is in the run twice."""
-        from mlflow.entities import Metric
+        from mlflow.entities import LoggedModelOutput, Metric
 
         run, scores, data = self._run, summary.get("quality", {}), summary.get("data") or {}
         corpus, folder = data.get("name", ""), str(run.run_dir.absolute())
@@ -371,6 +372,7 @@ class Sender(threading.Thread, Recording):
                 metrics.append(Metric(*value, model.model_id, name, digest, self.run_id))
         self._client.log_batch(self.run_id, metrics=metrics)
         self._client.finalize_logged_model(model.model_id, "READY")
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, values[0].step)])
 
     def _warn(self, reason: str) -> None:
         """Warn once, however many attempts fail."""

@@ -36,7 +36,7 @@ PAGE = Path(__file__).with_name("page.html")
 KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
          "sync_s": "averaging"}  # fmt: skip
 Row = tuple[str, str, str]  # label, value, remark
-_NUMBER = re.compile(r"[-+−]?\d[\d.,]*\s*(%|±.*|\(one seed\))?$")
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?x?\s*(%|m?s|[kMGT]?B|±.*|\(one seed\))?$")
 
 
 class Column(NamedTuple):
@@ -260,6 +260,12 @@ class Table:
     title: str
     cells: pd.DataFrame
     links: Sequence[str] = ()
+
+    @property
+    def heads(self) -> list[tuple[str, bool]]:
+        """The columns' names, and whether one holds numbers."""
+        is_number = self.cells.map(lambda cell: bool(_NUMBER.match(cell_text(cell))))
+        return [(str(name), bool(is_number[name].any())) for name in self.cells]
 
     @property
     def rows(self) -> Iterator[tuple[str, list[tuple[str, bool]]]]:

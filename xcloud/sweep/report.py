@@ -70,7 +70,8 @@ _FIRST_OF_A_RUN = ["seed", "status", "cause", "folder"]  # then its figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m xcloud report", description=__doc__)
+    about = "Make tables and pictures of a sweep, or compare sweeps; runs nothing."
+    parser = argparse.ArgumentParser(prog="python -m xcloud report", description=about)
     parser.add_argument("sweep", nargs="*", help="name of a sweep, or its folder; none: list them")
     parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
     parser.add_argument("--site", type=Path, help="write the sweep as pages without a server here")
