@@ -34,7 +34,9 @@ def exit_codes() -> Iterator[None]:
 
     try:
         yield
-    except XcloudError as error:
+    except (XcloudError, OSError) as error:
+        if isinstance(error, OSError) and not error.filename:
+            raise
         print(f"xcloud: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except RunStopped as stopped:
@@ -122,6 +124,11 @@ if __name__ == "__main__":
 
         for line in explained(error, [w for w in sys.argv[1:] if not w.startswith("-")], CONF):
             print(f"xcloud: {line}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except OSError as error:  # such as a folder that Hydra cannot make
+        if composed or not error.filename:
+            raise
+        print(f"xcloud: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:  # before a run began, or after a sweep's last
         print("xcloud: interrupted; nothing was running", file=sys.stderr, flush=True)

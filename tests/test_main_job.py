@@ -94,7 +94,7 @@ def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) 
     done = command(tmp_path, "-m", "xcloud", "translate", str(tmp_path), "x")
 
     assert done.returncode == 1
-    assert done.stderr.endswith("holds no run: there is no experiment.yaml\n")
+    assert done.stderr.endswith("holds no run: there is no experiment.yaml in it\n")
     assert "Traceback" not in done.stderr
 
 

@@ -200,7 +200,14 @@ def test_close_without_any_step_prints_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (99, "99 s"), (150, "2 min"), (7500, "2 h 05 min"), (float("nan"), "?")],
+    [
+        (0, "0 s"),
+        (-0.4, "0 s"),
+        (99, "99 s"),
+        (150, "2 min"),
+        (7500, "2 h 05 min"),
+        (float("nan"), "?"),
+    ],
 )
 def test_durations_are_readable(seconds: float, text: str) -> None:
     assert human_duration(seconds) == text

@@ -60,6 +60,7 @@ def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) 
     [
         (["compression=in8"], "there is no compression/in8; did you mean 'int8'? There are: bf16"),
         (["model=transformer", "model.encoder.pretraining.steps=2"], "unknown setting 'model.enc"),
+        (["cluster/wan=mars"], "there is no cluster/wan/mars. There are: free, line_10m_100ms,"),
         (["seed=["], "no viable alternative at input '['"),
     ],
 )
@@ -70,6 +71,14 @@ def test_hydras_own_words_are_one_line_without_its_dump(words: list[str], said: 
             compose("config", overrides=words)
     (line,) = explained(raised.value, words, CONF)
     assert line.startswith(said) and "\n" not in line and "To append" not in line
+
+
+def test_a_group_without_its_plus_is_told_so() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(HydraException) as raised:
+            compose("config", overrides=["exp=abnet_iwslt"])
+    (line,) = explained(raised.value, ["exp=abnet_iwslt"], CONF)
+    assert line.endswith("use +exp=abnet_iwslt") and "\n" not in line
 
 
 def test_each_wrong_key_has_a_line() -> None:

@@ -43,7 +43,7 @@ def human_duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
     if seconds < 99.5:
-        return f"{max(seconds, 0):.0f} s"
+        return f"{max(0, seconds):.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 

@@ -137,11 +137,12 @@ def explained(error: Exception, overrides: Sequence[str], conf_dir: Path) -> lis
 
 def in_one_line(error: Exception) -> str:
     """Hydra's words; where a group lacks an option, with the nearest one and all there are."""
-    lines = str(error).strip().splitlines()[:1]
+    lines = str(error).strip().splitlines()[: 1 + ("your default list" in str(error))]
     lines += str(error.__cause__ or "").strip().splitlines()[:1]
     message = " ".join(dict.fromkeys(lines))
     _, found, below = str(error).partition("Available options in ")
     options = [line.strip() for line in below.splitlines()[1:] if line.startswith("\t")]
+    options = [option for option in options if not option.startswith("_")]  # parts of others
     options = list(takewhile(lambda option: "provider=" not in option, options))
     if not found or not options:
         return message
@@ -257,4 +258,4 @@ def check_is_run(folder: Path, *files: str) -> None:
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
     if not any(any(folder.glob(file)) for file in files):
-        raise ConfigError(f"{folder} holds no run: there is no {' or '.join(files)}")
+        raise ConfigError(f"{folder} holds no run: there is no {files[0].rstrip('*')} in it")

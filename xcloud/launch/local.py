@@ -123,7 +123,7 @@ def _cause(error: BaseException, run_dir: Path) -> str:
     if isinstance(error, KeyboardInterrupt):
         other = ", SIGTERM or SIGUSR1" if isinstance(error, RunStopped) else " or SIGTERM"
         agreed = CheckpointSteps(run_dir).agreed_steps()
-        rest = "it has no checkpoint to go on from; an unfinished backbone is in the cache"
+        rest = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
         if agreed:
             rest = f"go on from step {agreed[0]}: python run.py resume={run_dir}"
         return f"interrupted (Ctrl+C{other}); {rest}"
