@@ -77,7 +77,7 @@ def test_rows_of_another_corpus_do_not_count() -> None:
 def test_a_seed_that_diverged_counts_against_the_claim() -> None:
     diverged = [*ROWS[:2], {**ROWS[2], "bleu": None}, *ROWS[3:]]
     (found,) = judge(claim(), diverged)
-    assert (found.is_met, str(found.found)) == (False, "not finite")
+    assert (found.met, str(found.found)) == ("no", "not finite")
     assert verdict_of(claim(), diverged, is_quick=False) == "not reproduced: 3 BLEU in front"
 
 
@@ -88,7 +88,7 @@ def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> No
     assert verdict_of(both, ROWS, is_quick=False) == "not reproduced: 4 BLEU in front"
     assert verdict_of(claim(), ROWS[:3], is_quick=False) == "not run: 3 BLEU in front"
     assert verdict_of(claim(), ROWS, is_quick=True) == "quick run: judges nothing"
-    assert [one.is_met for one in judge(both, ROWS)] == [True, False]
+    assert [one.met for one in judge(both, ROWS)] == ["yes", "no"]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     assert not (tmp_path / "made").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
-    assert "6 of its rows were there before and did not run now" in capsys.readouterr().out
+    assert "6 rows were there before and did not run now" in capsys.readouterr().out
     assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
     assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
     assert "**Left out by --quick.** everything but one seed" in capsys.readouterr().out

@@ -269,6 +269,7 @@ def generate(words: Sequence[str]) -> None:
     check("--temperature", arguments.temperature, NotNegativeFloat)
     check("--top-p", arguments.top_p, Rate)
     generator = Generator(arguments.run, not arguments.uncompressed)
+    _ = generator.stages  # what is said while they are read stands before the text
     between = "\n" if generator.text.learns_chats else ""  # question and answer
     for text in arguments.text:
         choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)

@@ -195,20 +195,20 @@ class Claim:
 
 
 class Judged(NamedTuple):
-    """found is None where the rows do not hold the rule's figure."""
+    """met: "yes", "no", or "not run" where the rows do not hold the rule's figure."""
 
     says: str
     found: Estimate | None
-    is_met: bool
-
-    @property
-    def met(self) -> str:
-        return "not run" if self.found is None else "yes" if self.is_met else "no"
+    met: str
 
 
 def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
-    found = [(rule, rule.figure.of(rows)) for rule in claim.rules]
-    return [Judged(rule.says, one, one is not None and rule.is_met(one)) for rule, one in found]
+    judged = []
+    for rule in claim.rules:
+        found = rule.figure.of(rows)
+        met = "not run" if found is None else "yes" if rule.is_met(found) else "no"
+        judged.append(Judged(rule.says, found, met))
+    return judged
 
 
 def read_claims(path: Path) -> dict[str, Claim]:

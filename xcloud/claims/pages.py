@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from xcloud.base.project import project_root
-from xcloud.base.units import score_name
+from xcloud.base.units import SCORE_NAMES
 from xcloud.claims.claims import (
     FILE,
     Cell,
@@ -33,9 +33,10 @@ from xcloud.report.tables import Page, Picture, Table, rendered, write_site
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
 PAPER = Path("docs", "paper.md")
 NUM_HEADLINES = 4
-AXES = {"bytes": "bytes between clouds, an update", "step_s": "seconds of a step",
-        "token_recovery": "share of tokens recovered", "tokens_per_s": "tokens a second",
-        "step_off": "real step / formula - 1", "accuracy_es": "accuracy in Spanish"}  # fmt: skip
+AXES = {
+    **SCORE_NAMES, "bytes": "bytes between clouds, an update", "step_s": "seconds of a step",
+    "tokens_per_s": "tokens a second", "step_off": "real step / formula - 1",
+}  # fmt: skip
 Records = Mapping[str, Record]
 
 
@@ -96,8 +97,7 @@ def _state(record: Record | None) -> str:
 
 def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Page:
     rows = record.rows if record else ()
-    judged = [(one.says, one.found, one.met) for one in judge(claim, rows)]
-    rules = pd.DataFrame(judged, columns=["rule", "came to", "met"], dtype=object)
+    rules = pd.DataFrame(judge(claim, rows), columns=["rule", "came to", "met"], dtype=object)
     facts = [
         ("Question", claim.means), ("Source", claim.source),
         ("Verdict", record.verdict if record else "not run yet"),
@@ -127,10 +127,7 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
     ][:NUM_HEADLINES]  # those whose claim says what its picture shows
     table = Table("Claims", cells, [f"{name}.html" for name in claims])
     met = sum(_state(record) == "reproduced" for record in records.values())
-    state = (
-        f"{met} of {len(claims)} claims are reproduced; each has a page with its rule, its rows "
-    )
-    facts = [("State", f"{state}and the command that runs it again")]
+    facts = [("State", f"{met} of {len(claims)} claims are reproduced, by the rule on their page")]
     return Page("index", "xcloud: what is claimed and measured", facts, "", pictures, [table])
 
 
@@ -161,37 +158,32 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     if not points:
         return False
     figure = canvas("", 7.2, 4.0)
-    axes = figure.subplots()
+    axes, label = figure.subplots(), AXES.get(shown.y, shown.y)
     if shown.x:
-        _scatter(axes, points, shown)
+        _scatter(axes, points)
+        scale = "log" if shown.log else "linear"
+        axes.set(xlabel=AXES.get(shown.x, shown.x), ylabel=label, xscale=scale)
     elif any(map(NUMBERED.fullmatch, points)):
         _lines(axes, {name: y for name, (_, y) in points.items()})
-        axes.set_ylabel(_axis(shown.y))
+        axes.set_ylabel(label)
     else:
         means, errors = zip(*((y.mean, y.error or 0.0) for _, y in points.values()), strict=True)
         axes.errorbar(means, list(points), xerr=errors, fmt="o", color=LINES[1], capsize=3)
         axes.margins(y=0.25)
         axes.invert_yaxis()
-        axes.set_xlabel(_axis(shown.y))
+        axes.set_xlabel(label)
     plain(axes, "both")
     save(figure, path)
     return True
 
 
-def _axis(figure: str) -> str:
-    return AXES.get(figure) or score_name(figure)
-
-
-def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]], shown: Drawn) -> None:
+def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]]) -> None:
     """Numbered points, named beside the axes from the lowest y to the highest."""
     in_order = sorted(points.items(), key=lambda point: point[1][1].mean)
     for number, (_, (x, y)) in enumerate(in_order, 1):
         axes.errorbar(x.mean, y.mean, xerr=x.error, yerr=y.error, fmt="o", color=LINES[1], ms=4)
-        at = (x.mean, y.mean)
-        beside = (4, 3 if number % 2 else -10)  # so that neighbours do not lie on each other
+        at, beside = (x.mean, y.mean), (4, 3 if number % 2 else -10)  # neighbours apart
         axes.annotate(str(number), at, beside, textcoords="offset points", fontsize=8)
-    scale = "log" if shown.log else "linear"
-    axes.set(xlabel=_axis(str(shown.x)), ylabel=_axis(shown.y), xscale=scale)
     names = [f"{number}  {name}" for number, (name, _) in enumerate(in_order, 1)]
     axes.legend(
         [Line2D([], [], linestyle="none")] * len(names), names, fontsize=7, loc="center left",

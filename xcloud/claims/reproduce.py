@@ -45,10 +45,8 @@ KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m xcloud reproduce", description=__doc__, formatter_class=raw
-    )
+    about = "Run one claim, judge it by its rule, and write a record of all that it came to."
+    parser = argparse.ArgumentParser("python -m xcloud reproduce", description=about)
     parser.add_argument("claim", help=f"a name in {FILE}")
     parser.add_argument("--quick", action="store_true", help="a run of minutes; judges nothing")
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
@@ -57,8 +55,8 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     if given.claim not in claims:
-        near, all_of = meant(given.claim, [*claims]), ", ".join(claims)
-        raise ConfigError(f"no claim {given.claim!r} in {FILE}{near} There are: {all_of}")
+        there = f"{meant(given.claim, [*claims])} There are: {', '.join(claims)}"
+        raise ConfigError(f"no claim {given.claim!r} in {FILE}{there}")
     claim = claims[given.claim]
     folder = given.data and given.data.resolve()  # runs begin in the project's folder
     data = _data(claim, folder)
@@ -91,9 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print((out / "README.md").read_text(encoding="utf-8"))
     print(f"record: {out}")
     if before:
-        print(
-            f"{before} of its rows were there before and did not run now (another --out: all do)"
-        )
+        print(f"{before} rows were there before and did not run now (another --out: all do)")
     return 0 if given.quick or record.verdict == "reproduced" else 1
 
 
@@ -265,10 +261,10 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
     if is_quick:
         return "quick run: judges nothing"
     judged = judge(claim, rows)
-    missed = [one.says for one in judged if one.found is not None and not one.is_met]
-    lacking = [one.says for one in judged if one.found is None]
-    found = [("not reproduced", missed), ("not run", lacking)]
-    return "; ".join(f"{what}: {'; '.join(says)}" for what, says in found if says) or "reproduced"
+    kinds = {"not reproduced": "no", "not run": "not run"}
+    found = {what: [one.says for one in judged if one.met == met] for what, met in kinds.items()}
+    said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
+    return "; ".join(said) or "reproduced"
 
 
 def page(claim: Claim, record: Record) -> str:

@@ -262,12 +262,6 @@ class Table:
     links: Sequence[str] = ()
 
     @property
-    def heads(self) -> list[tuple[str, bool]]:
-        """The columns' names, and whether one holds numbers."""
-        is_number = self.cells.map(lambda cell: bool(_NUMBER.match(cell_text(cell))))
-        return [(str(name), bool(is_number[name].any())) for name in self.cells]
-
-    @property
     def rows(self) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
         """For each line its link, and its cells: the text, and whether it is a number."""
         texts = self.cells.map(cell_text)

@@ -228,8 +228,8 @@ def write_csv(folder: Path, results: Results) -> list[Path]:
     """Write table.csv, a row per setting, and points.csv, a row per run, failed ones included."""
     table = results.rows.drop(columns=_BESIDE).round(6)
     table = table.rename(columns={"share": "share_of_uncompressed_step_time"})
-    for name in _PUBLISHED:
-        table[f"paper_{name}"] = [entry.get(name) for entry in results.rows.published]
+    paper = {f"paper_{n}": [e.get(n) for e in results.rows.published] for n in _PUBLISHED}
+    table = table.assign(**paper)
     folder.mkdir(parents=True, exist_ok=True)
     table.to_csv(folder / TABLE_FILE, index=False)
     results.points.to_csv(folder / POINTS_FILE, index=False)
