@@ -1,6 +1,6 @@
 """How long replicas take to encode, decode and merge their tensors, against casting them to FP16.
 
-python benchmarks/averaging_codecs.py [--threads 1] [--millions 4] [--only powersgd]
+python -m benchmarks.averaging_codecs [--threads 1] [--millions 4] [--only powersgd]
 
 Tensors: float32 matrices [2048, 512] and a vector of 512 for each, `millions` million values in
 all, as in the layers of a transformer; Gaussian. A row is the median of 3 rounds after a first.

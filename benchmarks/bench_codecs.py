@@ -1,6 +1,6 @@
 """How fast the compressors are, how much they save, and on which links they pay.
 
-python benchmarks/bench_codecs.py [--threads 1] [--rows 2048] [--features 768]
+python -m benchmarks.bench_codecs [--threads 1] [--rows 2048] [--features 768]
 
 Tensor: float32 [rows, features], columns of decaying size in a random basis (singular values
 ~ 1/i), each call another tensor of the same basis, as micro-batches are. Times are medians.

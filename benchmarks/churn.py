@@ -1,7 +1,7 @@
 """A cloud killed and back ten times during local updates: what it costs in quality and in time.
 
-    python benchmarks/churn.py --out churn.json                      half an hour on two cores
-    python benchmarks/churn.py --seeds 1 --steps 400 --kills 3       a look
+    python -m benchmarks.churn --out churn.json                      half an hour on two cores
+    python -m benchmarks.churn --seeds 1 --steps 400 --kills 3       a look
 
 Runs `+exp=lora_clm strategy=local_updates` in two clouds: undisturbed with each seed, and beside
 that with the first seed while the second cloud is killed (SIGKILL) again and again, each time

@@ -2,13 +2,14 @@
 follow it. Counted by the functions that the main thread of a process calls; imports and the texts
 of the demo left out.
 
-    python benchmarks/files_visited.py [--names] [SETTINGS OF run.py]
+    python -m benchmarks.files_visited [--names] [SETTINGS OF run.py]
 
 Prints for the parent, for a rank before its first update and for one update the number of files.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -87,11 +88,15 @@ def visits(settings: list[str]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    with_names = "--names" in words
-    for name, files in visits([w for w in words if w != "--names"] or PLAIN).items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--names", action="store_true", help="of the files too")
+    parser.add_argument("settings", nargs="*", help="of run.py")
+    given = parser.parse_args()
+    for name, files in visits(given.settings or PLAIN).items():
         print(f"{name:16} {len(files)}")
-        for file in files if with_names else ():
+        for file in files if given.names else ():
             print(f"    {file}")
 
 

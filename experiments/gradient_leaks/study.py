@@ -1,4 +1,6 @@
-"""What averaged gradients and weight changes tell of a text: python study.py > results.csv
+"""What averaged gradients and weight changes tell of a text:
+
+    python -m experiments.gradient_leaks.study > results.csv
 
 A small Llama on the demo's stories; see README.md. About ten minutes on one core.
 """
@@ -14,18 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gradient_attacks import Victim, attack_layers, changed_rows, f1_of_sets, rouge
-from gradient_matching import (
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from experiments.gradient_leaks.gradient_attacks import (
+    Victim,
+    attack_layers,
+    changed_rows,
+    f1_of_sets,
+    rouge,
+)
+from experiments.gradient_leaks.gradient_matching import (
     gradient_distance,
     improve_by_swaps,
     match_gradients,
     nearest_words,
     soft_word_gradients,
 )
-from hydra import compose, initialize_config_dir
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.job.config import job_from_config

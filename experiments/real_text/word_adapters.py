@@ -1,6 +1,6 @@
 """AB-Net with word adapters against a Transformer from scratch on real pairs, in one process.
 
-    python experiments/real_text/word_adapters.py DATA OUT [--updates 1200] [--only tatoeba]
+    python -m experiments.real_text.word_adapters DATA OUT [--updates 1200] [--only tatoeba]
 
 DATA holds tatoeba_es_en/, multi30k/ and europarl_es_en/ (TSV with a header) and wiki_paragraphs/
 (JSON lines). Tatoeba: 20,000 pairs; of the others one half lends its Spanish, the other its

@@ -1,7 +1,7 @@
 """A small Llama that has read some English, as a folder of transformers: what the strategies of
 this study fine-tune.
 
-    python experiments/strategies/base_model.py TEXT.txt[.gz] FOLDER [--steps 1500]
+    python -m experiments.strategies.base_model TEXT.txt[.gz] FOLDER [--steps 1500]
 
 TEXT: a paragraph a line. 1.9 million parameters (4 blocks of 128, 4,000 words). Minutes on a core.
 """

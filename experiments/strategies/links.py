@@ -1,16 +1,17 @@
 """Time and bytes to the same loss on one real line: torch's DDP with its own hooks, torchft's
 DiLoCo, and xcloud's strategies, one after the other.
 
-    python experiments/strategies/links.py BASE DATA OUT.jsonl [--mbit 100 30 10] [--rtt-ms 60]
+    python -m experiments.strategies.links BASE DATA OUT.jsonl [--mbit 100 30 10] [--rtt-ms 60]
         [--steps 300] [--batch-size 8] [--rounds 1] [--only NAME ...]
 
-BASE, DATA: as study.py takes them. Two network namespaces, a rank of one thread in each, joined by
-a delaying line (benchmarks/delay_line.c; --mbit 0: a free one): root, iproute2, gcc and
-/dev/net/tun; torchft rows need `pip install torchft`. All rows train the same model (this
-project's, whole in each rank or cut), from the same weights, on the same samples in one order,
-with the same AdamW; peers.py is the loop of those that are not xcloud's. A line of JSON for each
-row: seconds a step, bytes that left both hosts (the kernel's counters, start and end of the run
-included), perplexity at the end, and the curve of (seconds since the first step began, loss).
+BASE: a folder that base_model.py made. DATA: one of train, dev and test texts. Two network
+namespaces, a rank of one thread in each, joined by a delaying line (benchmarks/delay_line.c;
+--mbit 0: a free one): root, iproute2, gcc and /dev/net/tun; torchft rows need `pip install
+torchft`. All rows train the same model (this project's, whole in each rank or cut), from the same
+weights, on the same samples in one order, with the same AdamW; peers.py is the loop of those that
+are not xcloud's. A line of JSON for each row: seconds a step, bytes that left both hosts (the
+kernel's counters, start and end of the run included), perplexity at the end, and the curve of
+(seconds since the first step began, loss).
 """
 
 from __future__ import annotations
@@ -25,13 +26,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts
+from experiments.strategies.rows import ROWS, settings
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts  # noqa
-from rows import ROWS, settings  # noqa
-
-LOOP = Path(__file__).with_name("peers.py")
 PEERS = ("torch DDP FP32", "torch DDP FP16 hook", "torch DDP PowerSGD 4", "torchft DiLoCo 15")
 OWN = {f"xcloud {name}": row for name, row in ROWS.items() if name != "one process"}
 USUAL = (
@@ -106,11 +104,9 @@ def start_rank(
                  "-m", "xcloud", "worker", str(file), "--cloud", cloud,
                  "--run-dir", str(run_dir)]  # fmt: skip
     else:
-        words = [str(LOOP), name, str(rank), str(file), str(run_dir / "result.json")]
+        words = ["-m", "experiments.strategies.peers", name, str(rank), str(file),
+                 str(run_dir / "result.json")]  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    )
     with open(run_dir / "log", "w") as log:
         return subprocess.Popen(
             [*inside(host), sys.executable, *words],

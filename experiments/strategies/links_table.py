@@ -1,6 +1,6 @@
 """The tables of README.md from what links.py wrote:
 
-    python experiments/strategies/links_table.py OUT.jsonl
+    python -m experiments.strategies.links_table OUT.jsonl
 
 One for each line and number of updates. Mean step: the median of a row's rounds; the rest is the
 latest round's. Of a free line: the row's mean step at --mbit 0, with as many updates, over that on

@@ -1,6 +1,6 @@
 """One rank of torch's DistributedDataParallel or of torchft's DiLoCo, for links.py.
 
-    python experiments/strategies/peers.py NAME RANK EXPERIMENT RESULT
+    python -m experiments.strategies.peers NAME RANK EXPERIMENT RESULT
 
 Model, samples, their order, optimizer and scores are the experiment's; loop and what crosses the
 line are torch's or torchft's. Each of the two ranks trains on half of a batch.

@@ -1,6 +1,6 @@
 """Other text for study.py: chats made from SQuAD, and TED talks.
 
-    python experiments/strategies/prepare_texts.py DATA OUT [--language fr-CA]
+    python -m experiments.strategies.prepare_texts DATA OUT [--language fr-CA]
 
 DATA: a folder with squad_v1/{train,dev}.jsonl.gz (a paragraph a line: context, qas of question
 and answers) and ted_mono/{train,dev}.LANGUAGE.txt.gz (a subtitle a line). OUT gets chats/ and

@@ -1,6 +1,6 @@
 """A table of README.md from what study.py wrote:
 
-    python experiments/strategies/study_table.py OUT.jsonl
+    python -m experiments.strategies.study_table OUT.jsonl
 
 Percentages are of data parallel in FP32 of the same seed.
 """
