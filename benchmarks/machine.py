@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ def ran_on() -> dict[str, str]:
 
 
 def run_quietly(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What it says goes to run.log there. Returns the summary."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "run.log", "w") as said, contextlib.redirect_stdout(said):
-        return run(OmegaConf.create(config), folder)
+    """Anew, in place of one there that was interrupted; what it says goes to run.log. Returns the
+    summary. Raises SystemExit at Ctrl+C."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        with open(folder / "run.log", "w") as said, contextlib.redirect_stdout(said):
+            return run(OmegaConf.create(config), folder)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def say_where() -> None:

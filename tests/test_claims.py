@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import machine
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import project_root
 from xcloud.claims import pages, reproduce
@@ -334,3 +335,17 @@ def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert part in study
     assert (tmp_path / "front.png").stat().st_size > 1000
     assert "http" not in study + index  # nothing is fetched
+
+
+def test_a_study_that_was_interrupted_makes_its_run_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Any, folder: Path) -> None:
+        assert not (folder / "events.jsonl").exists()
+        (folder / "events.jsonl").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "run", run)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            machine.run_quietly({}, tmp_path / "run")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.__main__ import COMMANDS, main
+from xcloud.claims import pages
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
@@ -60,6 +61,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith("xcloud: ") and str(tmp_path / "file") in said
     assert said.count("\n") == 1
+
+
+def test_ctrl_c_in_a_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pages, "read_claims", interrupted)
+    assert main(["claims"]) == 130
+    assert capsys.readouterr().err == "xcloud: interrupted\n"
 
 
 def test_the_list_imports_no_command() -> None:

@@ -73,7 +73,8 @@ def test_lines_are_ranks_and_the_unsplit_model_stands_apart() -> None:
     found = swept_of(Results(fig_9()))
 
     assert found is not None and (found.setting, found.name) == (LAYER, "layer")
-    assert (found.values, found.scores, found.num_seeds) == ([0, 2, 4], ["accuracy"], "2")
+    assert (found.scores, {*found.rows.value}) == (["accuracy"], {0, 2, 4})
+    assert {*found.rows.finished} == {2}
     assert found.lines == ["rank=8", "rank=16"]
     assert list(found.beside.setting) == ["unsplit"]
     (row,) = found.rows.query("line == 'rank=16' and value == 4").itertuples()
@@ -119,7 +120,7 @@ def test_any_number_that_varies_by_itself_is_an_axis() -> None:
              for rate in (0.2, 0.4, 0.6)]  # fmt: skip
     found = swept_of(Results([*rates, split_run(0, compression__rate=None)]))
     assert found is not None and found.setting == "compression.rate"
-    assert found.lines == ["runs"] and found.values == [0.2, 0.4, 0.6]
+    assert found.lines == ["runs"] and sorted(found.rows.value.unique()) == [0.2, 0.4, 0.6]
     assert len(found.beside) == 1
 
     clusters = [split_run(0, cluster__name=name, cluster__num_ranks=count)

@@ -35,6 +35,10 @@ def test_a_right_key_beside_a_wrong_one_is_not_accused() -> None:
     assert line.startswith("unknown setting 'compresion'; did you mean 'compression'?")
 
 
+def test_a_corpus_without_its_profile_is_told_so() -> None:
+    assert hint("task.path=DIR").endswith("; with profile=files it is the folder of your corpus")
+
+
 def test_a_key_of_another_part_of_the_config_is_found() -> None:
     assert "did you mean 'training.optimizer.learning_rate'?" in hint("training.learning_rate=3")
     assert "did you mean 'training.max_steps'?" in hint("max_step=3")

@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"xcloud: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("xcloud: interrupted", file=sys.stderr)
+        return 130
 
 
 def overview() -> str:

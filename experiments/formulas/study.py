@@ -106,6 +106,7 @@ def measure(rows: Rows, case: Case, line: str) -> None:
     about = {"row": f"p = {case.p}, m = {case.m}", "line": line}
     if rows.has(about):
         return
+    print(f"{about['row']}, {line}", flush=True)
     folder = rows.work / f"p{case.p}m{case.m}"
     step_s, num_bytes = case.real(folder)
     rows.keep_files(about, folder)

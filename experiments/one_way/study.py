@@ -93,6 +93,7 @@ def timed(
 ) -> None:
     if not rows.has(about):
         words = ["model.work=0", "model.rows=700", *settings]
+        print(f"{about['row']}, round {about['seed']}", flush=True)
         config = config_of(None, words, steps, bits_per_s, 0.1)
         rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -125,7 +126,8 @@ def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()
+            with suppress(KeyboardInterrupt):  # a second one ends the run at once
+                process.wait()
             raise SystemExit(130) from None
         except SystemExit:
             process.terminate()

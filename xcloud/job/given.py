@@ -188,7 +188,8 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
                 yield f"{where} is optional and not set yet: write +{key}=VALUE"
             else:
                 path, like = ".".join(parts[:depth]), _elsewhere(config, key)
-                yield unknown_key(path, part, beside, optional, like)
+                own = "; with profile=files it is the folder of your corpus" * (key == "task.path")
+                yield unknown_key(path, part, beside, optional, like) + own
             return
         node = node._get_node(part)
 

@@ -243,7 +243,7 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
         low, high = row[score] - ends[number], row[score] + ends[number]
         axes.axhspan(low, high, color=colour, alpha=0.4, linewidth=0, zorder=0)
         axes.axhline(row[score], color=colour, linewidth=1.4, zorder=1)
-    values, apart = swept.values, 0.0
+    values, apart = sorted(swept.rows.value.unique()), 0.0
     if values[0] > 0 and values[-1] >= 50 * values[0]:
         axes.set_xscale("log")
     else:  # whiskers do not overlap
@@ -258,7 +258,9 @@ def _draw_swept(axes: Axes, swept: Swept, score: str) -> None:
             elinewidth=0.9, capsize=2.5, markersize=5, linewidth=1.5, **_style(index),
         )  # fmt: skip
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
-    seeds = "" if swept.num_seeds == "1" else f"\n(mean ± std over {swept.num_seeds} seeds)"
+    counts = pd.concat([swept.rows, swept.beside]).finished
+    num_seeds = " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
+    seeds = "" if num_seeds == "1" else f"\n(mean ± std over {num_seeds} seeds)"
     if not seeds and plus_minus(swept.rows, score).notna().any():
         seeds = "\n(± standard error)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")

@@ -252,16 +252,6 @@ class Swept:
     def lines(self) -> list[str]:
         return list(self.rows.line.unique())
 
-    @property
-    def values(self) -> list[float]:
-        return sorted(self.rows.value.unique())
-
-    @property
-    def num_seeds(self) -> str:
-        """3, or 1 to 3 where some runs are missing."""
-        counts = pd.concat([self.rows, self.beside]).finished
-        return " to ".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
-
 
 def swept_of(results: Results) -> Swept | None:
     """Choose the numeric setting with the most values while everything else is equal; None if
