@@ -1,4 +1,4 @@
-"""What all tests share: torch on one thread, Ctrl+C that arrives, and work side by side.
+"""What all tests share: torch on one thread and from one seed, Ctrl+C that arrives, and work side by side.
 
 `python -m pytest` without a file runs in several processes (pytest-xdist) that share the tests:
 slow ones first, each by itself, then the fast ones by file, long files first. Tests that must not
@@ -38,8 +38,9 @@ MOST_PROCESSES = 8
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _same_numbers_in_every_order() -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

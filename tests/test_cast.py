@@ -7,11 +7,6 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
 
 
-@pytest.fixture(autouse=True)
-def same_numbers_in_every_order() -> None:
-    torch.manual_seed(0)
-
-
 def test_nothing_sends_the_tensor_in_its_own_dtype() -> None:
     tensor = torch.randn(3, 4, dtype=torch.bfloat16)
 

@@ -9,12 +9,6 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 
-
-@pytest.fixture(autouse=True)
-def same_numbers_in_every_order() -> None:
-    torch.manual_seed(0)
-
-
 SPEC = TensorSpec((64, 32), torch.float32)
 
 

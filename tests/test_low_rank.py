@@ -9,12 +9,6 @@ from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 
-
-@pytest.fixture(autouse=True)
-def same_numbers_in_every_order() -> None:
-    torch.manual_seed(0)
-
-
 METHODS = ("exact", "subspace")
 
 

@@ -13,12 +13,6 @@ from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, Samp
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 
-
-@pytest.fixture(autouse=True)
-def same_numbers_in_every_order() -> None:
-    torch.manual_seed(0)
-
-
 ROWS = SampleRows(ids=(7, 3), counts=(2, 3))
 
 

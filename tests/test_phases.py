@@ -15,12 +15,6 @@ from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 
-
-@pytest.fixture(autouse=True)
-def same_numbers_in_every_order() -> None:
-    torch.manual_seed(0)
-
-
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 PAPER = Compression(
     forward=Chain(svd=Svd(0.6), fp16=Cast("float16")), backward=Chain(int8=BlockInt(8))

@@ -6,11 +6,6 @@ from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.precision import BlockInt
 
 
-@pytest.fixture(autouse=True)
-def same_numbers_in_every_order() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("scale", [1.0, -3.0, 2.0**-60])
 def test_multiples_of_the_scale_arrive_exactly(bits: int, scale: float) -> None:
