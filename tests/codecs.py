@@ -3,6 +3,9 @@
 import textwrap
 from pathlib import Path
 
+from torch import Tensor
+
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
@@ -47,6 +50,14 @@ ERRORS: list[tuple[Compressor, float]] = [
 # The skeleton of docs/add-a-compressor.md, as a newcomer would copy it.
 exec(textwrap.dedent(PAGE.read_text().split("```python\n")[1].split("```")[0]), globals())
 ERRORS.append((Fp8Rows(), 0.03))  # type: ignore[name-defined]  # noqa: F821
+
+
+def arrives(compressor: Compressor, tensor: Tensor) -> Tensor:
+    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
+
+
+def relative_error(tensor: Tensor, seen: Tensor) -> float:
+    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
 
 
 def rounding(compressor: Compressor) -> float:

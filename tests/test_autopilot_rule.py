@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from tests.channels import stored
 from tests.plan_pieces import BOTH_WAYS, WAYS
@@ -63,6 +64,8 @@ def test_a_switch_is_worth_it_confirmed_and_lasting() -> None:
     assert rule.choose(2, 0, 0, [1.0, 0.5]) is None
     again.load_state_dict(stored(rule.state_dict()))
     assert again.choose(4, 0, 0, [1.0, 0.5]) == 1
+    with pytest.raises(ValueError, match="float64 'gained'"):
+        again.load_state_dict({"gained": torch.zeros(2)})
 
 
 def switches(num_updates: int, better: Callable[[int, int], int]) -> list[int]:

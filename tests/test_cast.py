@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.codecs import arrives
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import Cast
@@ -9,10 +10,6 @@ from xcloud.comm.precision import Cast
 @pytest.fixture(autouse=True)
 def same_numbers_in_every_order() -> None:
     torch.manual_seed(0)
-
-
-def arrives(compressor: Cast | Chain, tensor: torch.Tensor) -> torch.Tensor:
-    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
 def test_nothing_sends_the_tensor_in_its_own_dtype() -> None:

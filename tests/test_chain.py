@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.codecs import arrives
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Chain, Compressor
@@ -15,10 +16,6 @@ def same_numbers_in_every_order() -> None:
 
 
 SPEC = TensorSpec((64, 32), torch.float32)
-
-
-def arrives(compressor: Compressor, tensor: torch.Tensor) -> torch.Tensor:
-    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,19 @@ def test_huge_logits_do_not_overflow() -> None:
     torch.testing.assert_close(losses, plain(rows * 1e4, words, labels, None))
 
 
+def test_under_autocast_products_are_in_its_dtype_backwards_too() -> None:
+    found = []
+    for precision in (torch.float32, torch.bfloat16):
+        rows, words, labels = made()
+        given = rows.to(precision), words.to(precision)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.float32):
+            losses = chunked_cross_entropy(*given, labels, 7)
+        losses.sum().backward()
+        found.append((losses.detach(), rows.grad, words.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
 def test_frozen_words_get_no_gradient_and_no_rows_are_no_loss() -> None:
     rows, words, labels = made()
     words.requires_grad_(False)

@@ -330,6 +330,7 @@ def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 'href="front.html"' in index and "reproduced" in index
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert "<td>3 chrF in front</td><td>–</td><td>not run</td>" in study
+    assert study.index("Every run") < study.index("corpus.tsv")
     for part in ("3 BLEU in front", "reproduce front", "front.png", "corpus.tsv", empty):
         assert part in study
     assert (tmp_path / "front.png").stat().st_size > 1000

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.codecs import COMPRESSORS, ERRORS, rounding
+from tests.codecs import COMPRESSORS, ERRORS, relative_error, rounding
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
@@ -32,10 +32,6 @@ def arrives(compressor: Compressor, tensor: Tensor) -> Tensor:
     """What a receiver with a compressor of its own decodes."""
     sender, receiver = copy.deepcopy(compressor), copy.deepcopy(compressor)
     return receiver.decompress(sender.compress(tensor), TensorSpec.of(tensor))
-
-
-def relative_error(tensor: Tensor, seen: Tensor) -> float:
-    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
 
 
 @every_compressor

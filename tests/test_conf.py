@@ -236,7 +236,7 @@ def test_compression_is_said_to_be_off_where_no_boundary_leaves_a_cloud() -> Non
         ("training.batch_size=2", "passes (training.accumulate_steps); raise it"),
         (
             "+security.holders.source=[cloud_b]",
-            "cloud 'cloud_a' reads 'source', but",
+            "'cloud_a' reads 'source', but security.holders.source allows it only in cloud_b",
         ),
         ("+security.holders.source=[cloud_x]", "the clouds are cloud_a, cloud_b"),
         ("+security.holders.sauce=[cloud_a]", "no stage reads that field"),

@@ -3,8 +3,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.codecs import arrives, relative_error
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Chain, Compressor
+from xcloud.comm.compressor import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 
@@ -15,14 +16,6 @@ def same_numbers_in_every_order() -> None:
 
 
 METHODS = ("exact", "subspace")
-
-
-def arrives(compressor: Compressor, tensor: Tensor) -> Tensor:
-    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
-
-
-def relative_error(tensor: Tensor, seen: Tensor) -> float:
-    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
 
 
 def smallest_error(tensor: Tensor, rank: int) -> float:

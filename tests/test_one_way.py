@@ -10,11 +10,10 @@ from threading import Thread
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 
 from tests import runs
 from tests.one_way_toy import cloud, feed_config
-from tests.runs import command, losses, no_workers, read, wait_for
+from tests.runs import command, losses, no_workers, read, wait_for, weights
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
@@ -54,14 +53,6 @@ def states(run_dir: Path) -> list[tuple[str, str]]:
 
 def notes(run_dir: Path) -> str:
     return "\n".join(e["text"] for e in events(run_dir, "note"))
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {
-        f"{path.stem}.{name}": value
-        for path in (run_dir / "model").glob("*.safetensors")
-        for name, value in load_file(path).items()
-    }
 
 
 def made_up(audit: dict) -> set[tuple[str, str, str, tuple[str, ...]]]:

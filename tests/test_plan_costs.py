@@ -12,7 +12,8 @@ from statistics import median
 import pytest
 
 from benchmarks.paper_step import simulate
-from tests.plan_pieces import EIGHT
+from tests.plan_pieces import EIGHT, piece
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
@@ -243,6 +244,11 @@ def test_a_block_of_a_stage_that_stands_alone_takes_its_share() -> None:
         for one in found:
             assert one.forward_s.at(4) == pytest.approx(0.04, abs=1e-4)
             assert one.parameter_bytes == pytest.approx(4000, abs=1)
+
+
+def test_no_curve_of_times_or_bytes_is_below_0() -> None:
+    with pytest.raises(ConfigError, match="never below 0"):
+        piece("front", forward_s=-0.01)
 
 
 def test_of_several_steps_a_number_is_the_median_and_lines_are_those_of_the_first() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from torch import Tensor
 
+from tests.codecs import arrives, relative_error
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.precision import BlockInt
 
@@ -9,14 +9,6 @@ from xcloud.comm.precision import BlockInt
 @pytest.fixture(autouse=True)
 def same_numbers_in_every_order() -> None:
     torch.manual_seed(0)
-
-
-def arrives(compressor: BlockInt, tensor: Tensor) -> Tensor:
-    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
-
-
-def relative_error(tensor: Tensor, seen: Tensor) -> float:
-    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
+from tests.codecs import arrives
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows, _SortedPositions
 
@@ -13,10 +13,6 @@ from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows, _SortedPosi
 @pytest.fixture(autouse=True)
 def same_numbers_in_every_order() -> None:
     torch.manual_seed(0)
-
-
-def arrives(compressor: TopK | TopRows | RandomK, tensor: Tensor) -> Tensor:
-    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
 @given(rate=st.floats(0.001, 1), numel=st.integers(1, 3000), seed=st.integers(0, 99))
