@@ -230,6 +230,26 @@ def test_failed_run_has_its_cause_as_a_tag(
     assert client.calls[-1] == ("status", "FAILED")
 
 
+def test_the_first_load_is_measured_and_the_run_lists_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[int] = set()
+
+    def cpu_percent() -> float:  # as psutil's, whose first answer to a thread means nothing
+        is_first = threading.get_ident() not in asked
+        asked.add(threading.get_ident())
+        return 0.0 if is_first else 50.0
+
+    client = FakeClient()
+    monkeypatch.setattr(Store, "open", open_with(client))
+    monkeypatch.setattr("xcloud.record.tracking.psutil.cpu_percent", cpu_percent)
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.02).start(tracked(tmp_path))
+    tracker.finish("finished", SUMMARY)
+
+    assert [load for _, load in client.curve("system/cpu_utilization_percentage")][:1] == [50.0]
+    assert client.taken("outputs") == [[("m-1", 3)]]
+
+
 def test_many_steps_travel_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))

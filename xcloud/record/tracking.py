@@ -148,7 +148,6 @@ class Sender(threading.Thread, Recording):
         self._until: dict[str, int] = {}  # the last step that was read, of each curve
         self._started_at_s = time.time()
         self._load_due_s = 0.0
-        psutil.cpu_percent()  # each call is of the time since the one before
         self._closing = threading.Event()
         self._thinner = Thinner(tracker.points, run.num_steps)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -196,6 +195,7 @@ class Sender(threading.Thread, Recording):
 
     def run(self) -> None:
         prepare_environment()
+        psutil.cpu_percent()  # each call is of the time since the thread's one before
         retry_at_s = 0.0
         while not self._closing.wait(self._tracker.flush_s):
             if time.monotonic() >= retry_at_s and not self._deliver():
