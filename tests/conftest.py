@@ -1,4 +1,4 @@
-"""What all tests share: torch on one thread and from one seed, Ctrl+C that arrives, and work side by side.
+"""What all tests share: one thread and one seed of torch, Ctrl+C that arrives, work side by side.
 
 `python -m pytest` without a file runs in several processes (pytest-xdist) that share the tests:
 slow ones first, each by itself, then the fast ones by file, long files first. Tests that must not
