@@ -54,19 +54,16 @@ def test_a_run_that_never_trained_has_no_links_to_compare_it(
     assert "cause: no column es" in said and "compare at" not in said
 
 
-@pytest.mark.parametrize("holders", [{}, {"target": ["cloud_b"]}])
+@pytest.mark.parametrize("text", ["prediction", "prediction_sha256"])
 def test_sample_answers_are_tracked_unless_texts_are_kept(
-    holders: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[str] = []
     monkeypatch.setattr(Recording, "artifact", lambda recording, path: kept.append(path.name))
-    for name in ("samples.txt", "scores.jsonl"):
-        (tmp_path / name).write_text("hola -> hello")
-    config = OmegaConf.create(toy_config("two_clouds") | {"security": {
-        "_target_": "xcloud.security.policy.Visibility", "holders": holders,
-    }})  # fmt: skip
-    Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path).finish("why")
-    assert "scores.jsonl" in kept and ("samples.txt" in kept) == (not holders)
+    (tmp_path / "samples.txt").write_text("hola -> hello")
+    (tmp_path / "scores.jsonl").write_text(json.dumps({"id": 0, text: "hello"}))
+    monitor_after([], tmp_path).finish("why")
+    assert "scores.jsonl" in kept and ("samples.txt" in kept) == (text == "prediction")
 
 
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`python -m xcloud COMMAND`: what can be done beside running an experiment (run.py does that).
 
-Knows the commands' names and one example of each. A command's module is imported when it is
-called, so the list appears at once.
+A command's module is imported when it is called, so that the list appears at once.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ security.leak_meter.main | leak-meter outputs/DATE/TIME \
 """
 ROWS = (Command(*map(str.strip, row.split("|"))) for row in TABLE.strip().splitlines())
 COMMANDS = {row.example.split()[0]: row for row in ROWS}
-HELP = ("-h", "--help", "help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in HELP:
+    if not words or words[0] in ("-h", "--help", "help"):
         if len(words) < 2:
             print(overview())
             return 0

@@ -176,11 +176,6 @@ class Job(Names, ABC):
         ranks hold; None for a kind of job that has no such names."""
         return None
 
-    @property
-    def keeps_texts(self) -> bool:
-        """Whether its settings say which clouds may hold which fields."""
-        return False
-
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Ranks that must leave before the start so that the run can do without `ranks`, which
         they include; empty if it cannot."""
@@ -217,10 +212,6 @@ class PipelineJob(Job):
     @property
     def pipeline(self) -> Self:
         return self
-
-    @property
-    def keeps_texts(self) -> bool:
-        return bool(self.security.holders)
 
     @property
     def places(self) -> Places:

@@ -178,7 +178,7 @@ class Evaluator(Part):
             with reporter.may_lose(SAMPLES_FILE):
                 (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
             if split == "test" and step:
-                is_held = self.context.job.keeps_texts or this_clouds_policy().holders
+                is_held = self.context.job.security.holders or this_clouds_policy().holders
                 with reporter.may_lose(SCORES_FILE):
                     write_scores(run_dir / SCORES_FILE, scores, shows_text=not is_held)
             report_scores(reporter, split, step, scores, data.signature(), started)

@@ -1,15 +1,17 @@
 """What features add to a run's figures: how steps are counted where clouds come and go, and which
-events of theirs the summary tells.
+events of theirs the summary tells; and what of single samples a tracker may have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from xcloud.record.events import MALFORMED, Event, EventReader, StepCollector, StepTotals
+from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.summary import Entry, RunStatistics, Summary, body
 
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
@@ -93,3 +95,12 @@ def read_run(path: Path) -> RunStatistics:
     run = RunStatistics(ElasticCollector(num_ranks), ENTRIES)
     feed_log(run, EventReader(path, warn=False))
     return run
+
+
+def files_of_samples(run_dir: Path) -> list[str]:
+    """What a tracker may have of single samples: sample answers, which are texts, only where the
+    scores have texts and no digests."""
+    with contextlib.suppress(OSError), open(run_dir / SCORES_FILE, encoding="utf-8") as file:
+        is_text = "_sha256" not in file.readline()
+        return [SCORES_FILE, *[SAMPLES_FILE] * is_text]
+    return []

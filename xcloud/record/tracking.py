@@ -146,8 +146,7 @@ class Sender(threading.Thread, Recording):
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
         self._until: dict[str, int] = {}  # the last step that was read, of each curve
-        self._started_at_s = time.time()
-        self._load_due_s = 0.0
+        self._started_at_s, self._load_due_s = time.time(), 0.0
         self._closing = threading.Event()
         self._thinner = Thinner(tracker.points, run.num_steps)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -274,8 +273,7 @@ class Sender(threading.Thread, Recording):
         return True
 
     def _read_load(self) -> None:
-        """Of the machine, now and then, as MLflow's page of system metrics names it; a step is a
-        second since the start."""
+        """Of the machine, as MLflow's page of system metrics names it; steps are seconds."""
         second = int(time.time() - self._started_at_s)
         if second < self._load_due_s:
             return

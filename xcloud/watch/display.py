@@ -28,11 +28,10 @@ from typing import Any, TextIO
 
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.units import human_duration, score_name, score_with_error
-from xcloud.job.config import this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
-from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
+from xcloud.record.further_figures import files_of_samples
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.tracking import Recording
 from xcloud.report.tables import print_report
@@ -211,9 +210,7 @@ def write_record(
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
-    files = [SUMMARY_FILE, SCORES_FILE, AUDIT_FILE, *timelines.PLANNED_FILES]
-    if not (job.keeps_texts or this_clouds_policy().holders):  # of the scores it has digests
-        files.append(SAMPLES_FILE)
+    files = (SUMMARY_FILE, *files_of_samples(run_dir), AUDIT_FILE, *timelines.PLANNED_FILES)
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
