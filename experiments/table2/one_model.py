@@ -1,16 +1,17 @@
 """Table 2 with one model for every row: real pairs, quality through the compressed link.
 
-    python -m experiments.table2.one_model DATA OUT [--seeds 1 2 3] [--corpora tatoeba multi30k]
+    python -m experiments.table2.one_model DATA OUT [--seeds 1 2 3] [--corpora tatoeba multi30k_5k]
+        [--rows ROW ...]
 
-DATA holds tatoeba_es_en/, tatoeba_de_en/, multi30k/ and wiki_paragraphs/. AB-Net of 3 + 3 layers
-of 128 with word adapters, 1,200 updates of 64 pairs, rate falling to zero; backbones pretrained
-4,800 updates on their own side of the pairs and on further sentences that are no pairs of the run.
-tatoeba: 20,000 pairs; of the other 93,000 one half lends its Spanish, the other its English.
-multi30k: all 29,000 pairs; further text is of tatoeba_de_en, halved likewise, and Wikipedia.
-multi30k_10k: 10,000 pairs; the other captions, halved likewise, and the further text of multi30k.
-A Transformer of the same width and depth reads the pairs alone. Two clouds stand on one machine
-with a line that is never full: step times come from elsewhere. A line of JSON for each row goes to
-OUT/rows.jsonl; rows that it holds are not run again.
+DATA holds tatoeba_es_en/ and multi30k/. AB-Net of 3 + 3 layers of 128 with word adapters, 1,200
+updates of 64 pairs, rate falling to zero. Backbones are pretrained on their own side of the pairs
+and on further sentences of the corpus that are no pairs of the run: of the pairs left out one half
+lends its source, the other its target side.
+tatoeba: 20,000 pairs and 46,000 further sentences a side, 4,800 updates of pretraining.
+multi30k_5k: 5,000 pairs and 12,000 further captions a side, 2,400 updates.
+A Transformer of the same width and depth reads the pairs alone, for as many updates. Two clouds
+stand on one machine with a line that is never full: step times come from elsewhere. A line of JSON
+for each row goes to OUT/rows.jsonl; rows that it holds are not run again.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from experiments.real_text.word_adapters import columns, further_texts, wikipedia
+from experiments.real_text.word_adapters import columns, further_texts
 from xcloud.claims.reproduce import Rows
 
-UPDATES, LONG = 1200, 4800
+UPDATES = 1200
+DROPOUT, TWICE = "model.dropout=0.2", f"training.max_steps={2 * UPDATES}"
 CLOUD = ["cluster=two_clouds", "cluster/wan=free"]
 SVD = [*CLOUD, "compression=svd_fp16_int8"]
 INT4_INT2 = ["compression=int4", "compression.backward.int4.bits=2"]
+LOCAL = ["cluster=local", "compression=none"]
+TRANSFORMER = ["model=transformer", "recipe=transformer_demo", *LOCAL]
 ROWS = {
-    "Transformer": [
-        "model=transformer", "recipe=transformer_demo", "cluster=local", "compression=none",
-    ],
-    "ABNet-Local": ["cluster=local", "compression=none"],
+    "Transformer": TRANSFORMER,
+    "ABNet-Local": LOCAL,
     "fp16(svd(0.6))+int8": [*SVD, "compression.forward.svd.rate=0.6"],
     "int4+int2": [*CLOUD, *INT4_INT2],
     "fp16(svd(0.2))+int8": [*SVD, "compression.forward.svd.rate=0.2"],
@@ -40,6 +42,10 @@ ROWS = {
     "fp16+int8": [*CLOUD, "compression=fp16_int8"],
     "fp16(svd(0.4))+int8": [*SVD, "compression.forward.svd.rate=0.4"],
     "fp16(svd(0.8))+int8": [*SVD, "compression.forward.svd.rate=0.8"],
+    "Transformer, dropout 0.2": [*TRANSFORMER, DROPOUT],
+    "ABNet-Local, dropout 0.2": [*LOCAL, DROPOUT],
+    "Transformer, dropout 0.2, twice the updates": [*TRANSFORMER, DROPOUT, TWICE],
+    "ABNet-Local, dropout 0.2, twice the updates": [*LOCAL, DROPOUT, TWICE],
 }  # fmt: skip
 
 
@@ -50,7 +56,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--corpora", nargs="+", default=["tatoeba", "multi30k", "multi30k_10k"])
+    parser.add_argument("--corpora", nargs="+", default=["tatoeba", "multi30k_5k"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     given = parser.parse_args()
     rows = Rows(given.out, given.data)
@@ -61,28 +67,23 @@ def main() -> None:
 
 
 def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """By corpus: settings of the pairs, settings of the further text."""
-    tatoeba = part(data / "tatoeba_es_en", out / "tatoeba", ("es", "en"), 20_000)
-    _, german = columns(data / "tatoeba_de_en" / "train.tsv.gz", ("en", "de"))
-    half = len(german) // 2
-    english = [en for en, _ in german[:half]] + wikipedia(data, "en")
-    german_only = [de for _, de in german[half:]] + wikipedia(data, "de")
-    captions = part(data / "multi30k", out / "multi30k_10k", ("en", "de"), 10_000)
-    test = ["task.source=en", "task.target=de"]
+    """By corpus: settings of the pairs, settings of the backbones."""
     return {
-        "tatoeba": (
-            [f"task.path={out / 'tatoeba'}", "task.source=es", "task.target=en"],
-            further_texts(out / "tatoeba", *tatoeba),
-        ),
-        "multi30k": (
-            [*test, f"task.path={data / 'multi30k'}", "task.test_file=test_2016_flickr.tsv.gz"],
-            further_texts(out / "multi30k", english, german_only),
-        ),
-        "multi30k_10k": (
-            [*test, f"task.path={out / 'multi30k_10k'}"],
-            further_texts(out / "multi30k_10k", captions[0] + english, captions[1] + german_only),
-        ),
+        name: corpus(data / folder, out / name, languages, num_pairs, steps)
+        for name, folder, languages, num_pairs, steps in (
+            ("tatoeba", "tatoeba_es_en", ("es", "en"), 20_000, 4800),
+            ("multi30k_5k", "multi30k", ("en", "de"), 5_000, 2400),
+        )
     }
+
+
+def corpus(
+    folder: Path, out: Path, names: tuple[str, str], num_pairs: int, steps: int
+) -> tuple[list[str], list[str]]:
+    further = further_texts(out, *part(folder, out, names, num_pairs))
+    pretraining = (f"model.{side}.pretraining.steps={steps}" for side in ("encoder", "decoder"))
+    pairs = [f"task.path={out}", f"task.source={names[0]}", f"task.target={names[1]}"]
+    return pairs, [*further, *pretraining]
 
 
 def part(corpus: Path, out: Path, names: tuple[str, str], num: int) -> tuple[list[str], list[str]]:
@@ -104,16 +105,15 @@ def part(corpus: Path, out: Path, names: tuple[str, str], num: int) -> tuple[lis
 
 
 def words_of(setting: tuple[list[str], list[str]], row: str, work: Path) -> list[str]:
-    pairs, further = setting
+    pairs, backbones = setting
     words = [
         "+exp=abnet_iwslt", "profile=files", *pairs, "training.eval_samples=1000",
         "task.source_tokenizer.vocab_size=4000", "task.target_tokenizer.vocab_size=4000",
         f"cache_dir={work / 'cache'}", f"training.max_steps={UPDATES}",
         "training.precision=fp32", "training.checkpoint.every_minutes=0",
     ]  # fmt: skip
-    if row != "Transformer":
-        sides = (f"model.{side}.pretraining.steps={LONG}" for side in ("encoder", "decoder"))
-        words += ["recipe=abnet_demo", *further, *sides]
+    if not row.startswith("Transformer"):
+        words += ["recipe=abnet_demo", *backbones]
     return [*words, *ROWS[row]]
 
 
