@@ -1,4 +1,4 @@
-"""Real text for this study: python prepare_text.py CORPORA_DIR OUT_DIR
+"""Real text for this study: python -m experiments.one_way.prepare_text CORPORA_DIR OUT_DIR
 
 train.en.txt, train.es.txt: sentences of Wikipedia paragraphs. train.tsv: pairs of Tatoeba.
 """

@@ -49,7 +49,7 @@ done
 
 # Real text, Spanish and English: a discriminator from drawn weights before and after pre-training,
 # each fine-tuned on English pairs. From MiniLM: python -m xcloud reproduce xnli
-python experiments/one_way/prepare_text.py "$data" "$out/text"
+python -m experiments.one_way.prepare_text "$data" "$out/text"
 python -m xcloud train-tokenizer "$out/text" --languages en es --vocab-size 6000 \
     --out "$out/tokenizer.json"
 real="$demo profile=files cluster=local model.text.source.path=$out/text model.text.max_length=64
