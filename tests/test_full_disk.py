@@ -144,7 +144,7 @@ def test_files_beside_the_run_are_warnings_and_counted(
 
 class StageThatDoesNothing(Stage):
     def forward(self, message: Any, batch: Any) -> Any:
-        raise NotImplementedError
+        raise AssertionError("nothing is computed here")
 
 
 def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(
