@@ -14,7 +14,7 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, ReceivingEnd, heartbeat
-from xcloud.cluster.link_profile import LinkProfile, Liveness
+from xcloud.cluster.link_profile import LinkProfile, LinkWindow, Liveness
 from xcloud.join.restarts import Silence
 from xcloud.launch.several_machines import await_monitor
 from xcloud.parallel.control import Control, note_ages
@@ -168,14 +168,20 @@ class Taker:
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(beats: bool) -> None:
-    # Its machine takes as much as it has announced, with the line cut or the peer stopped.
+@pytest.mark.parametrize("kind", [Kind.ALIVE, Kind.MEETING])
+def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(
+    kind: Kind, beats: bool
+) -> None:
+    # Its machine takes as much as it has announced, with the line cut or the peer stopped. Nor is
+    # a heartbeat of ours: the peer's own may lie in a line that never came about.
     life = PeerLife()
     life.beats = beats
-    link = GlooOutLink(Taker(), OutSettings("rank 1", 4096, life=life))  # type: ignore[arg-type]
-    link.say_alive()
-    link.close(5.0)
-    assert (life.silent_s == float("inf")) == beats
+    out = OutSettings("rank 1", 4096, window=LinkWindow(num_posted=1), life=life)
+    link = GlooOutLink(Taker(), out)  # type: ignore[arg-type]
+    link.send(MessageKey(kind), ())
+    link._put(None)
+    link._thread.join(5.0)
+    assert (life.silent_s == float("inf")) == (beats or kind is Kind.ALIVE)
 
 
 def test_a_peer_is_silent_lost_after_s_after_its_last_word_and_until_the_next() -> None:

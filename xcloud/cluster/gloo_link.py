@@ -141,8 +141,8 @@ class GlooOutLink(SendingEnd):
                 seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
                 self.record.sending(key, sequence, frame.numel(), queued_at_s, slot)
                 self._pair.isend(frame, sequence % _TAGS).wait()
-                # It has taken it, or only its machine has: no word of a peer that gives its own.
-                if not settings.life.beats:
+                # Its machine may have taken it alone. Our heartbeats would hide a dead line back.
+                if key.kind is not Kind.ALIVE and not settings.life.beats:
                     settings.life.note(slot.deliver_at_s if slot is not None else None)
                 del item, frame  # not held until the next message
         except RuntimeError as error:
