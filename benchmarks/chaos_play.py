@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 from benchmarks.chaos_faults import FAULTS, NotInjected, Repair, Target
 from benchmarks.chaos_record import Fault, Outcome
 from benchmarks.chaos_runs import Run
-from xcloud.base.project import MODEL_DIR
+from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.launch.failures import EXIT_START_AGAIN
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.summary import read_summary
 
 MOST_ATTEMPTS = 8  # after one fault
 ENDED_BY_SIGNAL = (EXIT_START_AGAIN, 130, 128 + signal.SIGTERM)  # asked to once, twice
@@ -26,6 +30,14 @@ class Defect(Exception):
     def __init__(self, verdict: str, detail: str):
         super().__init__(detail)
         self.verdict = verdict
+
+
+def write_record(run: Run) -> None:
+    """By the command that a run names whose monitor was killed."""
+    told = re.findall(r"record: python -m xcloud (monitor .+)", run.said())
+    if told and read_summary(run.first).get("status") != "finished":
+        words = [sys.executable, "-m", "xcloud", *told[-1].split()]
+        subprocess.run(words, cwd=project_root(), stdout=subprocess.DEVNULL)
 
 
 class Disturbed:
@@ -163,6 +175,7 @@ class Disturbed:
             self._repair()
             self._repair = None
         if code == 0:
+            write_record(self.run)
             self.is_over = True
             return
         if fault is None:

@@ -205,7 +205,7 @@ class Machines(Run):
                     raise OSError(f"cannot enter namespace {host}")
             if rank == 0:
                 machines = importlib.import_module("xcloud.launch.several_machines")
-                machines._start_monitor = _standing_by(2, self.first / LOG)
+                machines._start_monitor = _standing_by(self.first / LOG)
             words = ["worker", str(file), "--run-dir", str(folder)]
             importlib.import_module("xcloud.__main__").main(words)
 
@@ -257,27 +257,24 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
     return 0
 
 
-def _standing_by(count: int, log: Path) -> Callable[..., Child]:
-    """In place of several_machines._start_monitor: processes forked before the rank has any
-    thread, each of which becomes a monitor once it is told to and ends with the rank."""
-    ready = []
-    for _ in range(count):
-        its_end, end = os.pipe()
-        parent = os.getpid()
+def _standing_by(log: Path) -> Callable[[Path, Path], Child]:
+    """In place of several_machines._start_monitor: a process forked before the rank has any
+    thread, which becomes a monitor once it is told to and ends with the rank."""
+    its_end, end = os.pipe()
+    parent = os.getpid()
 
-        def stand_by(its_end: int = its_end, end: int = end, parent: int = parent) -> None:
-            os.close(end)
-            words = os.read(its_end, 4096).decode()
-            if words:
-                ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
-                main = importlib.import_module("xcloud.watch.following").main
-                sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
+    def stand_by() -> None:
+        os.close(end)
+        words = os.read(its_end, 4096).decode()
+        if words:
+            ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
+            main = importlib.import_module("xcloud.watch.following").main
+            sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
 
-        ready.append((end, fork(stand_by, log, {})))
+    child = fork(stand_by, log, {})
 
-    def start_monitor(run_dir: Path, file: Path, *more: str) -> Child:
-        end, child = ready.pop()
-        os.write(end, "\n".join([str(run_dir), "--experiment", str(file), *more]).encode())
+    def start_monitor(run_dir: Path, file: Path) -> Child:
+        os.write(end, "\n".join([str(run_dir), "--experiment", str(file)]).encode())
         return child
 
     return start_monitor
