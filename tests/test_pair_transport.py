@@ -1,5 +1,6 @@
 """Links between two ranks of which one begins again, over real sockets in one process."""
 
+import socket
 import threading
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from tests.pipelines import in_threads
 from tests.runs import free_port
-from xcloud.base.errors import LinkTimeout
+from xcloud.base.errors import ConfigError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.link_end import InSettings, OutSettings
@@ -89,3 +90,10 @@ def test_a_rank_of_the_same_cloud_that_does_not_begin_is_named(tmp_path: Path) -
     waiting = begun(1, tmp_path, within_s=0.2)
     with pytest.raises(LinkTimeout, match=r"ranks 2 have not come .*join_within_s"):
         waiting.group([1, 2])
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} is taken"):
+            server_store(0, "127.0.0.1", port)

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
-from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.gloo_groups import of_this_attempt
 from xcloud.cluster.gloo_link import Pair
 from xcloud.cluster.layout import Layout
@@ -77,9 +77,18 @@ def meet_at_any_time(job: Job, rank: int, run_dir: Path) -> Meeting:
 
 def server_store(rank: int, host: str, port: int, within_s: float = JOIN_WITHIN_S) -> Store:
     """In rank 0, which is there within_s from now. Who then waits in it for a rank waits as long
-    as that one and rank 0 live; a server that ends is noticed at once."""
+    as that one and rank 0 live; a server that ends is noticed at once. Raises ConfigError for a
+    port that is taken."""
     within = timedelta(seconds=within_s)
-    store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+    try:
+        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {port} is taken, at which rank 0 serves the others (under torchrun the one "
+            "after torchrun's own); give all clouds another port"
+        ) from None
     store.set_timeout(FOREVER)
     return store
 
