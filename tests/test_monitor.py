@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.job import config as configs
 from xcloud.job import given
-from xcloud.launch import local
+from xcloud.launch import local, several_machines
 from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file
-from xcloud.record.summary import read_summary
+from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.record.tracking import Recording
 from xcloud.security.wire_audit import audit_file
 from xcloud.survive.resume import check_can_go_on
@@ -180,3 +181,13 @@ def test_steps_that_a_resumed_run_does_again_count_once(
     assert (summary["num_steps"], summary["num_steps_done_twice"]) == (11, 29)
     assert summary["lost_event_lines"] == 0
     assert "29 steps done before are done again" in capsys.readouterr().out
+
+
+def test_no_earlier_summary_stands_for_a_run_whose_monitor_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    summary, seen = tmp_path / SUMMARY_FILE, []
+    summary.write_text('{"status": "failed"}')
+    monkeypatch.setattr(subprocess, "Popen", lambda command: seen.append(summary.exists()))
+    several_machines._start_monitor(tmp_path, tmp_path / configs.EXPERIMENT_FILE)
+    assert seen == [False]

@@ -28,7 +28,7 @@ from xcloud.launch.failures import EXIT_START_AGAIN, failed, write_failure
 from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.rank.role import Role, is_needed
-from xcloud.record.summary import read_summary
+from xcloud.record.summary import SUMMARY_FILE, read_summary
 
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 TABLE_WITHIN_S = 30.0  # of a run that has failed
@@ -126,7 +126,9 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
 
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
-    """On several machines no launcher watches the run: rank 0's machine follows its events."""
+    """On several machines no launcher watches the run: rank 0's machine follows its events. The
+    summary of an earlier attempt goes: it must not stand for this one if the monitor is lost."""
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
     return subprocess.Popen([*command, "--parent", str(os.getpid())])
 
