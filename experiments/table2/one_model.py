@@ -33,6 +33,7 @@ TRANSFORMER = ["model=transformer", "recipe=transformer_demo", *LOCAL]
 ROWS = {
     "Transformer": TRANSFORMER,
     "ABNet-Local": LOCAL,
+    "fp32+fp32": [*CLOUD, "compression=none"],
     "fp16(svd(0.6))+int8": [*SVD, "compression.forward.svd.rate=0.6"],
     "int4+int2": [*CLOUD, *INT4_INT2],
     "fp16(svd(0.2))+int8": [*SVD, "compression.forward.svd.rate=0.2"],
