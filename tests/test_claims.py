@@ -64,6 +64,7 @@ def test_the_error_of_a_single_seed_is_over_its_samples() -> None:
     row = {"row": "ours", "seed": 1, "bleu": 30.0, "bleu_error": 0.8, "chrf": 50.0}
     assert str(Figure("ours", "bleu").of([row])) == "30.00 ± 0.80 (one seed)"
     assert str(Figure("ours", "chrf").of([row])) == "50.00 (one seed)"
+    assert str(Figure("ours", "bleu").of([row, {**row, "seed": 2}])).endswith(" (two seeds)")
     theirs = {"row": "theirs", "seed": 1, "bleu": 27.0, "bleu_error": 0.6, "chrf": 49.0}
     ahead = Figure("ours", "bleu", minus="theirs").of([row, theirs])
     assert str(ahead) == "3.00 ± 1.00 (one seed)"

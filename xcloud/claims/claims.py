@@ -49,7 +49,8 @@ class Estimate:
             return "not finite"
         digits = 2 if abs(self.mean) >= 2 else 3
         error = "" if self.error is None else f" ± {self.error:.{digits}f}"
-        return f"{self.mean:.{digits}f}{error}{' (one seed)' * (self.num == 1)}"
+        few = {1: " (one seed)", 2: " (two seeds)"}.get(self.num, "")
+        return f"{self.mean:.{digits}f}{error}{few}"
 
 
 @settings("claim.figure")
