@@ -32,7 +32,7 @@ class Defect(Exception):
         self.verdict = verdict
 
 
-def write_record(run: Run) -> None:
+def write_record_as_told(run: Run) -> None:
     """By the command that a run names whose monitor was killed."""
     told = re.findall(r"record: python -m xcloud (monitor .+)", run.said())
     if told and read_summary(run.first).get("status") != "finished":
@@ -175,7 +175,7 @@ class Disturbed:
             self._repair()
             self._repair = None
         if code == 0:
-            write_record(self.run)
+            write_record_as_told(self.run)
             self.is_over = True
             return
         if fault is None:

@@ -72,12 +72,6 @@ def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Pa
     assert monitor.attempt.finished_ranks == set() and not monitor.attempt.is_stopped
 
 
-def test_a_new_attempt_drops_the_end_of_the_one_before(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"status": "finished"}')
-    monitor_after([("stop", 0)], tmp_path)
-    assert read_summary(tmp_path) == {}
-
-
 class FakeRanks(LocalRanks):
     """They do what `events` say, then fail."""
 
@@ -181,6 +175,21 @@ def test_steps_that_a_resumed_run_does_again_count_once(
     assert (summary["num_steps"], summary["num_steps_done_twice"]) == (11, 29)
     assert summary["lost_event_lines"] == 0
     assert "29 steps done before are done again" in capsys.readouterr().out
+
+
+def test_a_local_run_drops_the_end_of_the_attempt_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(ranks: LocalRanks) -> None:
+        raise RunFailed("enough")
+
+    summary, seen = tmp_path / SUMMARY_FILE, []
+    summary.write_text('{"status": "finished"}')
+    monkeypatch.setattr(Monitor, "start", lambda monitor: seen.append(summary.exists()))
+    monkeypatch.setattr(LocalRanks, "start", fail)
+    with pytest.raises(RunFailed, match="enough"):
+        local.run(OmegaConf.create(toy_config("two_clouds")), tmp_path)
+    assert seen == [False]
 
 
 def test_no_earlier_summary_stands_for_a_run_whose_monitor_is_lost_at_once(

@@ -50,6 +50,7 @@ def run(
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
     configs.write(config, asked)
     print(job.headline, flush=True)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # how an earlier attempt ended
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
     monitor, ranks = Monitor(job, configs.flatten(config), run_dir), _ranks(job, run_dir, asked)

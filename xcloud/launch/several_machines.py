@@ -126,9 +126,8 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
 
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
-    """On several machines no launcher watches the run: rank 0's machine follows its events. The
-    summary of an earlier attempt goes: it must not stand for this one if the monitor is lost."""
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    """On several machines no launcher watches the run: rank 0's machine follows its events."""
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # how an earlier attempt ended
     command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
     return subprocess.Popen([*command, "--parent", str(os.getpid())])
 

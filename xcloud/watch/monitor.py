@@ -22,7 +22,6 @@ from xcloud.record.events import (
     EventReader,
 )
 from xcloud.record.files import SAMPLES_FILE, read_json
-from xcloud.record.summary import SUMMARY_FILE
 from xcloud.record.tracking import Recording, TrackedRun
 from xcloud.watch.display import ProgressLine, write_record
 
@@ -80,7 +79,6 @@ class Monitor:
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
-            (self.run.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         self._recording = self.experiment.tracker.start(self.run)
         self.keep(self.run.run_dir / EXPERIMENT_FILE)
 
