@@ -338,6 +338,24 @@ def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "http" not in study + index  # nothing is fetched
 
 
+def test_a_picture_has_a_panel_for_each_task_of_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(
+        pages, "save", lambda figure, path: drawn.extend(a.get_title() for a in figure.axes)
+    )
+    rows = [{**row, "corpus": corpus} for row in ROWS for corpus in "abc"]
+    rules = [
+        Rule("in front", Figure("ours", "bleu", where={"corpus": corpus}), at_least=1.0)
+        for corpus in ("c", "a", "b", "a", "none")
+    ]
+    record = made(claim(), rows, [], "2026-01-01", False)
+    assert pages.draw(claim(rules=rules), record, tmp_path / "a.png")
+    assert drawn == ["c", "a", "b"]
+    assert not pages.draw(claim(rules=rules[-1:]), record, tmp_path / "b.png")
+
+
 def test_a_study_that_was_interrupted_makes_its_run_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

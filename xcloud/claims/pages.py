@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle, groupby
@@ -27,7 +28,7 @@ from xcloud.claims.claims import (
     read_claims,
 )
 from xcloud.claims.reproduce import FOLDER, Record
-from xcloud.report.canvas import LINES, canvas, plain, save
+from xcloud.report.canvas import LINES, TITLE_POINTS, canvas, plain, save
 from xcloud.report.tables import Page, Picture, Table, rendered, write_site
 
 NUMBERED = re.compile(r"(.*), (\w+) (\d+)")  # "svd r8, block 3"
@@ -147,18 +148,39 @@ def site(words: Sequence[str] | None = None) -> int:
 
 
 def draw(claim: Claim, record: Record, path: Path) -> bool:
-    """The figures by row, means and standard errors over seeds; False if no row has them."""
-    shown = claim.picture or Drawn(claim.rules[0].figure.column, where=claim.rules[0].figure.where)
+    """The figures by row, means and standard errors over seeds, a panel for each choice of rows
+    in the rules; False if no row has them."""
+    drawn: dict[str, Drawn] = {}
+    for figure in (rule.figure for rule in claim.rules):
+        drawn.setdefault(str(figure.where), Drawn(figure.column, where=figure.where))
+    shown = [claim.picture] if claim.picture else drawn.values()
+    panels = [(one, points) for one in shown if (points := _points(one, record))]
+    if not panels:
+        return False
+    wide, high = min(len(panels), 2), math.ceil(len(panels) / 2)
+    picture = canvas("", *((7.2, 4.0) if wide == 1 else (9.6, 3.6 * high)))
+    places = picture.subplots(high, wide, squeeze=False).flatten()
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for axes, (one, points) in zip(places, panels, strict=False):
+        _panel(axes, one, points)
+    save(picture, path)
+    return True
+
+
+def _points(shown: Drawn, record: Record) -> dict[str, tuple[Estimate, Estimate]]:
     points = {}
     for name in dict.fromkeys(row["row"] for row in record.rows):
         columns = (shown.x or shown.y, shown.y)
         x, y = (Figure(name, column, where=shown.where).of(record.rows) for column in columns)
         if x and y:
             points[name] = x, y
-    if not points:
-        return False
-    figure = canvas("", 7.2, 4.0)
-    axes, label = figure.subplots(), AXES.get(shown.y, shown.y)
+    return points
+
+
+def _panel(axes: Axes, shown: Drawn, points: Mapping[str, tuple[Estimate, Estimate]]) -> None:
+    axes.set_title(", ".join(shown.where.values()), fontsize=TITLE_POINTS)
+    label = AXES.get(shown.y, shown.y)
     if shown.x:
         _scatter(axes, points)
         scale = "log" if shown.log else "linear"
@@ -173,8 +195,6 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
         axes.invert_yaxis()
         axes.set_xlabel(label)
     plain(axes, "both")
-    save(figure, path)
-    return True
 
 
 def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]]) -> None:
