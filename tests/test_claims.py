@@ -157,7 +157,13 @@ def test_a_record_says_all_and_comes_back(tmp_path: Path) -> None:
     record.write(tmp_path / "out", claim())
     assert Record.read(tmp_path / "out") == Record(**json.loads(json.dumps(vars(record))))
     text = (tmp_path / "out" / "README.md").read_text("utf-8")
-    for part in ("3 BLEU in front", "3.50 ± 0.00", "**Verdict.** Reproduced.", "torch 2."):
+    for part in (
+        "3 BLEU in front",
+        "3.50 ± 0.00",
+        "**Verdict.** Reproduced.",
+        "torch 2.",
+        "processor ",
+    ):
         assert part in text
     assert list(record.data) == ["corpus/train.tsv"]
     (tmp_path / "out" / "record.json").write_text("{}")

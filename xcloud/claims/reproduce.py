@@ -277,11 +277,14 @@ def page(claim: Claim, record: Record) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Of this machine: what a figure may depend on."""
+    """Of this machine: what a figure may depend on, rounding too."""
+    from xcloud.planner.trial import processor  # torch takes a second
+
     return {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in LIBRARIES},
         "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
         "cores": os.cpu_count(),
     }
 
