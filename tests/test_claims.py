@@ -177,9 +177,9 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     ran = []
 
     def run(command: list[str], output: Any) -> int:
-        output.write("step 1/1")
         words = command[2:-2]
         folder = Path(command[-2].removeprefix("hydra.run.dir="))
+        output.write(f"{folder}/model, {tmp_path}, {project_root()}/.cache")
         ran.append((folder.name, words))
         folder.mkdir(parents=True)
         (folder / "experiment.yaml").write_text("seed: 1")
@@ -195,7 +195,8 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
     kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
     assert kept == ["experiment.yaml", "run.log", "summary.json"]
-    assert (tmp_path / "runs" / "ours-seed1" / "run.log").read_text() == "step 1/1"
+    said = (tmp_path / "runs" / "ours-seed1" / "run.log").read_text()
+    assert said == "RUN/model, OUT, PROJECT/.cache"
     assert not (tmp_path / "made").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"

@@ -142,7 +142,8 @@ class Rows:
 
     def __init__(self, out: Path, data: Path | None = None) -> None:
         self._out, self._file = out.resolve(), out.resolve() / "rows.jsonl"
-        self._folders = {"OUT": self._out, **({"DATA": data.resolve()} if data else {})}
+        self._folders = {"OUT": self._out, **({"DATA": data.resolve()} if data else {}),
+                         "PROJECT": project_root()}  # fmt: skip
         self.work = self._out / "made"
 
     def read(self) -> list[dict[str, Any]]:
@@ -172,13 +173,13 @@ class Rows:
         self.write({**about, **{name: found[name] for name in figures or found if name in found}})
 
     def keep_files(self, about: ResultRow, folder: Path) -> None:
-        """Of a finished run, and remove its folder."""
+        """Of a finished run, without the machine's folders in them, and remove its folder."""
         kept = self._out / "runs" / _name_of(about)
         kept.mkdir(parents=True, exist_ok=True)
         for file in KEPT_FILES:
             if (folder / file).exists():
                 text = (folder / file).read_text(encoding="utf-8")
-                for word, path in self._folders.items():
+                for word, path in {"RUN": folder.resolve(), **self._folders}.items():
                     text = text.replace(str(path), word)
                 (kept / file).write_text(text, encoding="utf-8")
         shutil.rmtree(folder)
