@@ -1,9 +1,7 @@
 """Fig. 9 (every block) and Table 3 (r = 8, 16, 32, bottom and top block), row by row.
 
-    python -m experiments.low_rank.grid CORPORA OUT [--seeds 1 2 3] [--parts fig9 table3 wide]
+    python -m experiments.low_rank.grid CORPORA OUT [--seeds 1 2 3] [--parts fig9 table3]
         [--tasks sst2 qnli mrpc cola stsb squad]
-
-wide: every block of QNLI with 128 features in few bits.
 
 CORPORA holds the tasks' folders: sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM
 (6 x 384), text and labels with one owner, two ranks on a line that is never full. A line of JSON
@@ -24,7 +22,8 @@ from pathlib import Path
 from xcloud.base.project import project_root
 from xcloud.claims.reproduce import Rows
 
-FEW = ["model.split.method=pca", "compression=low_rank_few_bits_u_shape",
+FEW = ["model.split.method=pca", "model.split.rank=96",
+       "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
 UPDATES = {"sst2": 250, "qnli": 250, "mrpc": 345, "cola": 540, "stsb": 540}
 TASKS = [*UPDATES, "squad"]
@@ -49,7 +48,7 @@ def main() -> None:
         [sys.executable, "experiments/low_rank/prepare.py", corpora, data, *drawn],
         cwd=project_root(), check=True,
     )  # fmt: skip
-    cells = {"fig9": fig9, "table3": table3, "wide": wide, "quick": quick}
+    cells = {"fig9": fig9, "table3": table3, "quick": quick}
     for part, seed in product(given.parts, given.seeds):
         for task, cut, layer in cells[part]():
             if task not in given.tasks:
@@ -66,12 +65,6 @@ def fig9() -> Iterator[tuple[str, str, int | None]]:
         for cut in ("svd r8", "pca r96, few bits", "svd r32", "svd r16"):
             for layer in range(6):
                 yield task, cut, layer
-
-
-def wide() -> Iterator[tuple[str, str, int | None]]:
-    yield from (("qnli", "unsplit", None), ("qnli", "svd r8", 0))
-    for layer in range(6):
-        yield "qnli", "pca r128, few bits", layer
 
 
 def quick() -> Iterator[tuple[str, str, int | None]]:
@@ -95,10 +88,9 @@ def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) 
     ]  # fmt: skip
     if layer is None:
         return [*words, "cluster=local", "model.split.layer=null"]
-    rank = cut.split(",")[0].split(" r")[1]
-    words += ["cluster/wan=free", f"model.split.layer={layer}", f"model.split.rank={rank}"]
+    words += ["cluster/wan=free", f"model.split.layer={layer}"]
     if cut.startswith("svd"):
-        return words
+        return [*words, f"model.split.rank={cut.removeprefix('svd r')}"]
     return [*words, *FEW, *(["model.split.head_rank=32"] if task == "squad" else [])]
 
 
