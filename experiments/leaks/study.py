@@ -1,6 +1,6 @@
 """What leaks across a cut: accuracy, and what the other cloud recovers of labels and text.
 
-    python -m experiments.leaks.study DATA OUT [--seeds 1 2] [--only NAME ...]
+    python -m experiments.leaks.study DATA OUT [--seeds 1 2 3] [--only NAME ...]
 
 DATA holds sst2/. SST-2, MiniLM cut in block 3, 80 updates; the meter's attacks see what crossed.
 Rows go to OUT/rows.jsonl.
@@ -62,7 +62,7 @@ def main() -> None:
     )
     parser.add_argument("corpora", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
