@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.pipelines import in_threads
 from xcloud.base.errors import DataError
 from xcloud.record.checkpoints import CheckpointFolder
 
@@ -101,6 +102,14 @@ def test_the_newest_agreed_ones_are_kept_and_what_lies_between(tmp_path: Path) -
     parts.delete_after(3, 0)
     parts.delete_after(3, 1)
     assert parts.steps() == [3]
+
+
+def test_ranks_may_delete_the_parts_of_one_step_at_once(tmp_path: Path) -> None:
+    parts = CheckpointFolder(tmp_path)
+    for step in range(1, 400):
+        parts.step_dir(step).mkdir(parents=True)
+        in_threads([lambda n=step: parts.delete(n, 0)] * 4)
+    assert parts.steps() == []
 
 
 def test_nothing_is_deleted_before_another_is_agreed(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from xcloud.record.files import (
     numbers,
     read_json,
 )
-from xcloud.record.segments import sync_names, write_whole
+from xcloud.record.segments import draft_of, sync_names, write_whole
 
 State = Mapping[str, Tensor | int]
 
@@ -168,10 +168,11 @@ class CheckpointFolder(CheckpointSteps):
 
 def _delete_part(folder: Path, rank: int) -> None:
     # The JSON first: without it the rest is no part.
-    for path in (_json_file(folder, rank), _tensors_file(folder, rank)):
+    parts = (_json_file(folder, rank), _tensors_file(folder, rank))
+    # Drafts of a process that was killed. Looked up by name: other ranks may delete the folder.
+    drafts = (draft_of(path, rank) for path in (*parts, folder / AGREED_FILE))
+    for path in (*parts, *drafts):
         path.unlink(missing_ok=True)
-    for draft in folder.glob(f".*.{rank}"):  # of a process that was killed
-        draft.unlink(missing_ok=True)
 
 
 def _name(path: Path) -> str:

@@ -53,7 +53,7 @@ def _numbers(path: Path) -> set[int]:
 
 def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
     """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
-    draft, digest, num_bytes = path.with_name(f".{path.name}.{rank}"), hashlib.sha256(), 0
+    draft, digest, num_bytes = draft_of(path, rank), hashlib.sha256(), 0
     try:
         with open(draft, "wb", buffering=0) as file:
             for piece in pieces:
@@ -69,6 +69,11 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
         raise
     sync_names(path.parent)
     return digest.hexdigest(), num_bytes
+
+
+def draft_of(path: Path, rank: int) -> Path:
+    """Where a rank writes a file before it bears its name."""
+    return path.with_name(f".{path.name}.{rank}")
 
 
 def sync_names(folder: Path) -> None:
