@@ -4,8 +4,9 @@
         [--tasks sst2 qnli mrpc cola stsb squad]
 
 CORPORA holds the tasks' folders: sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM
-(6 x 384), text and labels with one owner, two ranks on a line that is never full. A line of JSON
-for each row goes to OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing
+(6 x 384), text and labels with one owner, two ranks on a line that is never full. bf16 where the
+processor multiplies it fast, else fp32, as each row's experiment.yaml says. A line of JSON for
+each row goes to OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing
 here.
 """
 
@@ -19,8 +20,11 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from xcloud.base.project import project_root
 from xcloud.claims.reproduce import Rows
+from xcloud.training.settings import resolve_precision
 
 FEW = ["model.split.method=pca", "model.split.rank=96",
        "compression=low_rank_few_bits_u_shape",
@@ -82,8 +86,9 @@ def table3() -> Iterator[tuple[str, str, int | None]]:
 
 
 def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) -> list[str]:
+    precision = resolve_precision("auto", torch.device("cpu"))
     words = [
-        "profile=files", "training.precision=bf16", "schedule.num_micro_batches=1",
+        "profile=files", f"training.precision={precision}", "schedule.num_micro_batches=1",
         "training.checkpoint.every_minutes=0", *of_task(task, corpora, data),
     ]  # fmt: skip
     if layer is None:

@@ -50,7 +50,7 @@ MINILM = [
     "model.generators.cloud_a.batch_size=32", "model.generators.cloud_b.batch_size=32",
     "model.generators.cloud_a.pairs=[en-es]", "model.generators.cloud_a.mask_share=0.2",
     "model.generators.cloud_b.mask_share=0.2", "model.text.max_length=64",
-    "model.discriminator.precision=bf16", "model.discriminator.optimizer.learning_rate=2e-4",
+    "model.discriminator.optimizer.learning_rate=2e-4",
     "model.discriminator.optimizer.warmup_steps=50", "training.max_steps=500",
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ def real_text(rows: Rows, seed: int, data: Path) -> None:
             f"task.path={data / task}", "task.languages=[en,es]", "task.max_length=64",
             f"task.tokenizer.name_or_path={name}", "training.max_steps=234",
             "training.optimizer.warmup_steps=25", "training.optimizer.learning_rate=1e-4",
-            "training.precision=bf16", "training.eval_samples=2000", f"seed={seed}",
+            "training.eval_samples=2000", f"seed={seed}",
         ]  # fmt: skip
         rows.add({"task": task, "row": row, "seed": seed}, words)
 
