@@ -1,19 +1,20 @@
 """The paper's formulas (1) to (3) beside the simulator and real steps.
 
-    python -m experiments.formulas.study OUT [--stages 2 4 8] [--micro-batches 1 2 4 8 16 32]
+    python -m experiments.formulas.study OUT [--rounds 3] [--stages 2 4 8]
+        [--micro-batches 1 2 4 8 16 32]
 
 A cloud for each stage, one rank in each, GPipe. Ranks sleep instead of computing (30 ms a
 micro-batch forward, 60 ms backward), so that a busy machine does as well; messages, lines, frames
 and the agreement of each update are real. Over a free line (1) is to hold; over one on which a
 message takes 15 ms, (2'), as transfers overlap with computing. (2) is of transfers that block,
 which no run does: it stands beside a simulator of such (benchmarks/paper_step.py). (3): bytes
-between two clouds, counted on the links. Rows go to OUT/rows.jsonl, a table to stdout.
+between two clouds, counted on the links. Rows go to OUT/rows.jsonl; "seed" is a round. Columns
+with _off: seconds or bytes over what the formula gives, less one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,55 +90,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     given = parser.parse_args()
     rows = Rows(given.out.resolve())
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         try:
-            for p, m, line in product(given.stages, given.micro_batches, LINES):
-                measure(rows, Case(p, m, LINES[line]), line)
+            rounds = range(1, given.rounds + 1)
+            for number, p, m, line in product(rounds, given.stages, given.micro_batches, LINES):
+                measure(rows, Case(p, m, LINES[line]), line, number)
         finally:
             warm_ranks.close()
-    print("\n".join(table(rows.read())))
 
 
-def measure(rows: Rows, case: Case, line: str) -> None:
-    about = {"row": f"p = {case.p}, m = {case.m}", "line": line}
+def measure(rows: Rows, case: Case, line: str, number: int) -> None:
+    about = {"row": f"p = {case.p}, m = {case.m}", "line": line, "seed": number}
     if rows.has(about):
         return
-    print(f"{about['row']}, {line}", flush=True)
+    print(f"{about['row']}, {line}, round {number}", flush=True)
     folder = rows.work / f"p{case.p}m{case.m}"
     step_s, num_bytes = case.real(folder)
     rows.keep_files(about, folder)
+    simulated, blocking = case.simulated(), case.simulated(blocks=True)
+    num_formula = 2 * case.m * SAMPLE_BYTES
     rows.write({
-        **about, "p": case.p, "m": case.m,
-        "formula": case.formula, "simulated": case.simulated(), "real": case.bubble(step_s),
+        **about, "formula": case.formula, "simulated": simulated, "real": case.bubble(step_s),
         "step_s": step_s, "step_off": (1 + case.bubble(step_s)) / (1 + case.formula) - 1,
-        "blocking": case.blocking, "blocking_simulated": case.simulated(blocks=True),
-        "bytes": num_bytes, "bytes_formula": 2 * case.m * SAMPLE_BYTES,
+        "simulator_off": (1 + simulated) / (1 + case.formula) - 1,
+        "blocking": case.blocking, "blocking_simulated": blocking,
+        "blocking_off": (1 + blocking) / (1 + case.blocking) - 1,
+        "bytes": num_bytes, "bytes_formula": num_formula, "bytes_off": num_bytes / num_formula - 1,
     })  # fmt: skip
-
-
-COLUMNS = {
-    "formula": "bubble, formula", "simulated": "simulator", "real": "real steps",
-    "step_off": "step, real against formula", "blocking": "(2), transfers block",
-    "blocking_simulated": "simulator of such", "bytes_off": "bytes, real against (3)",
-}  # fmt: skip
-
-
-def table(rows: Iterable[Mapping[str, Any]]) -> Sequence[str]:
-    """In Markdown."""
-    head = ["p", "m", "line", *COLUMNS.values()]
-    found = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in rows:
-        more = {**row, "bytes_off": row["bytes"] / row["bytes_formula"] - 1}
-        cells = [
-            f"{more[name]:+.1%}" if name.endswith("_off") else f"{more[name]:.3f}"
-            for name in COLUMNS
-        ]
-        found.append(f"| {' | '.join([str(row['p']), str(row['m']), row['line'], *cells])} |")
-    return found
 
 
 if __name__ == "__main__":

@@ -110,12 +110,12 @@ class Rule:
 
 @settings("claim.cells")
 class Cell:
-    """A cell of a published table or figure: what is printed there, ours for the same setting,
-    and the same setting made better."""
+    """A cell of a published table or figure: what is printed there, or what a published formula
+    gives for our rows; ours for the same setting, and the same setting made better."""
 
     table: str
     cell: str
-    published: str = UNKNOWN
+    published: str | Figure = UNKNOWN
     ours: Figure | None = None
     better: Figure | None = None
 
@@ -159,10 +159,10 @@ class Drawn:
 @settings("claim")
 class Claim:
     """source: where it is published. means: what it says here. runs: settings of run.py by row;
-    or module: one that is run with these words and writes the rows to OUT/rows.jsonl; in both DATA
-    stands for the folder of data. needs: what must be
-    there, such as a folder of data. quick: settings for a run of minutes; leaves_out: what that
-    run cannot tell."""
+    or module: one that is run with these words and writes the rows to OUT/rows.jsonl. In both DATA
+    stands for the folder of data, OUT for the record's, in runs SEED for the seed. needs: what
+    must be there, such as a folder of data. quick: settings for a run of minutes; leaves_out: what
+    that run cannot tell."""
 
     name: str
     title: str

@@ -8,7 +8,7 @@ import argparse
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import cycle, groupby
+from itertools import cycle
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +19,7 @@ from xcloud.base.project import project_root
 from xcloud.base.units import SCORE_NAMES
 from xcloud.claims.claims import (
     FILE,
+    UNKNOWN,
     Cell,
     Claim,
     Drawn,
@@ -49,19 +50,21 @@ def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
 
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
     """docs/paper.md: every published cell, ours beside it, the same setting made better."""
-    cells = [(cell, claim) for claim in claims.values() for cell in claim.cells]
-    tables = [
-        (table, [_line(cell, claim, records.get(claim.name)) for cell, claim in group])
-        for table, group in groupby(cells, key=lambda pair: pair[0].table)
-    ]
-    return rendered(Path(__file__).with_name("paper.md"), tables=tables)
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for claim in claims.values():
+        for cell in claim.cells:
+            tables.setdefault(cell.table, []).append(_line(cell, claim, records.get(claim.name)))
+    return rendered(Path(__file__).with_name("paper.md"), tables=tables.items())
 
 
 def _line(cell: Cell, claim: Claim, record: Record | None) -> tuple[str, ...]:
     page = f"../{FOLDER}/{claim.name}/README.md"
     link = f"[{record.made_at[:10]}]({page})" if record else "–"
     ours, better = (_shown(figure, record) for figure in (cell.ours, cell.better))
-    return cell.cell, cell.published, ours, better, f"`{claim.command}`", link
+    formula = cell.published if isinstance(cell.published, Figure) else None
+    found = formula.of(record.rows) if formula and record else None
+    published = f"{found.mean:.5g} (the formula)" if found else UNKNOWN if formula else cell.published
+    return cell.cell, str(published), ours, better, f"`{claim.command}`", link
 
 
 def _shown(figure: Figure | None, record: Record | None) -> str:

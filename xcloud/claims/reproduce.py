@@ -115,7 +115,9 @@ def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
     for seed in claim.seeds[:1] if quick else claim.seeds:
         for row, settings in claim.runs.items():
             words = [*claim.common, *settings, *more, f"seed={seed}"]
-            rows.add({"row": row, "seed": seed}, [w.replace("DATA", str(data)) for w in words])
+            for name, value in {"DATA": data, "OUT": out, "SEED": seed}.items():
+                words = [word.replace(name, str(value)) for word in words]
+            rows.add({"row": row, "seed": seed}, words)
 
 
 def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
