@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from xcloud.base.errors import ConfigError
-from xcloud.training.settings import Optimizer, Training, autocast_for
+from xcloud.training.settings import Optimizer, Training, autocast_for, is_emulated
 
 CPU = torch.device("cpu")
 
@@ -42,3 +42,14 @@ def test_fp32_is_no_autocast() -> None:
 def test_an_unknown_precision_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"training\.precision must be one of fp32, bf16, auto"):
         Training(max_steps=1, optimizer=Optimizer(learning_rate=1e-3), precision="fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_is_called_emulated_only_where_the_processor_has_none(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: fast)
+    assert is_emulated("bf16", CPU) is not fast
+    assert not is_emulated("fp32", CPU) and not is_emulated("auto", CPU)
+    assert not is_emulated("bf16", torch.device("cuda"))

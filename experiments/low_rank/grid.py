@@ -64,8 +64,10 @@ def main() -> None:
             row = cut if layer is None else f"{cut}, block {layer}"
             words = words_of(task, cut, layer, corpora, data)
             if given.updates:
-                words += [f"training.max_steps={given.updates}", "training.evaluate_every=0",
-                          "training.optimizer.warmup_steps=2", "training.eval_samples=500"]  # fmt: skip
+                words += [
+                    f"training.max_steps={given.updates}", "training.evaluate_every=0",
+                    "training.optimizer.warmup_steps=2", "training.eval_samples=500",
+                ]  # fmt: skip
             cache = f"cache_dir={rows.work / 'cache'}"
             rows.add({"task": task, "row": row, "seed": seed}, [*words, cache, f"seed={seed}"])
 

@@ -123,14 +123,14 @@ class Cell:
 @settings("claim.quotes")
 class Quote:
     """Where README or docs quote a figure: text of the file, with {} in place of the figure. form:
-    the mean; each seed's value; the mean and the standard deviation over seeds; or by how many
-    percent the mean exceeds 1."""
+    the mean; each seed's value; the mean and the standard deviation over seeds, or its standard
+    error; or by how many percent the mean exceeds 1."""
 
     file: str
     text: str
     figure: Figure
     decimals: NotNegative = 1
-    form: Literal["mean", "each", "deviation", "more"] = "mean"
+    form: Literal["mean", "each", "deviation", "error", "more"] = "mean"
 
     def filled(self, rows: Sequence[ResultRow]) -> str:
         values, digits = self.figure.values(rows), f".{self.decimals}f"
@@ -140,6 +140,7 @@ class Quote:
             "mean": f"{mean:{digits}}",
             "each": ", ".join(f"{value:{digits}}" for value in values),
             "deviation": f"{mean:{digits}} ± {deviation:{digits}}",
+            "error": f"{mean:{digits}} ± {deviation / math.sqrt(len(values)):{digits}}",
             "more": f"{100 * (mean - 1):+{digits}} %",
         }
         return self.text.replace("{}", shown[self.form])

@@ -61,10 +61,11 @@ def _line(cell: Cell, claim: Claim, record: Record | None) -> tuple[str, ...]:
     page = f"../{FOLDER}/{claim.name}/README.md"
     link = f"[{record.made_at[:10]}]({page})" if record else "–"
     ours, better = (_shown(figure, record) for figure in (cell.ours, cell.better))
-    formula = cell.published if isinstance(cell.published, Figure) else None
-    found = formula.of(record.rows) if formula and record else None
-    published = f"{found.mean:.5g} (the formula)" if found else UNKNOWN if formula else cell.published
-    return cell.cell, str(published), ours, better, f"`{claim.command}`", link
+    published = cell.published
+    if isinstance(published, Figure):
+        found = published.of(record.rows) if record else None
+        published = f"{found.mean:.5g} (the formula)" if found else UNKNOWN
+    return cell.cell, published, ours, better, f"`{claim.command}`", link
 
 
 def _shown(figure: Figure | None, record: Record | None) -> str:

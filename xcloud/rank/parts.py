@@ -35,7 +35,7 @@ from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.rank.told_sizes import load_or_be_told
-from xcloud.training.settings import autocast_for
+from xcloud.training.settings import autocast_for, is_emulated
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
 from xcloud.wire.wiring import Wiring
@@ -80,6 +80,9 @@ class Features:
         if leaks is not None:
             ports = observed(ports, leaks.observer, self.wiring.ends)
         autocast = autocast_for(job.training.precision, device)
+        if is_emulated(job.training.precision, device):
+            slow = "bf16 in software, some 50 times slower than fp32; take auto or fp32"
+            self.reporter.note(f"training.precision=bf16: this processor multiplies {slow}")
         of = (self.rank, job.cluster, stages, ports, device, job.seed, self.clock, autocast)
         caches = boundaries.shared(ActivationCaches)
         return CachingPipeline(caches, *of) if caches else Pipeline(*of)
