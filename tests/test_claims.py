@@ -90,6 +90,7 @@ def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> No
     assert verdict_of(claim(), ROWS, is_quick=False) == "reproduced"
     assert verdict_of(both, ROWS, is_quick=False) == "not reproduced: 4 BLEU in front"
     assert verdict_of(claim(), ROWS[:3], is_quick=False) == "not run: 3 BLEU in front"
+    assert verdict_of(claim(), ROWS[:5], is_quick=False) == "reproduced, by 2 of 3 seeds"
     assert verdict_of(claim(), ROWS, is_quick=True) == "quick run: judges nothing"
     assert [one.met for one in judge(both, ROWS)] == ["yes", "no"]
 

@@ -89,10 +89,10 @@ def main(words: Sequence[str] | None = None) -> int:
             record.write(project_root() / FOLDER / name, claims[name])
         print(paper)
         return 0
-    print(f"{'name':<24} {'state':<16} {'yours + machine':<16} claim")
+    print(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
-        print(f"{name:<24} {_state(records.get(name)):<16} {minutes:<16} {claim.title}")
+        print(f"{name:<16} {_state(records.get(name)):<28} {minutes:<16} {claim.title}")
     return 0
 
 

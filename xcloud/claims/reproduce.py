@@ -262,14 +262,16 @@ class Record:
 
 
 def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> str:
-    """ "reproduced" only if every rule is met by a whole run."""
+    """ "reproduced" only if every rule is met by a whole run of every seed."""
     if is_quick:
         return "quick run: judges nothing"
     judged = judge(claim, rows)
     kinds = {"not reproduced": "no", "not run": "not run"}
     found = {what: [one.says for one in judged if one.met == met] for what, met in kinds.items()}
     said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
-    return "; ".join(said) or "reproduced"
+    fewest, wanted = min((one.found.num for one in judged if one.found), default=0), len(claim.seeds)
+    few = f", by {fewest} of {wanted} seeds" if fewest < wanted else ""
+    return "; ".join(said) or f"reproduced{few}"
 
 
 def page(claim: Claim, record: Record) -> str:
