@@ -4,6 +4,8 @@ worth in a language that was never seen with labels.
     python -m experiments.one_way.study OUT [--parts throughput scaling zero_shot] [--rounds 3]
     python -m experiments.one_way.study OUT --parts real_text --data DATA
 
+--updates: no more than so many of each run of the last two parts, and 200 samples scored.
+
 throughput: two generators and a discriminator asleep instead of computing (a batch in 0.1 s, a
 step in 0.15 s), one cloud and three over 1 Gbit/s, 100 and 10 Mbit/s with 100 ms round trip, in
 turn. scaling: 1, 2, 4 and 8 ranks in each of three clouds, a step in 0.3 s. zero_shot: the demo's
@@ -17,6 +19,7 @@ pairs in both languages. Rows go to OUT/rows.jsonl; "seed" of the first two is a
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -63,14 +66,17 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["throughput", "scaling", "zero_shot"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data", type=Path, help="for real_text")
+    parser.add_argument("--updates", type=int)
     given = parser.parse_args()
     rows = Rows(given.out, given.data)
-    measured = {"throughput": throughput, "scaling": scaling, "zero_shot": zero_shot}
+    less = [f"training.max_steps={given.updates}"] if given.updates else []
     for part, number in product(given.parts, range(1, given.rounds + 1)):
         if part == "real_text":
-            real_text(rows, number, given.data.resolve())
+            real_text(rows, number, given.data.resolve(), less)
+        elif part == "zero_shot":
+            zero_shot(rows, number, less)
         else:
-            measured[part](rows, number)
+            {"throughput": throughput, "scaling": scaling}[part](rows, number)
 
 
 def throughput(rows: Rows, number: int) -> None:
@@ -98,21 +104,28 @@ def timed(
         rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 
 
-def zero_shot(rows: Rows, seed: int) -> None:
+def zero_shot(rows: Rows, seed: int, less: Sequence[str]) -> None:
     for name, settings in PRETRAINING.items():
         encoder = rows.work / name.replace(" ", "_").replace(",", "")
         # The encoder of a row is made once; seeds are of the fine-tuning.
-        words = ["+exp=electra_multilingual", "cluster=local", "follow_up=[]", *settings]
+        words = ["+exp=electra_multilingual", "cluster=local", "follow_up=[]", *less, *settings]
         rows.keep(words, encoder)
         tokenizer = f"task.tokenizer.name_or_path={encoder / 'model' / 'discriminator'}"
-        rows.add({"row": name, "seed": seed}, ["+exp=xnli_zero_shot", tokenizer, f"seed={seed}"])
+        words = ["+exp=xnli_zero_shot", tokenizer, *fewer(less)]
+        rows.add({"row": name, "seed": seed}, [*words, f"seed={seed}"])
 
 
-def real_text(rows: Rows, seed: int, data: Path) -> None:
+def fewer(less: Sequence[str]) -> list[str]:
+    """Of a fine-tuning run."""
+    more = ["training.optimizer.warmup_steps=2", "training.eval_samples=200"]
+    return [*less, *more] if less else []
+
+
+def real_text(rows: Rows, seed: int, data: Path, less: Sequence[str]) -> None:
     text, encoder = rows.work / "text", rows.work / "minilm_500"
     prepare(data, text)
     words = ["+exp=electra_multilingual", "profile=files", "cluster=local", "follow_up=[]"]
-    rows.keep([*words, f"model.text.source.path={text}", *MINILM], encoder)
+    rows.keep([*words, f"model.text.source.path={text}", *MINILM, *less], encoder)
     encoders = {"MiniLM": "minilm", "MiniLM, pre-trained": encoder / "model" / "discriminator"}
     for task, (row, name) in product(("xnli", "pawsx"), encoders.items()):
         words = [
@@ -120,7 +133,7 @@ def real_text(rows: Rows, seed: int, data: Path) -> None:
             f"task.path={data / task}", "task.languages=[en,es]", "task.max_length=64",
             f"task.tokenizer.name_or_path={name}", "training.max_steps=234",
             "training.optimizer.warmup_steps=25", "training.optimizer.learning_rate=1e-4",
-            "training.eval_samples=2000", f"seed={seed}",
+            "training.eval_samples=2000", *fewer(less), f"seed={seed}",
         ]  # fmt: skip
         rows.add({"task": task, "row": row, "seed": seed}, words)
 
