@@ -20,7 +20,7 @@ from benchmarks import machine
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import project_root
 from xcloud.claims import pages, reproduce
-from xcloud.claims.claims import FILE, Claim, Figure, Quote, Rule, judge, read_claims
+from xcloud.claims.claims import FILE, Cell, Claim, Figure, Quote, Rule, judge, read_claims
 from xcloud.claims.reproduce import Record, made, page, verdict_of
 
 ROWS: list[dict[str, Any]] = [
@@ -350,7 +350,9 @@ def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "corpus.tsv").touch()
     record = made(claim(), ROWS, [tmp_path], "2026-01-01", False)
     other = Rule("3 chrF in front", Figure("ours", "chrf", minus="theirs"), at_least=3.0)
-    mine = claim(rules=[*claim().rules, other])
+    ours, theirs = (Figure(name, "bleu") for name in ("ours", "theirs"))
+    cells = [Cell("T", "row", "by heart", ours=ours), Cell("T", "other", theirs, better=ours)]
+    mine = claim(rules=[*claim().rules, other], cells=cells)
     monkeypatch.setattr(pages, "read_claims", lambda path: {"front": mine})
     monkeypatch.setattr(pages, "read_records", lambda claims: {"front": record})
     assert pages.site(["--out", str(tmp_path)]) == 0
@@ -362,6 +364,9 @@ def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert study.index("Every run") < study.index("corpus.tsv")
     for part in ("3 BLEU in front", "reproduce front", "front.png", "corpus.tsv", empty):
         assert part in study
+    paper = (tmp_path / "paper.html").read_text("utf-8")
+    assert 'href="paper.html"' in index and '<a href="front.html">row</a>' in paper
+    assert ">by heart</td>" in paper and "28.5 (the formula)" in paper and "32.00 ± 0.58" in paper
     assert (tmp_path / "front.png").stat().st_size > 1000
     assert "http" not in study + index  # nothing is fetched
 

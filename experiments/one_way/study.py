@@ -4,13 +4,13 @@ worth in a language that was never seen with labels.
     python -m experiments.one_way.study OUT [--parts throughput scaling zero_shot] [--rounds 3]
     python -m experiments.one_way.study OUT --parts real_text --data DATA
 
---updates: no more than so many of each run of the last two parts, and 200 samples scored.
+--updates: no more than so many of each run of the last two parts, and as many samples scored.
 
 throughput: two generators and a discriminator asleep instead of computing (a batch in 0.1 s, a
 step in 0.15 s), one cloud and three over 1 Gbit/s, 100 and 10 Mbit/s with 100 ms round trip, in
 turn. scaling: 1, 2, 4 and 8 ranks in each of three clouds, a step in 0.3 s. zero_shot: the demo's
-encoder from drawn weights, from its public start, and pre-trained across clouds, each fine-tuned
-on English pairs of the embedded grammar. real_text: MiniLM (6 x 384, English) before and after 500
+encoder from drawn weights, and pre-trained across clouds from them, each fine-tuned on English
+pairs of the embedded grammar. real_text: MiniLM (6 x 384, English) before and after 500
 steps across clouds on Spanish and English text (wiki_paragraphs, tatoeba_es_en of DATA), each
 fine-tuned on the English dev pairs of XNLI (2,490) and PAWS-X (2,000) and scored on 2,000 test
 pairs in both languages. Rows go to OUT/rows.jsonl; "seed" of the first two is a round.
@@ -19,7 +19,6 @@ pairs in both languages. Rows go to OUT/rows.jsonl; "seed" of the first two is a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,14 +35,14 @@ DRAWN = (
     "{_target_: xcloud.models.backbone.SeededBackbone, hidden: 128, num_layers: 2, num_heads: 4, "
     "feed_forward: 512, dropout: 0.1}"
 )
+STEPS = "training.max_steps"
+PRETRAINED = (STEPS, *(f"model.generators.cloud_{c}.backbone.pretraining.steps" for c in "ab"))
+FINE_TUNED = (STEPS, "training.optimizer.warmup_steps", "training.eval_samples")
+FROM_DRAWN = ["~model.discriminator.backbone", f"+model.discriminator.backbone={DRAWN}"]
 PRETRAINING = {
-    "drawn weights": ["training.max_steps=1", "~model.discriminator.backbone",
-                      f"+model.discriminator.backbone={DRAWN}"],
-    "drawn weights, pre-trained": ["~model.discriminator.backbone",
-                                   f"+model.discriminator.backbone={DRAWN}"],
-    "start of public text": ["training.max_steps=1"],
-    "start, pre-trained": [],
-}  # fmt: skip
+    "drawn weights": [f"{STEPS}=1", *FROM_DRAWN],
+    "drawn weights, pre-trained": FROM_DRAWN,
+}
 MINILM = [
     "~model.text.tokenizer", "~model.discriminator.backbone",
     "+model.text.tokenizer={_target_: xcloud.tasks.tokenizer.PretrainedTokenizer, "
@@ -69,12 +68,11 @@ def main() -> None:
     parser.add_argument("--updates", type=int)
     given = parser.parse_args()
     rows = Rows(given.out, given.data)
-    less = [f"training.max_steps={given.updates}"] if given.updates else []
     for part, number in product(given.parts, range(1, given.rounds + 1)):
         if part == "real_text":
-            real_text(rows, number, given.data.resolve(), less)
+            real_text(rows, number, given.data.resolve(), given.updates)
         elif part == "zero_shot":
-            zero_shot(rows, number, less)
+            zero_shot(rows, number, given.updates)
         else:
             {"throughput": throughput, "scaling": scaling}[part](rows, number)
 
@@ -104,28 +102,26 @@ def timed(
         rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 
 
-def zero_shot(rows: Rows, seed: int, less: Sequence[str]) -> None:
+def zero_shot(rows: Rows, seed: int, most: int | None) -> None:
     for name, settings in PRETRAINING.items():
         encoder = rows.work / name.replace(" ", "_").replace(",", "")
         # The encoder of a row is made once; seeds are of the fine-tuning.
-        words = ["+exp=electra_multilingual", "cluster=local", "follow_up=[]", *less, *settings]
-        rows.keep(words, encoder)
+        words = ["+exp=electra_multilingual", "cluster=local", "follow_up=[]", *settings]
+        rows.keep([*fewer(most, *PRETRAINED), *words], encoder)
         tokenizer = f"task.tokenizer.name_or_path={encoder / 'model' / 'discriminator'}"
-        words = ["+exp=xnli_zero_shot", tokenizer, *fewer(less)]
-        rows.add({"row": name, "seed": seed}, [*words, f"seed={seed}"])
+        words = ["+exp=xnli_zero_shot", tokenizer, *fewer(most, *FINE_TUNED), f"seed={seed}"]
+        rows.add({"row": name, "seed": seed}, words)
 
 
-def fewer(less: Sequence[str]) -> list[str]:
-    """Of a fine-tuning run."""
-    more = ["training.optimizer.warmup_steps=2", "training.eval_samples=200"]
-    return [*less, *more] if less else []
+def fewer(most: int | None, *keys: str) -> list[str]:
+    return [f"{key}={most}" for key in keys] if most else []
 
 
-def real_text(rows: Rows, seed: int, data: Path, less: Sequence[str]) -> None:
+def real_text(rows: Rows, seed: int, data: Path, most: int | None) -> None:
     text, encoder = rows.work / "text", rows.work / "minilm_500"
     prepare(data, text)
     words = ["+exp=electra_multilingual", "profile=files", "cluster=local", "follow_up=[]"]
-    rows.keep([*words, f"model.text.source.path={text}", *MINILM, *less], encoder)
+    rows.keep([*words, f"model.text.source.path={text}", *MINILM, *fewer(most, STEPS)], encoder)
     encoders = {"MiniLM": "minilm", "MiniLM, pre-trained": encoder / "model" / "discriminator"}
     for task, (row, name) in product(("xnli", "pawsx"), encoders.items()):
         words = [
@@ -133,7 +129,7 @@ def real_text(rows: Rows, seed: int, data: Path, less: Sequence[str]) -> None:
             f"task.path={data / task}", "task.languages=[en,es]", "task.max_length=64",
             f"task.tokenizer.name_or_path={name}", "training.max_steps=234",
             "training.optimizer.warmup_steps=25", "training.optimizer.learning_rate=1e-4",
-            "training.eval_samples=2000", *fewer(less), f"seed={seed}",
+            "training.eval_samples=2000", *fewer(most, *FINE_TUNED), f"seed={seed}",
         ]  # fmt: skip
         rows.add({"task": task, "row": row, "seed": seed}, words)
 

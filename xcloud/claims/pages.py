@@ -39,6 +39,10 @@ AXES = {
     **SCORE_NAMES, "bytes": "bytes between clouds, an update", "step_s": "seconds of a step",
     "tokens_per_s": "tokens a second", "step_off": "real step / formula - 1",
 }  # fmt: skip
+COMPARED = (
+    "Published figures are of other data, models and machines: ratios and differences compare, "
+    "scores do not. ± is the standard error over seeds; of one seed, over the samples of its test."
+)
 Records = Mapping[str, Record]
 
 
@@ -49,23 +53,51 @@ def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
 
 
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
-    """docs/paper.md: every published cell, ours beside it, the same setting made better."""
-    tables: dict[str, list[tuple[str, ...]]] = {}
+    """docs/paper.md."""
+    tables = {
+        table: [
+            (*shown, f"`{claim.command}`", f"[{made_at}](../{FOLDER}/{claim.name}/README.md)")
+            for claim, made_at, shown in lines
+        ]
+        for table, lines in _cells(claims, records).items()
+    }
+    paper = Path(__file__).with_name("paper.md")
+    return rendered(paper, tables=tables.items(), compared=COMPARED)
+
+
+def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
+    """The same as a page of the site, whose first column links to the studies."""
+    columns = ["cell", "published", "ours", "made better"]
+    tables = [
+        Table(name, pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object),
+              [f"{claim.name}.html" for claim, *_ in lines])
+        for name, lines in _cells(claims, records).items()
+    ]  # fmt: skip
+    facts = [("What is compared", COMPARED)]
+    return Page("paper", "The paper, cell by cell", facts, tables=tables, up="All claims")
+
+
+def _cells(
+    claims: Mapping[str, Claim], records: Records
+) -> dict[str, list[tuple[Claim, str, tuple[str, ...]]]]:
+    """By table, for each cell its claim, the day of the record, and what is published, ours, and
+    ours made better."""
+    tables: dict[str, list[tuple[Claim, str, tuple[str, ...]]]] = {}
     for claim in claims.values():
+        record = records.get(claim.name)
+        made_at = record.made_at[:10] if record else "–"
         for cell in claim.cells:
-            tables.setdefault(cell.table, []).append(_line(cell, claim, records.get(claim.name)))
-    return rendered(Path(__file__).with_name("paper.md"), tables=tables.items())
+            tables.setdefault(cell.table, []).append((claim, made_at, _line(cell, record)))
+    return tables
 
 
-def _line(cell: Cell, claim: Claim, record: Record | None) -> tuple[str, ...]:
-    page = f"../{FOLDER}/{claim.name}/README.md"
-    link = f"[{record.made_at[:10]}]({page})" if record else "–"
+def _line(cell: Cell, record: Record | None) -> tuple[str, ...]:
     ours, better = (_shown(figure, record) for figure in (cell.ours, cell.better))
     published = cell.published
     if isinstance(published, Figure):
         found = published.of(record.rows) if record else None
         published = f"{found.mean:.5g} (the formula)" if found else UNKNOWN
-    return cell.cell, published, ours, better, f"`{claim.command}`", link
+    return cell.cell, published, ours, better
 
 
 def _shown(figure: Figure | None, record: Record | None) -> str:
@@ -133,7 +165,9 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
     table = Table("Claims", cells, [f"{name}.html" for name in claims])
     met = sum(_state(record) == "reproduced" for record in records.values())
     facts = [("State", f"{met} of {len(claims)} claims are reproduced, by the rule on their page")]
-    return Page("index", "xcloud: what is claimed and measured", facts, "", pictures, [table])
+    paper = Table("The paper", pd.DataFrame({"page": ["every cell, and ours"]}), ["paper.html"])
+    title, tables = "xcloud: what is claimed and measured", [paper, table]
+    return Page("index", title, facts, pictures=pictures, tables=tables)
 
 
 def site(words: Sequence[str] | None = None) -> int:
@@ -147,6 +181,7 @@ def site(words: Sequence[str] | None = None) -> int:
     pictures = {name: given.out / f"{name}.png" for name in records}
     drawn = {n: path for n, path in pictures.items() if draw(claims[n], records[n], path)}
     pages = [study_page(one, records.get(name), drawn.get(name)) for name, one in claims.items()]
+    pages.append(paper_of_site(claims, records))
     print(write_site(front_page(claims, records, drawn), pages, given.out).absolute())
     return 0
 
@@ -162,7 +197,8 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
     if not panels:
         return False
     wide, high = min(len(panels), 2), math.ceil(len(panels) / 2)
-    picture = canvas("", *((7.2, 4.0) if wide == 1 else (9.6, 3.6 * high)))
+    tall = 3.6 * max(1.0, max(len(points) for _, points in panels) / 16)  # names in a list
+    picture = canvas("", *((7.2, 4.0) if wide == 1 else (9.6, tall * high)))
     places = picture.subplots(high, wide, squeeze=False).flatten()
     for axes in places[len(panels) :]:
         axes.remove()

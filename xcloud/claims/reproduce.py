@@ -269,8 +269,9 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
     kinds = {"not reproduced": "no", "not run": "not run"}
     found = {what: [one.says for one in judged if one.met == met] for what, met in kinds.items()}
     said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
-    fewest, wanted = min((one.found.num for one in judged if one.found), default=0), len(claim.seeds)
-    few = f", by {fewest} of {wanted} seeds" if fewest < wanted else ""
+    fewest = min((one.found.num for one in judged if one.found), default=0)
+    asked = len(claim.seeds)
+    few = f", by {fewest} of {asked} seeds" if fewest < asked else ""
     return "; ".join(said) or f"reproduced{few}"
 
 
