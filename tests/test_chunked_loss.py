@@ -39,7 +39,7 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk: int, softcap: float | No
         results.append((losses.detach(), rows.grad, words.grad))
 
     for ours, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # of values about 1
 
 
 def test_huge_logits_do_not_overflow() -> None:

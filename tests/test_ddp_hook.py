@@ -143,7 +143,7 @@ def test_a_mean_holds_one_decoded_message_at_a_time(monkeypatch: pytest.MonkeyPa
 
     assert len(most) == 64 * 64 * len(SHAPES) and max(most) <= 2 * len(SHAPES)
     for merged, expected in zip(found[0], mean, strict=True):
-        torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("ranks")

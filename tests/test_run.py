@@ -95,7 +95,7 @@ def test_accumulation_equals_the_large_batch(
     ours, theirs = weights(tmp_path), weights(local)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     # The reported loss is summed by passes, so its last bit may differ.
-    assert losses(tmp_path) == pytest.approx(losses(local), rel=1e-6)
+    assert losses(tmp_path) == pytest.approx(losses(local), rel=1e-5)
 
 
 def test_a_schedule_changes_the_order_and_not_the_result(

@@ -81,11 +81,11 @@ def test_replicas_train_what_one_process_trains(shape: str) -> None:
     expected = train(expected_job)
     job = ranks(layout, TRAINING, schedule=schedule, strategy=strategy)
 
-    torch.testing.assert_close(train(job), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(train(job), expected, rtol=1e-5, atol=1e-6)
     for stage in range(stages):
         (reference,) = values(expected_job, stage)
         for found in values(job, stage):
-            torch.testing.assert_close(found, reference, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-5)
     if strategy is DATA_PARALLEL:
         assert all(count == 0 for count, _ in sent(job, Kind.NORM))
 
@@ -198,7 +198,7 @@ def test_one_local_step_with_plain_sgd_would_be_an_averaged_gradient() -> None:
 
     losses = [r.loss for r in told if not isinstance(r, str) and r.loss is not None]
     assert not isinstance(expected, str) and expected.loss is not None
-    assert sum(losses) / len(losses) == pytest.approx(expected.loss, rel=1e-6)
+    assert sum(losses) / len(losses) == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_a_cloud_whose_gradients_are_wrong_is_outvoted() -> None:

@@ -8,9 +8,9 @@ two are in Fig. 9), r = 8, 16, 32, row by row.
 
 CORPORA holds the tasks' folders: sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM
 (6 x 384), text and labels with one owner, two ranks on a line that is never full. bf16 where the
-processor multiplies it fast, else fp32, as each row's experiment.yaml says. A line of JSON for
-each row goes to OUT/rows.jsonl; rows that it holds are not run again. Step times mean nothing
-here.
+processor or the GPU multiplies it fast, else fp32, as each row's experiment.yaml says. A line of
+JSON for each row goes to OUT/rows.jsonl; rows that it holds are not run again. Step times mean
+nothing here.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def table3() -> Iterator[tuple[str, str, int | None]]:
 
 
 def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) -> list[str]:
-    precision = resolve_precision("auto", torch.device("cpu"))
+    precision = resolve_precision(
+        "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     words = [
         "profile=files", f"training.precision={precision}", "schedule.num_micro_batches=1",
         "training.checkpoint.every_minutes=0", *of_task(task, corpora, data),

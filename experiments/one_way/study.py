@@ -1,19 +1,22 @@
-"""Throughput across clouds and its scaling, by parts of fixed speed; and what pre-training is
-worth in a language that was never seen with labels.
+"""Throughput across clouds and its scaling, by parts of fixed speed and by networks; and what
+pre-training is worth in a language that was never seen with labels.
 
-    python -m experiments.one_way.study OUT [--parts throughput scaling zero_shot] [--rounds 3]
+    python -m experiments.one_way.study OUT [--parts throughput scaling networks zero_shot]
+        [--rounds 3]
     python -m experiments.one_way.study OUT --parts real_text --data DATA
 
 --updates: no more than so many of each run of the last two parts, and as many samples scored.
 
 throughput: two generators and a discriminator asleep instead of computing (a batch in 0.1 s, a
 step in 0.15 s), one cloud and three over 1 Gbit/s, 100 and 10 Mbit/s with 100 ms round trip, in
-turn. scaling: 1, 2, 4 and 8 ranks in each of three clouds, a step in 0.3 s. zero_shot: the demo's
-encoder from drawn weights, and pre-trained across clouds from them, each fine-tuned on English
-pairs of the embedded grammar. real_text: MiniLM (6 x 384, English) before and after 500
-steps across clouds on Spanish and English text (wiki_paragraphs, tatoeba_es_en of DATA), each
-fine-tuned on the English dev pairs of XNLI (2,490) and PAWS-X (2,000) and scored on 2,000 test
-pairs in both languages. Rows go to OUT/rows.jsonl; "seed" of the first two is a round.
+turn. scaling: 1, 2, 4 and 8 ranks in each of three clouds, a step in 0.3 s. networks: both with
+ELECTRA's networks (4 x 256, 256 texts a batch), which compute: on the GPU, which all ranks share,
+if there is one. zero_shot: the demo's encoder from drawn weights, and pre-trained across clouds
+from them, each fine-tuned on English pairs of the embedded grammar. real_text: MiniLM (6 x 384,
+English) before and after 500 steps across clouds on Spanish and English text (wiki_paragraphs,
+tatoeba_es_en of DATA), each fine-tuned on the English dev pairs of XNLI (2,490) and PAWS-X (2,000)
+and scored on 2,000 test pairs in both languages. Rows go to OUT/rows.jsonl;
+"seed" of the first three is a round.
 """
 
 from __future__ import annotations
@@ -30,6 +33,16 @@ from xcloud.claims.reproduce import Rows
 
 LINES = {ONE_CLOUD: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
 RANKS = (1, 2, 4, 8)
+NETWORK = (
+    "{_target_: xcloud.models.backbone.SeededBackbone, hidden: 256, num_layers: 4, num_heads: 4, "
+    "feed_forward: 1024, dropout: 0.1}"
+)
+PARTS = ("discriminator", "generators.cloud_a", "generators.cloud_b")
+NETWORKS = [
+    *(word for part in PARTS
+      for word in (f"~model.{part}.backbone", f"+model.{part}.backbone={NETWORK}")),
+    *(f"model.{part}.batch_size=256" for part in PARTS[1:]),
+]  # fmt: skip
 CLOUDS = ("consumer", "one", "two")
 DRAWN = (
     "{_target_: xcloud.models.backbone.SeededBackbone, hidden: 128, num_layers: 2, num_heads: 4, "
@@ -74,7 +87,9 @@ def main() -> None:
         elif part == "zero_shot":
             zero_shot(rows, number, given.updates)
         else:
-            {"throughput": throughput, "scaling": scaling}[part](rows, number)
+            {"throughput": throughput, "scaling": scaling, "networks": networks}[part](
+                rows, number
+            )
 
 
 def throughput(rows: Rows, number: int) -> None:
@@ -92,13 +107,27 @@ def scaling(rows: Rows, number: int) -> None:
         timed(rows, {"row": row, "seed": number}, asleep, 40, 1e8)
 
 
+def networks(rows: Rows, number: int) -> None:
+    exp = "electra_multilingual"
+    for name in (ONE_CLOUD, "100 Mbit/s", "10 Mbit/s"):
+        timed(rows, {"row": name, "seed": number}, NETWORKS, 100, LINES[name], exp)
+    for ranks in RANKS[1:]:
+        more = [*(f"cluster.clouds.{name}.num_ranks={ranks}"
+                  for name in ("discriminator", "cloud_a", "cloud_b")),
+                f"training.batches_per_step={2 * ranks}"]  # fmt: skip
+        about = {"row": f"{ranks} ranks a cloud", "seed": number}
+        timed(rows, about, [*NETWORKS, *more], 100, 1e8, exp)
+
+
 def timed(
-    rows: Rows, about: dict[str, Any], settings: list[str], steps: int, bits_per_s: float | None
-) -> None:
+    rows: Rows, about: dict[str, Any], settings: list[str], steps: int, bits_per_s: float | None,
+    exp: str | None = None,
+) -> None:  # fmt: skip
+    """exp: an experiment of conf/exp; None: parts that are asleep."""
     if not rows.has(about):
-        words = ["model.work=0", "model.rows=700", *settings]
+        words = settings if exp else ["model.work=0", "model.rows=700", *settings]
         print(f"{about['row']}, round {about['seed']}", flush=True)
-        config = config_of(None, words, steps, bits_per_s, 0.1)
+        config = config_of(exp, words, steps, bits_per_s, 0.1)
         rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 
 
