@@ -5,7 +5,7 @@ pre-training is worth in a language that was never seen with labels.
         [--rounds 3]
     python -m experiments.one_way.study OUT --parts real_text --data DATA
 
---updates: no more than so many of each run of the last two parts, and as many samples scored.
+--updates: no more than so many of each run of the last three parts, and as many samples scored.
 
 throughput: two generators and a discriminator asleep instead of computing (a batch in 0.1 s, a
 step in 0.15 s), one cloud and three over 1 Gbit/s, 100 and 10 Mbit/s with 100 ms round trip, in
@@ -107,16 +107,16 @@ def scaling(rows: Rows, number: int) -> None:
         timed(rows, {"row": row, "seed": number}, asleep, 40, 1e8)
 
 
-def networks(rows: Rows, number: int) -> None:
-    exp = "electra_multilingual"
+def networks(rows: Rows, number: int, most: int | None) -> None:
+    exp, steps = "electra_multilingual", most or 100
     for name in (ONE_CLOUD, "100 Mbit/s", "10 Mbit/s"):
-        timed(rows, {"row": name, "seed": number}, NETWORKS, 100, LINES[name], exp)
+        timed(rows, {"row": name, "seed": number}, NETWORKS, steps, LINES[name], exp)
     for ranks in RANKS[1:]:
         more = [*(f"cluster.clouds.{name}.num_ranks={ranks}"
                   for name in ("discriminator", "cloud_a", "cloud_b")),
                 f"training.batches_per_step={2 * ranks}"]  # fmt: skip
         about = {"row": f"{ranks} ranks a cloud", "seed": number}
-        timed(rows, about, [*NETWORKS, *more], 100, 1e8, exp)
+        timed(rows, about, [*NETWORKS, *more], steps, 1e8, exp)
 
 
 def timed(
