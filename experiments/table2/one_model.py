@@ -8,7 +8,8 @@ updates of 64 pairs, rate falling to zero. Backbones are pretrained on their own
 and on further sentences of the corpus that are no pairs of the run: of the pairs left out one half
 lends its source, the other its target side.
 tatoeba: 20,000 pairs and 46,000 further sentences a side, 4,800 updates of pretraining.
-multi30k_5k: 5,000 pairs and 12,000 further captions a side, 2,400 updates.
+multi30k_5k: 5,000 pairs and 12,000 further captions a side, 2,400 updates; multi30k_2k: 2,500 and
+13,250, as many updates.
 A Transformer of the same width and depth reads the pairs alone, for as many updates. Two clouds
 stand on one machine with a line that is never full: step times come from elsewhere. A line of JSON
 for each row goes to OUT/rows.jsonl; rows that it holds are not run again.
@@ -74,6 +75,7 @@ def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
         for name, folder, languages, num_pairs, steps in (
             ("tatoeba", "tatoeba_es_en", ("es", "en"), 20_000, 4800),
             ("multi30k_5k", "multi30k", ("en", "de"), 5_000, 2400),
+            ("multi30k_2k", "multi30k", ("en", "de"), 2_500, 2400),
         )
     }
 
