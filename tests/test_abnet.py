@@ -266,6 +266,7 @@ def test_predicting_needs_no_dropout_and_no_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
     learns = MaskedLanguageModelling(60, 5e-3, 20, batch_tokens=256, held_out_share=0.1)
     backbone = OwnBackbone(64, 2, 2, 128, 0.0, learns)

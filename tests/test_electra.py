@@ -80,6 +80,7 @@ def unpacked(model: MultilingualElectra, cache_dir: Path, fed: Fed) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Path) -> None:
     """What some seconds can teach. Of as many tokens as are replaced, those with the highest
     scores, a share as large as theirs would be right by chance.
