@@ -26,7 +26,7 @@ from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
 from xcloud.cluster.link_end import heartbeat
 from xcloud.cluster.link_profile import DEFAULT_LIVENESS
-from xcloud.launch.processes import MEMORY_SETTINGS
+from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
@@ -127,9 +127,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     arguments = parser.parse_args()
     # As the launcher has it: freed memory is kept.
-    if not MEMORY_SETTINGS.items() <= os.environ.items():
+    if not LIBRARY_SETTINGS.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]],
-                  {**os.environ, **MEMORY_SETTINGS})  # fmt: skip
+                  {**os.environ, **LIBRARY_SETTINGS})  # fmt: skip
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         found = side_by_side(Path(name), arguments.turns)

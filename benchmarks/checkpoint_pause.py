@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import ran_on
-from xcloud.launch.processes import MEMORY_SETTINGS
+from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
@@ -156,9 +156,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the result to this file, too")
     given = parser.parse_args()
     # As the launcher has it: freed memory is kept.
-    if not MEMORY_SETTINGS.items() <= os.environ.items():
+    if not LIBRARY_SETTINGS.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]],
-                  {**os.environ, **MEMORY_SETTINGS})  # fmt: skip
+                  {**os.environ, **LIBRARY_SETTINGS})  # fmt: skip
     most = fitting(given.folder)
     if not 1 <= given.parameters <= most:
         parser.error(f"--parameters {given.parameters:,.0f}: 1 to {most:,} fit into memory now")

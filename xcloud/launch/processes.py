@@ -26,12 +26,13 @@ END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
 _STOPPED_CODES = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal before it could be handled
-MEMORY_SETTINGS = {  # for texts of many lengths: CHANGELOG.md has what it saves
+LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "MALLOC_ARENA_MAX": "2",  # glibc's; other C libraries pass these over
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),  # tensors from the heap, which is not given back
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "GOMP_SPINCOUNT": "10000",  # a thread that waits for others gives a busy core away (OpenMP)
 }
 
 
@@ -72,8 +73,7 @@ class LocalRanks:
     ) -> None:
         self.run_dir, self.clouds = run_dir, cloud_of_rank
         self.experiment_file = experiment_file or run_dir
-        everyone = frozenset(range(len(cloud_of_rank)))
-        self.essential = everyone if essential is None else essential
+        self.essential = frozenset(range(len(cloud_of_rank))) if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
         self._restart_s, self._lost_after_s = restart_s, lost_after_s
@@ -100,7 +100,7 @@ class LocalRanks:
         command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
         command += ["--rank", str(rank), "--parent", str(os.getpid())]
         environment = {
-            **MEMORY_SETTINGS,
+            **LIBRARY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TOKENIZERS_PARALLELISM": "false",

@@ -25,7 +25,7 @@ from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import EXIT_START_AGAIN, failed, write_failure
-from xcloud.launch.processes import MEMORY_SETTINGS
+from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.summary import SUMMARY_FILE, read_summary
@@ -188,7 +188,7 @@ def torchrun(words: Sequence[str]) -> int:
     torch's C++ code shows errors only (TORCH_CPP_LOG_LEVEL); set in the environment, these stay.
     No traceback follows what the ranks have said. Exit code 75: the same command goes on.
     """
-    for name, value in {**MEMORY_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
+    for name, value in {**LIBRARY_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
     # Here, as no rank needs them.
     from torch.distributed import DistNetworkError
