@@ -84,12 +84,10 @@ def main() -> None:
     for part, number in product(given.parts, range(1, given.rounds + 1)):
         if part == "real_text":
             real_text(rows, number, given.data.resolve(), given.updates)
-        elif part == "zero_shot":
-            zero_shot(rows, number, given.updates)
+        elif part in ("networks", "zero_shot"):
+            {"networks": networks, "zero_shot": zero_shot}[part](rows, number, given.updates)
         else:
-            {"throughput": throughput, "scaling": scaling, "networks": networks}[part](
-                rows, number
-            )
+            {"throughput": throughput, "scaling": scaling}[part](rows, number)
 
 
 def throughput(rows: Rows, number: int) -> None:
