@@ -1,10 +1,13 @@
 """Finding the project and its commit."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+from xcloud import __version__
 from xcloud.base import project
 
 
@@ -54,3 +57,10 @@ def test_commit_says_when_the_tree_is_dirty(checkout: Path) -> None:
 
     (checkout / "new.py").touch()
     assert project.commit() == f"{clean}-dirty"
+
+
+def test_the_citation_names_the_version_of_the_package() -> None:
+    root = project.project_root()
+    citation = yaml.safe_load((root / "CITATION.cff").read_text("utf-8"))
+    packaging = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+    assert citation["version"] == packaging["project"]["version"] == __version__
