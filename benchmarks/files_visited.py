@@ -57,7 +57,7 @@ sys.setprofile(call)
 """
 
 
-TEXTS = "xcloud/demo_corpus/"
+TEXTS = "xcloud/demo/"
 
 
 def visits(settings: list[str]) -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if sys.platform == "linux":
         warm_ranks.import_first(
             "transformers.models.llama.modeling_llama", "peft", "xcloud.models.causal",
-            "xcloud.tasks.language_modelling", "tests.kept_texts",
+            "xcloud.tasks.language_modelling",
         )  # fmt: skip
     return tmp_path_factory.mktemp("cache")
 

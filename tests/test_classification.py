@@ -46,7 +46,7 @@ def test_it_is_a_task(task: Classification, data: ClassificationData) -> None:
     as_data: TaskData = data
     assert as_task.describe() == "qnli (demo questions and sentences)"
     assert as_data.describe() == (
-        "qnli (demo questions and sentences): 60 train, 10 dev, 20 test, seed 7, "
+        "qnli (demo questions and sentences): 60 train, 10 dev, 20 test, "
         "labels are those of qnli: entailment, not_entailment"
     )
     assert as_data.head == Head("classes", 2)
@@ -97,7 +97,6 @@ def test_settings_and_sizes_change_the_fingerprint(
     for other in (
         replace(task, max_length=25),
         replace(task, num_train=61),
-        replace(task, corpus_seed=8),
         replace(task, tokenizer=SmallTokenizer(2)),
     ):
         assert other.load(NONE, 1).fingerprint() != data.fingerprint()

@@ -370,7 +370,7 @@ def test_a_wrong_setting_is_named(change: dict[str, Any], words: str) -> None:
 def test_every_cloud_that_feeds_needs_a_generator_and_texts() -> None:
     with pytest.raises(ConfigError, match=r"producing clouds are es, de, but model\.generators"):
         tiny().check(["es", "de"])
-    with pytest.raises(ConfigError, match="demo grammar has es, en"):
+    with pytest.raises(ConfigError, match="demo has es, en"):
         tiny(languages=["fr"]).check(["es", "en"])
     tiny().check(["en", "es"])
 
@@ -378,4 +378,4 @@ def test_every_cloud_that_feeds_needs_a_generator_and_texts() -> None:
 def test_the_longest_message_is_known_before_anything_is_read() -> None:
     model = tiny()
     assert model.max_payload_bytes == IdPacking(400, 8, 30).max_bytes
-    assert model.describe().startswith("demo grammar; generators es (es; 1 x 32), en (en; ")
+    assert model.describe().startswith("demo texts; generators es (es; 1 x 32), en (en; ")

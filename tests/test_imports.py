@@ -29,7 +29,7 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"wire"},
     {"job", "report"},  # what is to run, and what is shown of it, know nothing of each other
     {"tasks", "models", "electra", "training", "plan"},
-    {"demo_corpus", "hub", "parallel"},
+    {"demo", "hub", "parallel"},
     {"contracts"},
     {"comm", "record"},
     {"security"},

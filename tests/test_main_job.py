@@ -43,7 +43,7 @@ def test_output_begins_with_what_it_is_and_ends_with_the_summary(
     lines = output.strip().splitlines()
 
     link = ("100 Mbit/s", "20 ms round trip")
-    for said in ("demo grammar", "AB-Net", *link, "fp16(svd(0.6))+int8"):
+    for said in ("demo texts", "AB-Net", *link, "fp16(svd(0.6))+int8"):
         assert said in lines[0]
     assert Path(lines[-1]) == run_dir / "summary.json"
     for said in ("BLEU", "chrF", "step time, median", "bubble ratio", "compression ratio"):

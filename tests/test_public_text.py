@@ -1,4 +1,4 @@
-"""Public text: the same everywhere, from the grammar or from a file."""
+"""Public text: the same everywhere, from the demo texts or from a file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from xcloud.tasks.tokenizer import TrainedTokenizer
 TOKENIZER = TrainedTokenizer(400, "bpe")
 
 
-def test_the_grammar_gives_what_was_asked_for_and_always_the_same(tmp_path: Path) -> None:
+def test_the_demo_texts_give_what_was_asked_for_and_always_the_same(tmp_path: Path) -> None:
     found = PublicText(TOKENIZER).sentences(20, tmp_path / "a")
 
     assert found == PublicText(TOKENIZER).sentences(20, tmp_path / "b")
-    assert found != PublicText(TOKENIZER, seed=1).sentences(20, tmp_path / "a")
     assert len(found) == 20 and all(found)
     size = PublicText(TOKENIZER).token_ids(tmp_path / "a").size
     assert max(map(max, found)) < size <= 400
 
 
-def test_the_lines_of_a_file_are_drawn_by_the_seed(tmp_path: Path) -> None:
+def test_the_lines_of_a_file_are_drawn_at_random_and_always_the_same(tmp_path: Path) -> None:
     lines = [f"line number {n}" for n in range(30)]
     for name, content in (("x.txt", "\n\n".join(lines).encode()), ("x.txt.gz", None)):
         raw = content or gzip.compress("\n".join(lines).encode())

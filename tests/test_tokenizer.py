@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.demo_corpus import pairs as demo_pairs
+from xcloud.demo import pairs as demo_pairs
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -19,7 +19,7 @@ from xcloud.tasks.tokenizer import (
     rejoin_marks,
 )
 
-TEXTS = [es for es, _ in demo_pairs(400, seed=3)]
+TEXTS = [es for es, _ in demo_pairs(400)]
 HARD = [
     "Ve.",
     "¿Qué? ¡Ñandú!",
@@ -55,7 +55,7 @@ def test_decoding_stops_at_eos_and_hides_special_ids(bpe: Tokenizer) -> None:
 
 
 def test_wordpiece_rejoins_words_and_marks(tmp_path: Path) -> None:
-    for texts in zip(*demo_pairs(2000, seed=3), strict=True):
+    for texts in zip(*demo_pairs(2000), strict=True):
         tokenizer = TrainedTokenizer(800, "wordpiece").prepare(texts, tmp_path)
         back = [tokenizer.decode(ids) for ids in tokenizer.encode(texts)]
         assert sum(a != b for a, b in zip(texts, back, strict=True)) <= 0.005 * len(texts)
@@ -77,8 +77,8 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     # tokenizers numbers some pieces by the order of a hash table that is seeded in each process.
     program = (
         "import sys, pathlib; from xcloud.tasks.tokenizer import TrainedTokenizer;"
-        "from xcloud.demo_corpus import pairs as demo_pairs;"
-        "texts = [es for es, _ in demo_pairs(400, seed=3)];"
+        "from xcloud.demo import pairs as demo_pairs;"
+        "texts = [es for es, _ in demo_pairs(400)];"
         "[TrainedTokenizer(500, kind).prepare(texts, pathlib.Path(sys.argv[1]))"
         " for kind in ('bpe', 'wordpiece')]"
     )

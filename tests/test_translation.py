@@ -53,8 +53,8 @@ def data(task: Translation) -> TranslationData:
 def test_it_is_a_task(task: Translation, data: TranslationData) -> None:
     as_task: Task = task
     as_data: TaskData = data
-    assert as_task.max_length == 12 and as_task.describe() == "demo grammar es→en"
-    assert as_data.describe() == "demo grammar es→en: 250 train, 20 dev, 30 test, seed 7"
+    assert as_task.max_length == 12 and as_task.describe() == "demo texts es→en"
+    assert as_data.describe() == "demo texts es→en: 250 train, 20 dev, 30 test"
     assert [as_data.num_samples(s) for s in ("train", "dev", "test")] == [250, 20, 30]
     assert data.vocabularies["source"].size == 400
 
@@ -135,7 +135,6 @@ def test_nothing_of_the_other_sides_text_is_kept(task: Translation) -> None:
     "change",
     [
         {"max_length": 13},
-        {"corpus_seed": 8},
         {"num_dev": 21},
         {"source": "en", "target": "es"},
     ],

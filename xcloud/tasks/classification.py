@@ -19,7 +19,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
-from xcloud.demo_corpus import answers, inferences, reviews
+from xcloud.demo import answers, inferences, reviews
 from xcloud.tasks.labels import CROSS_LINGUAL, ENTAILMENT, GLUE, KEYS, Benchmark, Labels
 from xcloud.tasks.rows import (
     DEV_NAMES,
@@ -344,10 +344,10 @@ class DemoClassification(DemoSized, Classification):
 
     def find(self) -> SplitTables:
         if self.name != "qnli":
-            liked = reviews(self.total, self.corpus_seed)
+            liked = reviews(self.total)
             rows = [(text, str(int(positive))) for text, positive in liked]
             return self.generated(("sentence", "label"), rows, liked)
-        asked = answers(self.total, self.corpus_seed)
+        asked = answers(self.total)
         labelled = [(*texts, ENTAILMENT[0 if yes else 1]) for *texts, yes in asked]
         return self.generated(("question", "sentence", "label"), labelled, asked)
 
@@ -363,7 +363,7 @@ class DemoCrossLingual(DemoSized, CrossLingual):
     benchmarks: ClassVar = {"xnli": CROSS_LINGUAL["xnli"]}
 
     def find(self) -> SplitTables:
-        pairs, here = inferences(self.total, self.corpus_seed), str(self.train_language)
+        pairs, here = inferences(self.total), str(self.train_language)
         names = ("premise", "hypothesis", "label")
         made = {
             x: self.generated(names, [(*texts[x], relation) for texts, relation in pairs], pairs)

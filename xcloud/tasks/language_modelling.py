@@ -21,7 +21,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores, Split, TokenIds
-from xcloud.demo_corpus import stories
+from xcloud.demo import stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
@@ -377,5 +377,5 @@ class DemoLanguageModelling(DemoSized, LanguageModelling):
     num_test: Size = 400
 
     def find(self) -> SplitTables:
-        told = stories(self.total, self.corpus_seed)
+        told = stories(self.total)
         return self.generated((TEXT,), [(one.text,) for one in told], told)

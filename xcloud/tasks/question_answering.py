@@ -28,7 +28,7 @@ import torch
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import SPLITS, Answers, Head, Scores, Split
-from xcloud.demo_corpus import STORY_QUESTIONS, stories
+from xcloud.demo import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
 from xcloud.tasks.sources import Folder, Hub
@@ -307,7 +307,7 @@ class DemoQuestionAnswering(DemoSized, QuestionAnswering):
         return {s: math.ceil(n / STORY_QUESTIONS) for s, n in super().counts.items()}
 
     def find(self) -> SplitTables:
-        told = stories(self.total, self.corpus_seed)
+        told = stories(self.total)
         rows = []
         for one in told:
             asked = [(q, [{"text": text, "start": at}]) for q, text, at in one.questions]

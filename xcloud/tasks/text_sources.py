@@ -1,4 +1,4 @@
-"""Monolingual and parallel text for pre-training: the demo grammar, a folder, or the hub, as a
+"""Monolingual and parallel text for pre-training: the demo texts, a folder, or the hub, as a
 stream without filtering; and text that every cloud has, for what all must compute identically
 without seeing private text (a pretrained start, the basis of a cut).
 
@@ -12,24 +12,21 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import NotNegative, settings
+from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
-from xcloud.demo_corpus import MAX_PAIRS, public_sentences
-from xcloud.demo_corpus import pairs as demo_pairs
+from xcloud.demo import NUM_ROWS, pairs, public_sentences
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
 from xcloud.tasks.sources import HubTable, TextFile, list_files, load_hub, local_folder, read_lines
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
 
 HELD_OUT = re.compile(rf"({'|'.join(DEV_NAMES)}|test)(?![a-z])")
-_cached_pairs = cache(demo_pairs)
 
 
 def languages_of(part: str) -> tuple[str, ...]:
@@ -69,17 +66,16 @@ class TextSource(ABC):
 
 @settings("text.source")
 class DemoText(TextSource):
-    """The Spanish-English demo grammar: parts es, en and es-en. Public."""
+    """The Spanish and English demo texts, which are public: parts es, en and es-en."""
 
-    num_texts: Annotated[int, Field(ge=2, le=MAX_PAIRS)] = 22_000
-    corpus_seed: NotNegative = 7
+    num_texts: Annotated[int, Field(ge=2, le=NUM_ROWS["pairs"])] = 22_000
 
     def describe(self) -> str:
-        return "demo grammar"
+        return "demo texts"
 
     def check(self, parts: Sequence[str]) -> None:
         if odd := [part for part in parts if part not in ("es", "en", "es-en", "en-es")]:
-            said = "the demo grammar has es, en and the pair es-en, got"
+            said = "the demo has es, en and the pair es-en, got"
             raise ConfigError(f"{said} {odd[0]!r}; for other languages set profile=files")
 
     def identity(self, part: str) -> str:
@@ -95,8 +91,8 @@ class DemoText(TextSource):
     def public_texts(self) -> Sequence[str]:
         return [text for pair in self._pairs() for text in pair]
 
-    def _pairs(self) -> tuple[tuple[str, str], ...]:
-        return _cached_pairs(self.num_texts, self.corpus_seed)
+    def _pairs(self) -> Sequence[tuple[str, str]]:
+        return pairs(self.num_texts)
 
 
 @settings("text.source")
@@ -217,16 +213,17 @@ class HubText(TextSource):
 
 @settings("public_text")
 class PublicText:
-    """Sentences of the demo grammar, or the lines of a file that every cloud has. tokenizer: same
-    as the task's and the encoder's. path: one text per line, UTF-8, may be .gz; null: the demo
-    grammar. seed: selects the sentences or lines."""
+    """Public sentences of the demo texts, or lines of a file that every cloud has.
+
+    tokenizer: the same as the task's and the encoder's.
+    path: a file with one text per line, UTF-8, may be .gz; null for the demo texts.
+    """
 
     tokenizer: TokenizerChoice
     path: Text | None = None
-    seed: NotNegative = 0
 
     def describe(self) -> str:
-        return "public sentences of the demo grammar" if self.path is None else self.path
+        return "public sentences of the demo texts" if self.path is None else self.path
 
     def token_ids(self, cache_dir: Path) -> TokenIds:
         return public_tokenizer(self.tokenizer, str(cache_dir)).token_ids
@@ -236,7 +233,7 @@ class PublicText:
 
     def _texts(self, num: int) -> list[str]:
         if self.path is None:
-            return public_sentences(num, self.seed)
+            return public_sentences(num)
         try:
             texts = [line.strip() for line in read_lines(Path(self.path).expanduser())]
         except DataError as error:
@@ -249,4 +246,4 @@ class PublicText:
                 "lower model.split.calibration_texts (calibration_pairs read twice as many) or "
                 "the backbone's num_texts, or use a longer file"
             )
-        return random.Random(self.seed).sample(lines, num)
+        return random.Random(0).sample(lines, num)

@@ -18,7 +18,6 @@ import json
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -31,12 +30,11 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import SPLITS, Batch, Head, Scores, Split, TokenIds
-from xcloud.demo_corpus import public_sentences
+from xcloud.demo import public_sentences
 from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
-TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
-kept_sentences = lru_cache(1)(public_sentences)  # a rank asks for its tokenizer several times
+TOKENIZER_TEXTS = 10_000
 
 
 @settings("task", kw_only=True)
@@ -243,7 +241,7 @@ def counted(counts: Mapping[Split, int]) -> str:
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     """The tokenizer, trained on public sentences if needed."""
-    texts = kept_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if choice.is_trained else ()
+    texts = public_sentences(TOKENIZER_TEXTS) if choice.is_trained else ()
     return choice.prepare(texts, in_project(cache_dir))
 
 

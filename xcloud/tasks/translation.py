@@ -19,7 +19,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.model import SPLITS, Scores, Split
-from xcloud.demo_corpus import MAX_PAIRS, pairs
+from xcloud.demo import NUM_ROWS, pairs
 from xcloud.tasks.rows import Corpus, Demo, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.sources import Folder, Hub, read_lines
@@ -265,7 +265,7 @@ class DemoTranslation(Demo, Translation):
     sentences in each language without a translation, which occur in no pair: texts for tokenizers
     and for backbones to be pretrained on."""
 
-    title = "demo grammar"
+    title = "demo texts"
     num_pairs: Positive = 24_000
     num_dev: Positive = 1_000
     num_test: Positive = 1_000
@@ -273,12 +273,13 @@ class DemoTranslation(Demo, Translation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least, most = self.num_dev + self.num_test + 1, MAX_PAIRS - 2 * self.num_monolingual
+        least = self.num_dev + self.num_test + 1
+        most = NUM_ROWS["pairs"] - 2 * self.num_monolingual
         if not least <= self.num_pairs <= most:
             raise ConfigError(
                 f"task.num_pairs must be {least}..{most}: at least one more than task.num_dev and "
                 "task.num_test together, and at most what twice task.num_monolingual leaves of "
-                f"{MAX_PAIRS}; got {self.num_pairs}"
+                f"{NUM_ROWS['pairs']}; got {self.num_pairs}"
             )
 
     @property
@@ -288,12 +289,12 @@ class DemoTranslation(Demo, Translation):
     def check_source(self) -> None:
         if {self.source, self.target} != {"es", "en"}:
             got = f"got source={self.source!r}, target={self.target!r}"
-            raise ConfigError(f"the demo grammar has es and en only, {got}; set task.path")
+            raise ConfigError(f"the demo has es and en only, {got}; set task.path")
 
     def find(self) -> SplitTables:
         self.check_source()
         num, extra = self.num_pairs, self.num_monolingual
-        every = pairs(num + 2 * extra, self.corpus_seed)
+        every = pairs(num + 2 * extra)
         # Of the other pairs one half lends its Spanish, the other half its English.
         further = {
             "es": [es for es, _ in every[num : num + extra]],

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from experiments.demo_grammar import events, feelings, joined, nested, sentences, states
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.reviews import review
 from xcloud.base.settings import NotNegative, between
 from xcloud.base.wording import check
-from xcloud.demo_corpus import events, feelings, joined, nested, sentences, states
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.events import Story
-from xcloud.demo_corpus.reviews import review
+from xcloud.demo import Story
 
 T = TypeVar("T")
 MAX_PAIRS = 200_000  # the grammars have more, but finding new ones takes ever longer

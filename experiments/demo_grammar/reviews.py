@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.words import WORDS, pairs
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.words import WORDS, pairs
 
 WORDS_OF_REVIEWS: dict[str, list[str]] = WORDS["reviews"]
 SUBJECTS, NOUNS, EFFECTS = (WORDS_OF_REVIEWS[kind] for kind in ("subjects", "nouns", "effects"))

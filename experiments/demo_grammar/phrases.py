@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xcloud.demo_corpus import english, spanish
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.words import (
+from experiments.demo_grammar import english, spanish
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.words import (
     CITIES,
     COUNTRIES,
     FEMALE_NAMES,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.words import WORDS, fields
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.words import WORDS, fields
+from xcloud.demo import STORY_QUESTIONS, Story
 
 Language = Literal["en", "es"]
 LANGUAGES: tuple[Language, ...] = ("en", "es")
@@ -134,15 +135,7 @@ def answering_pair(dice: Dice) -> tuple[str, str, bool]:
     return asked, told(other, time_first=dice.chance(0.5)), False
 
 
-STORY_EVENTS, STORY_QUESTIONS = 4, 3
-
-
-@dataclass(frozen=True)
-class Story:
-    """sentences: in order. questions: (question, answer as in the text, its character offset)."""
-
-    text: str
-    questions: tuple[tuple[str, str, int], ...]
+STORY_EVENTS = 4
 
 
 def story(dice: Dice) -> Story:

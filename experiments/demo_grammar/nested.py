@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.demo_corpus import spanish
-from xcloud.demo_corpus.clauses import Clause, make_clause, object_noun, subject, with_object
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.english import compare
-from xcloud.demo_corpus.joined import Sides, again, short, silent
-from xcloud.demo_corpus.phrases import (
+from experiments.demo_grammar import spanish
+from experiments.demo_grammar.clauses import Clause, make_clause, object_noun, subject, with_object
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.english import compare
+from experiments.demo_grammar.joined import Sides, again, short, silent
+from experiments.demo_grammar.phrases import (
     PRONOUN_WEIGHTS,
     PRONOUNS,
     Phrase,
@@ -17,11 +17,17 @@ from xcloud.demo_corpus.phrases import (
     noun_phrase,
     whom,
 )
-from xcloud.demo_corpus.sentences import Pair, say, sides
-from xcloud.demo_corpus.states import COPULA_KINDS, be, be_adjective, copula_clause, copula_subject
-from xcloud.demo_corpus.times import when
-from xcloud.demo_corpus.verbs import BE_SER, TRANSITIVE, Verb, verb
-from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
+from experiments.demo_grammar.sentences import Pair, say, sides
+from experiments.demo_grammar.states import (
+    COPULA_KINDS,
+    be,
+    be_adjective,
+    copula_clause,
+    copula_subject,
+)
+from experiments.demo_grammar.times import when
+from experiments.demo_grammar.verbs import BE_SER, TRANSITIVE, Verb, verb
+from experiments.demo_grammar.words import NOUNS, Noun, adjectives_for
 
 NOW_THINKING = (
     verb("creer", "think thought thought =s"), verb("saber", "know knew known =s"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.demo_corpus import english, spanish
-from xcloud.demo_corpus.clauses import (
+from experiments.demo_grammar import english, spanish
+from experiments.demo_grammar.clauses import (
     DATIVE,
     Clause,
     make_clause,
@@ -15,8 +15,8 @@ from xcloud.demo_corpus.clauses import (
     with_object,
     with_pronoun,
 )
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.phrases import (
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.phrases import (
     PRONOUN_WEIGHTS,
     Phrase,
     name,
@@ -24,8 +24,8 @@ from xcloud.demo_corpus.phrases import (
     object_pronoun,
     on_thing,
 )
-from xcloud.demo_corpus.times import clock, duration, when, year
-from xcloud.demo_corpus.verbs import (
+from experiments.demo_grammar.times import clock, duration, when, year
+from experiments.demo_grammar.verbs import (
     BE_SER,
     DIRECT,
     HELPER_WEIGHTS,
@@ -34,7 +34,7 @@ from xcloud.demo_corpus.verbs import (
     english_tense,
     verb,
 )
-from xcloud.demo_corpus.words import CITIES, NOUNS
+from experiments.demo_grammar.words import CITIES, NOUNS
 
 Pair = tuple[str, str]
 

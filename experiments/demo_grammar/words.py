@@ -9,10 +9,10 @@ from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
-from xcloud.demo_corpus import english, spanish
+from experiments.demo_grammar import english, spanish
 
 WORDS: dict[str, dict[str, Any]] = tomllib.loads(
-    resources.files("xcloud.demo_corpus").joinpath("words.toml").read_text("utf-8")
+    resources.files("experiments.demo_grammar").joinpath("words.toml").read_text("utf-8")
 )
 
 

@@ -1,42 +1,32 @@
-"""The embedded texts: nobody changes them unknowingly, forms are correct, and only the face of the
-room is used from outside."""
+"""The grammars of the demo texts: nobody changes them unknowingly, and forms are correct."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import re
-import subprocess
-import sys
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
-from xcloud import demo_corpus
-from xcloud.base.errors import ConfigError
-from xcloud.demo_corpus import (
+from experiments.demo_grammar import english, spanish
+from experiments.demo_grammar.corpora import (
+    KINDS,
     answers,
-    english,
     inferences,
     pairs,
     public_sentences,
     reviews,
-    spanish,
     stories,
 )
-from xcloud.demo_corpus.corpora import KINDS
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.events import PEOPLE, THINGS, Event, Word, told
-from xcloud.demo_corpus.events import VERBS as DEEDS
-from xcloud.demo_corpus.reviews import BAD, GOOD
-from xcloud.demo_corpus.verbs import VERBS
-from xcloud.demo_corpus.words import ADJECTIVES, CITIES, NOUNS, WORDS
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.events import PEOPLE, THINGS, Event, Word, told
+from experiments.demo_grammar.events import VERBS as DEEDS
+from experiments.demo_grammar.reviews import BAD, GOOD
+from experiments.demo_grammar.verbs import VERBS
+from experiments.demo_grammar.words import ADJECTIVES, CITIES, NOUNS, WORDS
+from xcloud.base.errors import ConfigError
 
-REPOSITORY = Path(__file__).parent.parent
-ROOM = REPOSITORY / "xcloud" / "demo_corpus"
 Texts = Callable[[int, int], Sequence[object]]
 
 
@@ -83,49 +73,6 @@ def test_texts_are_different_and_a_longer_list_begins_with_the_shorter(texts: Te
             texts(wrong, 0)
     with pytest.raises(ConfigError, match="seed must be"):
         texts(1, -1)
-
-
-def imports(path: Path) -> list[tuple[str, str]]:
-    """(module, name) of every `from module import name`; ("", module) of every `import module`."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [("", alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [(node.module or "", alias.name) for alias in node.names]
-    return found
-
-
-def test_nothing_outside_sees_the_inside() -> None:
-    """Only this file, which tests the inside, may reach past the face."""
-    face, users = set(demo_corpus.__all__), 0
-    places = ("xcloud", "tests", "benchmarks", "experiments")
-    for path in (path for place in places for path in (REPOSITORY / place).rglob("*.py")):
-        if path.is_relative_to(ROOM) or path == Path(__file__):
-            continue
-        for module, name in imports(path):
-            assert (module, name) != ("xcloud", "demo_corpus"), f"{path}: name what is used of it"
-            assert not f"{module}.{name}".startswith(".xcloud.demo_corpus"), path
-            assert not module.startswith("xcloud.demo_corpus."), f"{path} imports {module}"
-            if module == "xcloud.demo_corpus":
-                assert name in face, f"{path} imports {name}, which is inside"
-                users += 1
-    assert users > 3
-
-
-def test_the_room_needs_nothing_but_the_base() -> None:
-    allowed = (
-        "xcloud.demo_corpus",
-        "xcloud.base.settings",
-        "xcloud.base.wording",
-        "xcloud.base.errors",
-        "xcloud.base.project",
-    )
-    for path in ROOM.glob("*.py"):
-        for module, name in imports(path):
-            top = (module or name).split(".")[0]
-            assert top in {*sys.stdlib_module_names, "xcloud"}, f"{path} imports {top}"
-            assert top != "xcloud" or module.startswith(allowed), f"{path} imports {module}"
 
 
 def test_english_follows_from_spanish_and_sentences_are_whole() -> None:
@@ -257,26 +204,9 @@ def test_public_sentences_can_be_printed() -> None:
     assert all(text.isprintable() and len(text) > 5 for text in public_sentences(120, 3))
 
 
-def test_public_sentences_are_the_same_in_another_process() -> None:
-    code = (
-        "from xcloud.demo_corpus import public_sentences as p;"
-        "import hashlib; print(hashlib.sha256(repr(p(300, 5)).encode()).hexdigest())"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    mine = hashlib.sha256(repr(public_sentences(300, 5)).encode()).hexdigest()
-    assert run.stdout.strip() == mine
-
-
 def test_an_event_is_told_in_both_languages() -> None:
     event = Event(PEOPLE[0], DEEDS[0], Word("three", "tres"), THINGS[0],
                   when=Word("on Monday", "el lunes"))  # fmt: skip
     assert told(event, time_first=True) == "On Monday the teacher bought three apples."
     assert told(event, "es", denied=True) == "La profesora no compró tres manzanas el lunes."
     assert told(event, denied=True) == "The teacher did not buy three apples on Monday."
-
-
-def test_an_installed_package_holds_the_words() -> None:
-    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
-    kept = settings["tool"]["setuptools"]["package-data"]["xcloud.demo_corpus"]
-    code = ("__pycache__", ".py")
-    assert [p.name for p in ROOM.iterdir() if not p.name.endswith(code)] == kept

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.english import negate, verb_group, with_support
-from xcloud.demo_corpus.phrases import (
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.english import negate, verb_group, with_support
+from experiments.demo_grammar.phrases import (
     OBJECT_EN,
     PRONOUN_WEIGHTS,
     Phrase,
@@ -17,8 +17,8 @@ from xcloud.demo_corpus.phrases import (
     noun_phrase,
     object_pronoun,
 )
-from xcloud.demo_corpus.times import FREQUENCY, MANNER, when
-from xcloud.demo_corpus.verbs import (
+from experiments.demo_grammar.times import FREQUENCY, MANNER, when
+from experiments.demo_grammar.verbs import (
     AMBIGUOUS,
     INTRANSITIVE,
     Helper,
@@ -28,7 +28,7 @@ from xcloud.demo_corpus.verbs import (
     pick_verb,
     spanish_forms,
 )
-from xcloud.demo_corpus.words import CITIES, COUNTRIES, NOUNS, Noun
+from experiments.demo_grammar.words import CITIES, COUNTRIES, NOUNS, Noun
 
 DATIVE = ("me", "te", "le", "nos", "os", "les")
 REFLEXIVE = ("me", "te", "se", "nos", "os", "se")

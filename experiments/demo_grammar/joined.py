@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from xcloud.demo_corpus.clauses import (
+from experiments.demo_grammar.clauses import (
     Clause,
     make_clause,
     object_noun,
@@ -15,12 +15,12 @@ from xcloud.demo_corpus.clauses import (
     with_object,
     with_pronoun,
 )
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.phrases import Phrase, noun_phrase, subject_pronoun
-from xcloud.demo_corpus.sentences import Pair, more, say, sides
-from xcloud.demo_corpus.states import FEELINGS, be_adjective
-from xcloud.demo_corpus.times import when
-from xcloud.demo_corpus.verbs import (
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.phrases import Phrase, noun_phrase, subject_pronoun
+from experiments.demo_grammar.sentences import Pair, more, say, sides
+from experiments.demo_grammar.states import FEELINGS, be_adjective
+from experiments.demo_grammar.times import when
+from experiments.demo_grammar.verbs import (
     DIRECT,
     INTRANSITIVE,
     TRANSITIVE,
@@ -28,7 +28,7 @@ from xcloud.demo_corpus.verbs import (
     pick_verb,
     verb,
 )
-from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
+from experiments.demo_grammar.words import NOUNS, Noun, adjectives_for
 
 Sides = tuple[list[str], list[str]]
 

@@ -8,10 +8,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.english import EnglishVerb, parse_verb
-from xcloud.demo_corpus.spanish import Paradigm, conjugate
-from xcloud.demo_corpus.words import WORDS, fields
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.english import EnglishVerb, parse_verb
+from experiments.demo_grammar.spanish import Paradigm, conjugate
+from experiments.demo_grammar.words import WORDS, fields
 
 # Spanish tense -> English tense. The imperfect is chosen in english_tense.
 ENGLISH_TENSE = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.demo_corpus import english, spanish
-from xcloud.demo_corpus.clauses import DATIVE, Clause, make_clause, subject
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.phrases import POSSESSIVES_EN, Phrase, noun_phrase
-from xcloud.demo_corpus.sentences import Pair, say
-from xcloud.demo_corpus.verbs import TRANSITIVE, verb
-from xcloud.demo_corpus.words import CITIES, NOUNS, adjectives_for
+from experiments.demo_grammar import english, spanish
+from experiments.demo_grammar.clauses import DATIVE, Clause, make_clause, subject
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.phrases import POSSESSIVES_EN, Phrase, noun_phrase
+from experiments.demo_grammar.sentences import Pair, say
+from experiments.demo_grammar.verbs import TRANSITIVE, verb
+from experiments.demo_grammar.words import CITIES, NOUNS, adjectives_for
 
 LIKING = (
     (verb("gustar", "like =s"), 5.0), (verb("encantar", "love =s"), 2.0),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from xcloud.demo_corpus import english, spanish
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.words import WORDS, fields, pairs
+from experiments.demo_grammar import english, spanish
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.words import WORDS, fields, pairs
 
 TIMES: dict[str, list[str]] = WORDS["times"]
 WEEKDAYS, MONTHS, SEASONS = (pairs(TIMES[kind]) for kind in ("weekdays", "months", "seasons"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.demo_corpus import english, spanish
-from xcloud.demo_corpus.clauses import Clause, subject
-from xcloud.demo_corpus.dice import Dice
-from xcloud.demo_corpus.phrases import Phrase, at_place, name, noun_phrase, on_thing
-from xcloud.demo_corpus.sentences import Pair, more, say, sides
-from xcloud.demo_corpus.times import MONTHS, SEASONS, WEEKDAYS, clock, when, year
-from xcloud.demo_corpus.verbs import BE_ESTAR, BE_SER, Verb, verb
-from xcloud.demo_corpus.words import (
+from experiments.demo_grammar import english, spanish
+from experiments.demo_grammar.clauses import Clause, subject
+from experiments.demo_grammar.dice import Dice
+from experiments.demo_grammar.phrases import Phrase, at_place, name, noun_phrase, on_thing
+from experiments.demo_grammar.sentences import Pair, more, say, sides
+from experiments.demo_grammar.times import MONTHS, SEASONS, WEEKDAYS, clock, when, year
+from experiments.demo_grammar.verbs import BE_ESTAR, BE_SER, Verb, verb
+from experiments.demo_grammar.words import (
     CITIES,
     COUNTRIES,
     NOUNS,

@@ -1,0 +1,64 @@
+"""The demo texts: the grammar still makes them, and who asks for too many is told so."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from experiments.demo_grammar.__main__ import FOLDER, made
+from xcloud import demo
+from xcloud.base.errors import ConfigError
+
+# A change of a text changes every number measured on it: do that on purpose, and say so.
+DIGESTS = {
+    "pairs": "a7f696ec8eea8b1d",
+    "reviews": "95d21f31435d5d41",
+    "answers": "231db5c8c9a3fd3d",
+    "inferences": "898fcc4c75c365d2",
+    "stories": "e56fdf330daf2231",
+    "public_sentences": "561dd997f056f0c6",
+}
+KINDS: tuple[Callable[[int], Sequence[object]], ...] = (
+    demo.pairs, demo.reviews, demo.answers, demo.inferences, demo.stories, demo.public_sentences,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_grammar_still_makes_the_bytes_of_every_file() -> None:
+    written = {}
+    for name, text in made():
+        assert gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes()) == text.encode()
+        written[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert written == DIGESTS
+
+
+@pytest.mark.parametrize("texts", KINDS)
+def test_a_shorter_list_begins_a_longer_one_and_all_texts_differ(
+    texts: Callable[[int], Sequence[object]],
+) -> None:
+    most = demo.NUM_ROWS[texts.__name__]
+
+    every = list(texts(most))
+
+    assert len(set(map(repr, every))) == most
+    assert list(texts(60)) == every[:60]
+    assert list(texts(0)) == []
+
+
+@pytest.mark.parametrize("texts", KINDS)
+def test_more_texts_than_there_are_cannot_be_had(
+    texts: Callable[[int], Sequence[object]],
+) -> None:
+    for wrong in (-1, demo.NUM_ROWS[texts.__name__] + 1):
+        with pytest.raises(ConfigError, match="ask for less"):
+            texts(wrong)
+
+
+def test_every_answer_stands_where_a_story_says() -> None:
+    for story in demo.stories(300):
+        assert len(story.questions) == demo.STORY_QUESTIONS
+        for _, answer, start in story.questions:
+            assert story.text[start : start + len(answer)] == answer
