@@ -27,6 +27,7 @@ from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing, about_pa
 from xcloud.training.settings import Checkpoints
 
 SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
+READ = {"data": {"texts of train": "1"}}
 EVERY_2 = Checkpoints(2, 0, 2)
 LAST = 9
 
@@ -72,11 +73,11 @@ class Attempt:
         holder = self.holders[number]
         parts = rank.stateful
         if self.from_step:
-            state, _ = holder.restore(self.from_step, states_of(parts), {"data": "1"})
+            state, _ = holder.restore(self.from_step, states_of(parts), READ)
             load_states(parts, state, "a rank")
         if self.from_step:
             self.folder.delete_after(self.from_step, number, self.attempt)
-        about = about_part(holder.places, holder.settings, self.attempt, {"data": "1"})
+        about = about_part(holder.places, holder.settings, self.attempt, READ)
         clock, step_s = time.monotonic, self.step_s
         if step_s is not None:
             clock = lambda: step_s * trainer.num_updates  # noqa: E731

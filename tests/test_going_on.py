@@ -95,11 +95,13 @@ def test_another_release_or_other_data_is_refused(
     shape = SHAPES["two clouds, GPipe"]
     Attempt(tmp_path, job(shape, CODECS["plain"])).train(3)
     attempt = Attempt(tmp_path, job(shape, CODECS["plain"]))
-    with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
-        attempt.holders[0].restore(2, {}, {"data": "2"})
+    other = {"data": {"texts of train": "2", "texts of dev": "1"}}
+    said = "not what the checkpoint of step 2 was made with: texts of dev, texts of train"
+    with pytest.raises(DataError, match=said):
+        attempt.holders[0].restore(2, {}, other)
     other_cluster = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="other")
-    with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
-        other_cluster.holders[0].restore(2, {}, {"data": "2"})
+    with pytest.raises(DataError, match=said):
+        other_cluster.holders[0].restore(2, {}, other)
     monkeypatch.setattr("xcloud.survive.resume.__version__", "99")
     with pytest.raises(ConfigError, match=r"it was written by xcloud .*, this is 99"):
         Attempt(tmp_path, job(shape, CODECS["plain"]))

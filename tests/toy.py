@@ -37,6 +37,12 @@ class ToyData:
     def fingerprint(self) -> str:
         return f"toy {self.task.num_samples}"
 
+    def own_digests(self) -> dict[str, str]:
+        return {f"the {field} of all splits": self.fingerprint() for field in self.fields}
+
+    def shared_digests(self) -> dict[str, str]:
+        return {}
+
     def num_samples(self, split: str) -> int:
         return self.task.num_samples if split == "train" else 10
 

@@ -206,6 +206,15 @@ class TaskData(Protocol):
     def fingerprint(self) -> str:
         """Hex digest of what all clouds must agree on (settings and sizes, no private text)."""
 
+    def own_digests(self) -> Mapping[str, str]:
+        """Return a digest of each thing that this rank has read, by a name for messages: texts and
+        labels by split, tokenizers. They tell this rank's private data from those of its earlier
+        attempts; nobody else is shown them."""
+
+    def shared_digests(self) -> Mapping[str, str]:
+        """Return digests of what every cloud that reads it must have alike and may show the
+        others: public tokenizers, by a name for messages."""
+
     def num_samples(self, split: Split) -> int: ...
 
     @property

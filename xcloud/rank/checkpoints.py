@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from xcloud.comm.state import StateTree, load_states, states_of
@@ -11,15 +10,26 @@ from xcloud.rank.role import RankContext
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.resume import Changes, RankCheckpoints
-from xcloud.survive.saving import CheckpointWriter, Timing, about_part, bytes_to_copy
+from xcloud.survive.saving import CheckpointWriter, Facts, Timing, about_part, bytes_to_copy
 from xcloud.training.settings import Checkpoints
+
+
+def check_facts(context: RankContext[Any], facts: Facts) -> None:
+    """Raise DataError if the run goes on from a checkpoint that was made with other data. Called
+    as soon as they are loaded: what is built from them may take hours."""
+    step = context.verdict.from_step
+    if step and context.rank in context.job.roster.saving:
+        folder = CheckpointFolder(context.run_dir)
+        holder = RankCheckpoints(folder, context.rank, context.job.places, context.settings)
+        if own := holder.own_step(step):
+            holder.check_facts(own, facts)
 
 
 def restored(
     context: RankContext[Any],
     parts: StateTree,
     control: Control | None,
-    facts: Mapping[str, str],
+    facts: Facts,
     is_told: bool = True,
 ) -> Checkpointer:
     """Of all that this rank goes on from, which takes over its state if the ranks have agreed

@@ -22,7 +22,7 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.within_cloud import Sharder, sharders
 from xcloud.rank.autopilot import pilot_of
-from xcloud.rank.checkpoints import restored
+from xcloud.rank.checkpoints import check_facts, restored
 from xcloud.rank.gradient_parts import (
     PrivacyAccount,
     PrivateGradients,
@@ -35,6 +35,7 @@ from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.rank.told_sizes import load_or_be_told
+from xcloud.survive.saving import Facts
 from xcloud.training.settings import autocast_for, is_emulated
 from xcloud.training.trainer import Trainer
 from xcloud.wire.further_ends import hand_over
@@ -62,7 +63,9 @@ class Features:
             self._sharders = sharders(held, context.device, self.reporter.note)
 
     def load(self) -> TaskData:
-        return load_or_be_told(self.job, self.context.transport.meeting)
+        data = load_or_be_told(self.job, self.context.transport.meeting)
+        check_facts(self.context, {"data": data.own_digests()})
+        return data
 
     def stage(self, number: int, context: BuildContext) -> Stage:
         """Build a stage, block by block over the ranks of a cloud that shards it."""
@@ -113,10 +116,10 @@ class Features:
         leaks: LeakObservers | None,
         evaluator: Evaluator,
         meter: Part,
-        facts: Mapping[str, str],
+        facts: Facts,
     ) -> Parts:
-        """All parts of this rank, in the order in which an update calls them. facts: of the data,
-        which must be those that a checkpoint was made with."""
+        """Return all parts of this rank, in the order in which an update calls them. facts: what
+        must be as it was when a checkpoint was made."""
         job, context, reporter, wiring = self.job, self.context, self.reporter, self.wiring
         privacy, choose = job.security.privacy, job.compression.for_tensor
         own_gradients: Part | None = None

@@ -86,7 +86,7 @@ class StageRank(Role[Experiment]):
             meter.forget()
 
         evaluator = Evaluator(self.context, pipeline, wiring.groups, data, meet)
-        facts = {"the task's data": data.fingerprint()} if job.fields_of(self.rank) else {}
+        facts = {"data": data.own_digests()}
         parts = features.parts(trainer, leaks, evaluator, meter, facts)
         features.resume(trainer)
         meter.forget()

@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from xcloud.job.job import Job
 from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.common_step import newest_common
+from xcloud.survive.saving import Facts
 
 _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"
@@ -220,19 +222,15 @@ class RankCheckpoints:
         has = (s for s in self.folder.steps() if s <= step and self.rank in self.folder.ranks(s))
         return max(has, default=0)
 
-    def restore(self, step: int, fresh: State, facts: Mapping[str, str]) -> tuple[State, bool]:
-        """This rank's state after `step`, and whether compression's memory was dropped. fresh: its
-        state now, for what has no meaning any more. facts: of its data, which must be those it was
-        trained on. Raises DataError."""
+    def restore(self, step: int, fresh: State, facts: Facts) -> tuple[State, bool]:
+        """Return this rank's state after `step`, and whether compression's memory was dropped.
+
+        fresh: its state now, for what has no meaning any more.
+        facts: digests of what it reads, which must be those it was trained on.
+        Raises DataError.
+        """
+        self.check_facts(step, facts)
         changed, needed = self.changes(step), self._needed(step)
-        for rank in needed:
-            saved = self.folder.about(step, rank)["facts"]
-            for name in saved.keys() & facts.keys():
-                if saved[name] != facts[name]:
-                    raise DataError(
-                        f"{name} is not what the checkpoint of step {step} was trained on: "
-                        f"{facts[name]} now, {saved[name]} then; put that back"
-                    )
         if not changed.moves:
             state = self.folder.read(step, self.rank)
             if not changed.forgets:
@@ -249,6 +247,21 @@ class RankCheckpoints:
             part = parts[self._holder(step, stage)]
             held |= {key: value for key, value in part.items() if key.startswith(own)}
         return held, any(map(_remembers, parts.values()))
+
+    def check_facts(self, step: int, facts: Facts) -> None:
+        """Raise DataError if what this rank reads is not what the checkpoint was made with. Where
+        ranks change places, what both have read is compared."""
+        is_same_place = not self.changes(step).moves
+        for rank, (kind, now) in product(self._needed(step), facts.items()):
+            saved = self.folder.about(step, rank)["facts"].get(kind, {})
+            compared = saved.keys() | now.keys() if is_same_place else saved.keys() & now.keys()
+            differing = sorted(name for name in compared if saved.get(name) != now.get(name))
+            if differing:
+                raise DataError(
+                    f"not what the checkpoint of step {step} was made with: "
+                    f"{', '.join(differing)}. Samples would mean other texts, or ids other "
+                    "pieces, than those learned from. Put that back, or start a new run"
+                )
 
     def _check(self, step: int, is_thorough: bool) -> int:
         """The attempt that the parts which this rank needs are of. Raises DataError if one is

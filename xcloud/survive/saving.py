@@ -114,16 +114,28 @@ class Timing:
         return bool(minutes) and self._clock() - self._saved_s >= 30 * minutes
 
 
+Facts = Mapping[str, Mapping[str, str]]
+"""Digests of what a rank reads, by kind ("data", "base") and by a name for messages. They stay
+with its part of a checkpoint."""
+
+
 def about_part(
-    places: Places, settings: Mapping[str, str], attempt: int, facts: Mapping[str, str]
+    places: Places, settings: Mapping[str, str], attempt: int, facts: Facts
 ) -> dict[str, Any]:
-    """What a rank writes beside its state, for whoever resumes from it. settings: as the ranks
-    compare them. attempt: tells parts of one attempt at a step from those of another. facts: of
-    the data, which must stay the same."""
+    """Return what a rank writes beside its state, for whoever resumes from it.
+
+    settings: as the ranks compare them.
+    attempt: tells parts of one attempt at a step from those of another.
+    facts: what must stay the same.
+    """
     return {
-        "release": __version__, "commit": commit(), "attempt": attempt,
-        "places": asdict(places), "settings": dict(settings), "facts": dict(facts),
-    }  # fmt: skip
+        "release": __version__,
+        "commit": commit(),
+        "attempt": attempt,
+        "places": asdict(places),
+        "settings": dict(settings),
+        "facts": {kind: dict(digests) for kind, digests in facts.items()},
+    }
 
 
 class CheckpointWriter:

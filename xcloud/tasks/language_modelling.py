@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
@@ -31,6 +32,7 @@ from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     TokenizerChoice,
     TrainedTokenizer,
+    digest_32,
 )
 
 Chat = Sequence[Mapping[str, str]]
@@ -186,6 +188,12 @@ class CausalTokenizer:
         asked = self._render([{"role": "user", "content": text}], True, "prompt")
         return self._encode([asked])[0]
 
+    @cached_property
+    def digest(self) -> int:
+        """A 32-bit digest of vocabulary, rules and chat template."""
+        described = (self.token_ids, self._first, self._pretrained.chat_template)
+        return digest_32(f"{described!r} {self._pretrained.backend_tokenizer.to_str()}")
+
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=True))
 
@@ -260,6 +268,13 @@ class LanguageData(View[LanguageModelling]):
         remarks = [f"{num:,} tokens in samples of {task.max_length}"] if num else []
         sizes = {split: len(samples) for split, samples in self._documents.items()}
         super().__init__(task, corpus, fields, {"text": self._tokenizer}, columns, sizes, remarks)
+
+    @property
+    def _tokenizer_digests(self) -> dict[str, str]:
+        """Of labels alone, too: they are its token ids."""
+        if self._tokenizer is None or not self._fields:
+            return {}
+        return {"the text tokenizer": f"{self._tokenizer.digest:08x}"}
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The tokens of each training sample, special ones among them."""

@@ -7,6 +7,7 @@ Row numbers mean the same sample in every cloud, so no rule here may depend on a
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +50,17 @@ class Rows:
         return Rows(sum(part.num_rows for part in parts), texts)
 
 
+def digest_of(cells: Iterable[Any]) -> str:
+    """Return a digest of a column's cells and their order: texts, or lists of JSON values."""
+    digest = hashlib.sha256()
+    for cell in cells:
+        text = cell if isinstance(cell, str) else json.dumps(cell, sort_keys=True)
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()[:32]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A task's rows as one rank sees them. remarks: how the splits were made, for the user.
@@ -63,6 +75,18 @@ class Corpus:
     @property
     def counts(self) -> dict[Split, int]:
         return {split: self.splits[split].num_rows for split in SPLITS}
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each column that was read, by split, and of further texts. A column
+        "group" only says which rows are held out together, by names of files."""
+        found = {
+            f"{name} of {split}": digest_of(cells)
+            for split, rows in self.splits.items()
+            for name, cells in rows.texts.items()
+            if name != "group"
+        }
+        further = {f"further texts of {name}": digest_of(t) for name, t in self.further.items()}
+        return found | further
 
 
 class Table(Protocol):

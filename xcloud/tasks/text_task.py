@@ -43,6 +43,7 @@ class SourceTask(Source):
     in tokens, special ids included. cache_dir: of trained tokenizers; relative to the checkout."""
 
     fields: ClassVar[tuple[str, ...]]
+    has_public_tokenizer: ClassVar[bool] = False
     max_length: Positive
     cache_dir: str = ".cache"
 
@@ -100,6 +101,7 @@ class TextTask(SourceTask):
     """
 
     fields = ("text", "types", "label")
+    has_public_tokenizer = True
     tokenizer: TokenizerChoice
     sizes: Mapping[Split, Positive] | None = None
 
@@ -182,6 +184,7 @@ class View(Tokenized, Generic[T]):
         self._tokenizers = {name: made for name, made in tokenizers.items() if name in fields}
         task.check_rows(self._rows)
         self._remarks, self._agreed = [*corpus.remarks, *remarks], corpus.agreed
+        self._digests = corpus.digests() if fields else {}
 
     def describe(self) -> str:
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
@@ -191,6 +194,16 @@ class View(Tokenized, Generic[T]):
         shared |= {"rows": self._rows, "corpus": dict(self._agreed)}
         described = json.dumps(shared | self._task.agreed_settings(), sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
+
+    def own_digests(self) -> dict[str, str]:
+        return self._digests | self._tokenizer_digests
+
+    def shared_digests(self) -> dict[str, str]:
+        return self._tokenizer_digests if self._task.has_public_tokenizer else {}
+
+    @property
+    def _tokenizer_digests(self) -> dict[str, str]:
+        return {f"the {name} tokenizer": f"{t.digest:08x}" for name, t in self._tokenizers.items()}
 
     def num_samples(self, split: Split) -> int:
         return self._rows[split]

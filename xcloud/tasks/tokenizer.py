@@ -33,6 +33,10 @@ BYTES = 256
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+def digest_32(described: str) -> int:
+    return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
+
+
 @dataclass(eq=False)
 class Tokenizer:
     """Text to ids and back. encode adds no special ids; decode stops at eos and drops the others.
@@ -76,8 +80,7 @@ class Tokenizer:
     @cached_property
     def digest(self) -> int:
         """32-bit digest of vocabulary and rules, equal if two clouds hold the same tokenizer."""
-        described = f"{self.token_ids!r} {sorted(self.special)} {self.backend.to_str()}"
-        return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
+        return digest_32(f"{self.token_ids!r} {sorted(self.special)} {self.backend.to_str()}")
 
     def word_starts(self) -> list[bool]:
         """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
