@@ -93,7 +93,11 @@ def every_plan(pricer: Pricer, space: Space) -> list[Plan]:
     return [
         plan._replace(schedule=schedule)
         for plan in space.groups(pricer.arranged)
-        for schedule in space.schedules_for(len(plan.ends), plan.micro_batches)
+        for schedule in space.schedules_for(
+            len(plan.ends),
+            plan.micro_batches,
+            pricer.arranged[plan.strategy].layout.num_lanes,
+        )
     ]
 
 

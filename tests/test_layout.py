@@ -93,6 +93,7 @@ def test_micro_batches_are_dealt_to_replicas_and_in_each_to_its_lanes() -> None:
     for stage in (0, 1):
         owners = [layout.owner(stage, i) for i in range(3 * period)]
         assert owners == 3 * owners[:period]
+    assert layout.num_lanes == 4, "two replicas, of which one has two ranks in a stage"
     fewest = layout.min_micro_batches()
     assert {layout.owner(0, i) for i in range(fewest)} == {0, 1, 3}
     assert {layout.owner(0, i) for i in range(fewest - 1)} != {0, 1, 3}

@@ -121,7 +121,10 @@ def test_variants_differ_in_what_they_do_and_begin_with_the_schedule_itself() ->
     assert variants_of(OneForwardOneBackward(), 2, 1) == [OneForwardOneBackward(1)]
     assert with_micro_batches(ZeroBubble(4, 3, 2), 6) == ZeroBubble(6, 3, 2)
     plans = (Plan("hybrid", (1, 2), s, "none") for s in (ZeroBubble(8, 5, 3), GPipe(9)))
-    assert [plan.schedule_in(1, 2) for plan in plans] == [ZeroBubble(4, 3, 2), GPipe(4)]
+    assert [plan.schedule_in(1, 2, num_lanes=2) for plan in plans] == [
+        ZeroBubble(4, 3, 2),
+        GPipe(4),
+    ]
 
 
 @pytest.mark.usefixtures("pictures")

@@ -256,6 +256,24 @@ def test_stages_that_are_interleaved_halve_the_bubble() -> None:
         assert simulate(schedule, both_ends, half).step_s == pytest.approx(6 * m)
 
 
+@pytest.mark.parametrize("kind", [OneForwardOneBackward, ZeroBubble])
+def test_lanes_are_never_slower_than_one_lane_with_its_share_of_micro_batches(
+    kind: type[OneForwardOneBackward],
+) -> None:
+    costs = [
+        UniformCosts(1.0, 2.0, weights_s=1.0),
+        UniformCosts(1.0, 2.0, 0.7, 0.2, weights_s=0.5),
+        UniformCosts(2.0, 1.0, 0.0, 1.3, weights_s=0.1),
+    ]
+    for p, num_ranks, own, each in product([1, 2, 3, 4], [2, 3, 4], [1, 3, 4, 7], costs):
+        one = simulate(kind(own), chain(p), each).step_s
+        # A line between clouds is shared; over one of its own a lane is as fast as alone.
+        clouds = {"all": Cloud(p * num_ranks, list(range(p)), one_stage_per_rank=True)}
+        lanes = simulate(kind(num_ranks * own), ClusterLayout(clouds, "free"), each).step_s
+
+        assert lanes <= one + 1e-9, (p, num_ranks, own, each)
+
+
 def test_frozen_parts_send_no_gradient() -> None:
     simulator = Simulator(GPipe(4), chain(2), without_gradient={0})
 

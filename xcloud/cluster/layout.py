@@ -302,6 +302,13 @@ class ClusterLayout(Layout):
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
+    @cached_property
+    def num_lanes(self) -> int:
+        """Micro-batches that a stage computes side by side: i and i + num_lanes meet the same rank
+        in every stage, so each residue is a pipeline of its own."""
+        held = (len(r) for stage in range(self.num_stages) for r in self.replicas_of(stage))
+        return self.num_replicas * math.lcm(*held)
+
     def leader_of(self, replica: int = 0) -> tuple[int, ...]:
         """The first rank of every stage of a replica, by stage."""
         return tuple(self.ranks_of(stage, replica)[0] for stage in range(self.num_stages))

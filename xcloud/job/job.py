@@ -257,7 +257,8 @@ class PipelineJob(Job):
         """All that the run may use, its own first."""
         if self.autopilot is None:
             return [self.schedule]
-        return self.autopilot.schedules(self.schedule, self.cluster.num_stages)
+        layout = self.cluster
+        return self.autopilot.schedules(self.schedule, layout.num_stages, layout.num_lanes)
 
     @property
     def max_micro_batch(self) -> int:

@@ -192,7 +192,8 @@ def equal_shards_in_step(job: PipelineJob) -> Lack | None:
                 for rank in layout.ranks_in(name)
             ]
             holders = [own for own in turns if stage in own]
-            check_in_step(job.schedule, layout.num_stages, holders, f"cluster.clouds.{name}")
+            schedule = job.schedule.for_lanes(layout.num_stages, layout.num_lanes)
+            check_in_step(schedule, layout.num_stages, holders, f"cluster.clouds.{name}")
     return None
 
 

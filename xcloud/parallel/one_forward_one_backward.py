@@ -22,19 +22,21 @@ from xcloud.base.settings import Positive, settings
 from xcloud.parallel.schedule import Action, Schedule, SplitBackward, put_off
 
 
-def _counts_in_flight(num_stages: int, num_micro_batches: int) -> list[int]:
-    """Numbers of micro-batches in flight that are worth trying."""
+def _counts_in_flight(num_stages: int, num_lanes: int, num_micro_batches: int) -> list[int]:
+    """Return numbers of micro-batches in flight that are worth trying."""
     p = num_stages
-    return sorted({k for k in (p, p + 1, 2 * p, 4 * p) if k < num_micro_batches})
+    counts = (num_lanes * k for k in (p, p + 1, 2 * p, 4 * p))
+    return sorted({count for count in counts if count < num_micro_batches})
 
 
 @settings("schedule")
 class OneForwardOneBackward(Schedule):
     """1F1B (PipeDream-flush): after a warm-up, forwards and backwards alternate.
 
-    num_in_flight: micro-batches that stage 0 starts before its first backward; the later stages
-    hold evenly fewer, the last one 1. None = num_stages, the textbook's count. On a slow link one
-    or two more keep the stages busy while messages travel.
+    num_in_flight: micro-batches that stage 0 starts before its first backward, over all of its
+        ranks and replicas together; the later stages hold evenly fewer, the last one 1. None =
+        num_stages for every lane (ClusterLayout.num_lanes), the textbook's count. On a slow link
+        one or two more a lane keep the stages busy while messages travel.
     """
 
     num_micro_batches: Positive = 4
@@ -53,9 +55,14 @@ class OneForwardOneBackward(Schedule):
                 actions.append(Action("forward", stage, warm_up + i))
         return actions
 
-    def variants(self, num_stages: int) -> list[Schedule]:
-        """With other numbers in flight, its own first."""
-        counts = _counts_in_flight(num_stages, self.num_micro_batches)
+    def for_lanes(self, num_stages: int, num_lanes: int) -> Schedule:
+        if self.num_in_flight is not None:
+            return self
+        return replace(self, num_in_flight=num_stages * num_lanes)
+
+    def variants(self, num_stages: int, num_lanes: int) -> list[Schedule]:
+        """Return it with other numbers in flight, its own first."""
+        counts = _counts_in_flight(num_stages, num_lanes, self.num_micro_batches)
         return [self, *(replace(self, num_in_flight=k) for k in counts)]
 
     def _warm_up(self, stage: int, num_stages: int) -> int:
@@ -73,8 +80,9 @@ class ZeroBubble(OneForwardOneBackward):
     Stage 0, for which nobody waits, does both at once.
 
     num_in_memory: micro-batches that a stage keeps anything of at most, from their forward to
-        their weights' gradients, where its forwards in flight leave room. None = num_in_flight: no
-        stage keeps more than stage 0 does (ZB-H1). 1 = every stage keeps what it keeps under 1F1B.
+        their weights' gradients, where its forwards in flight leave room; over all ranks and
+        replicas of the stage, as num_in_flight. None = num_in_flight: no stage keeps more than
+        stage 0 does (ZB-H1). 1 = every stage keeps what it keeps under 1F1B.
     """
 
     num_in_memory: Positive | None = None
@@ -110,9 +118,9 @@ class ZeroBubble(OneForwardOneBackward):
     def splits(self, stage: nn.Module) -> Callable[[], DeferredWeights]:
         return partial(DeferredWeights, can_wait(stage))
 
-    def variants(self, num_stages: int) -> list[Schedule]:
+    def variants(self, num_stages: int, num_lanes: int) -> list[Schedule]:
         m = self.num_micro_batches
-        counts = [*_counts_in_flight(num_stages, m), m]
+        counts = [*_counts_in_flight(num_stages, num_lanes, m), m]
         return [self, *(replace(self, num_in_flight=k, num_in_memory=k) for k in counts)]
 
 

@@ -186,7 +186,8 @@ class Pipeline:
     def _plan(self, schedule: Schedule) -> tuple[list[Action], Splits]:
         """This rank's actions."""
         if schedule not in self._plans:
-            actions = rank_actions(schedule, sorted(self.stages), self.num_stages, self.turns)
+            fitted = schedule.for_lanes(self.num_stages, self.layout.num_lanes)
+            actions = rank_actions(fitted, sorted(self.stages), self.num_stages, self.turns)
             late = put_off(actions)
             splits = {stage: schedule.splits(self.stages[stage]) for stage, _ in late}
             self._plans[schedule] = actions, {place: splits[place[0]] for place in late}

@@ -52,8 +52,16 @@ class Schedule(ABC):
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         """Everything this stage computes in one pass over the pipeline, in order."""
 
-    def variants(self, num_stages: int) -> Sequence[Schedule]:
-        """What else may be tried of it, itself first."""
+    def for_lanes(self, num_stages: int, num_lanes: int) -> Schedule:
+        """Return this schedule with every setting that depends on the layout filled in.
+
+        num_lanes: micro-batches that one stage computes side by side (ClusterLayout.num_lanes).
+        The pipeline, the simulator, the windows of links and the planner's memory all ask here.
+        """
+        return self
+
+    def variants(self, num_stages: int, num_lanes: int) -> Sequence[Schedule]:
+        """Return what else may be tried of it, itself first."""
         return [self]
 
     def splits(self, stage: nn.Module) -> Callable[[], SplitBackward]:

@@ -172,11 +172,12 @@ def memory_of(plan: Plan, arranged: Arranged, works: Sequence[Work]) -> dict[str
     layout, found, p = arranged.layout, dict[str, int](), len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
+    schedule = plan.schedule.for_lanes(p, layout.num_lanes)
 
     def stage_bytes(stage: int) -> float:
         work, num_ranks = works[stage], len(layout.ranks_of(stage)) * layout.num_replicas
         activations, put_off = work.activation_bytes, work.put_off_bytes
-        held = _most_kept(plan.schedule, stage, p, num_ranks, activations, put_off)
+        held = _most_kept(schedule, stage, p, num_ranks, activations, put_off)
         # Gradients and two moments beside the weights.
         return work.parameter_bytes + (3 + copies) * work.trained_bytes + held
 

@@ -148,7 +148,8 @@ class Pricer:
         """A replica's simulated step, by itself."""
         replicas = self._replicas[plan.strategy]
         layout, silent = replicas[replica], self.silent_boundaries(plan)
-        schedule = plan.schedule_in(replica, len(replicas))
+        num_lanes = self.arranged[plan.strategy].layout.num_lanes
+        schedule = plan.schedule_in(replica, len(replicas), num_lanes)
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(

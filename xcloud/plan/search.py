@@ -77,12 +77,14 @@ class Space:
         fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
         return [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
 
-    def schedules_for(self, num_stages: int, num_micro_batches: int) -> list[Schedule]:
-        """Every one to be tried, whether or not the job allows it."""
+    def schedules_for(
+        self, num_stages: int, num_micro_batches: int, num_lanes: int = 1
+    ) -> list[Schedule]:
+        """Return every one to be tried, whether or not the job allows it."""
         if "schedule" not in self.varies or num_stages == 1:
             return [with_micro_batches(self.own.schedule, num_micro_batches)]
         kinds = [*self.schedules, self.own.schedule]
-        each = (variants_of(kind, num_stages, num_micro_batches) for kind in kinds)
+        each = (variants_of(kind, num_stages, num_micro_batches, num_lanes) for kind in kinds)
         return list(dict.fromkeys(chain.from_iterable(each)))
 
 
@@ -181,7 +183,7 @@ def fastest(
 
     @cache
     def allowed(strategy: str, compression: str, num_stages: int, m: int) -> list[Schedule]:
-        every = shapes(num_stages, m)
+        every = shapes(num_stages, m, pricer.arranged[strategy].layout.num_lanes)
         return [schedule for schedule in every if space.allows(strategy, compression, schedule)]
 
     def allowed_for(plan: Plan) -> list[Schedule]:

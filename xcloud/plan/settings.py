@@ -19,7 +19,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.parallel.one_forward_one_backward import most_kept
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import Action, Schedule
 from xcloud.parallel.strategy import Strategy
 
 NO_COMPRESSION = "none"
@@ -53,16 +53,17 @@ class Plan(NamedTuple):
         """Those that a replica computes: i belongs to replica i mod num_replicas."""
         return len(range(replica, self.micro_batches, num_replicas))
 
-    def schedule_in(self, replica: int, num_replicas: int) -> Schedule:
-        """Of one of so many replicas of the pipeline. Settings named num_in_* count micro-batches
-        of all."""
+    def schedule_in(self, replica: int, num_replicas: int, num_lanes: int) -> Schedule:
+        """Return the schedule of one of so many replicas of the pipeline. Settings named num_in_*
+        count micro-batches of all, which have num_lanes lanes together."""
+        fitted = self.schedule.for_lanes(len(self.ends), num_lanes)
         shared = {
             name: math.ceil(number / num_replicas)
-            for name, number in vars(self.schedule).items()
+            for name, number in vars(fitted).items()
             if name.startswith("num_in_") and number is not None
         }
         own = self.micro_batches_of(replica, num_replicas)
-        return replace(self.schedule, **shared, num_micro_batches=own)  # type: ignore[type-var]
+        return replace(fitted, **shared, num_micro_batches=own)  # type: ignore[type-var]
 
 
 @runtime_checkable
@@ -150,12 +151,16 @@ def replicas_of(layout: ClusterLayout) -> list[ClusterLayout]:
     return found
 
 
-def variants_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[Schedule]:
-    """What may be tried of a schedule with so many micro-batches: it alone, or what it offers."""
+def variants_of(
+    schedule: Schedule, num_stages: int, num_micro_batches: int, num_lanes: int = 1
+) -> list[Schedule]:
+    """Return what may be tried of a schedule with so many micro-batches: it alone, or what it
+    offers."""
     same = with_micro_batches(schedule, num_micro_batches)
     found: dict[object, Schedule] = {}
-    for one in same.variants(num_stages):  # some differ in name only
-        ends = (one.actions(stage, num_stages) for stage in {0, num_stages - 1})
+    for one in same.variants(num_stages, num_lanes):  # some differ in name only
+        fitted = one.for_lanes(num_stages, num_lanes)
+        ends = (fitted.actions(stage, num_stages) for stage in {0, num_stages - 1})
         found.setdefault(tuple(map(tuple, ends)), one)
     return list(found.values())
 
@@ -241,10 +246,10 @@ class Autopilot:
             found.setdefault(choice.label, choice)
         return Selectable(found)
 
-    def schedules(self, own: Schedule, num_stages: int) -> list[Schedule]:
-        """The run's own and those with the other numbers, but none that keeps the activations of
-        more samples at once than the run's number of micro-batches does with the most in flight.
-        Raises ConfigError for a number that no schedule can have."""
+    def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
+        """Return the run's own and those with the other numbers, but none that keeps the
+        activations of more samples at once than the run's number of micro-batches does with the
+        most in flight. Raises ConfigError for a number that no schedule can have."""
         if not self.micro_batches and not self.in_flight:
             return [own]
         if self.in_flight and not hasattr(own, "num_in_flight"):
@@ -254,10 +259,13 @@ class Autopilot:
                 "it empty"
             )
 
+        def order(schedule: Schedule, stage: int) -> list[Action]:
+            return schedule.for_lanes(num_stages, num_lanes).actions(stage, num_stages)
+
         def share(schedule: Schedule) -> float:
-            """Of the samples of a pass: those whose activations the fullest stage keeps."""
+            """Return the share of a pass's samples whose activations the fullest stage keeps."""
             m = schedule.num_micro_batches
-            orders = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+            orders = [order(schedule, stage) for stage in range(num_stages)]
             return max(most_kept(order, 1, 1 / m, 1 / m) for order in orders)
 
         given: Any = own
@@ -274,7 +282,7 @@ class Autopilot:
                     "once (autopilot.in_flight)"
                 )
             for schedule in fitting:
-                found.setdefault(tuple(schedule.actions(0, num_stages)), schedule)
+                found.setdefault(tuple(order(schedule, 0)), schedule)
         return list(found.values())
 
 
@@ -293,7 +301,7 @@ class Tour(Autopilot):
     def around(self, own: object) -> Selectable:
         return Selectable(self.choices)
 
-    def schedules(self, own: Schedule, num_stages: int) -> list[Schedule]:
+    def schedules(self, own: Schedule, num_stages: int, num_lanes: int = 1) -> list[Schedule]:
         return list(self.schedules_tried)
 
     def leg(self, step: int) -> int:

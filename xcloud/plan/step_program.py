@@ -99,12 +99,13 @@ class StepProgram:
         return ranks[micro_batch % len(ranks)]
 
     def _orders(self) -> list[list[Action]]:
-        """The actions of every rank in one pass."""
+        """Return the actions of every rank in one pass."""
+        schedule = self.schedule.for_lanes(self.num_stages, self.layout.num_lanes)
         found: list[list[Action]] = [[] for _ in self.placements]
         for stages in dict.fromkeys(placement.stages for placement in self.placements):
             # In one go for all ranks that hold the same stages: what each takes is dealt out.
             alone = {stage: (0, 1) for stage in stages}
-            order = rank_actions(self.schedule, sorted(stages), self.num_stages, alone)
+            order = rank_actions(schedule, sorted(stages), self.num_stages, alone)
             for action in order:
                 if action.kind != "forward" and action.stage in self._without["backward"]:
                     continue

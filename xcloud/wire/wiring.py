@@ -197,7 +197,8 @@ class Boundaries:
             return
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in job.schedules:
-            actions = schedule.actions(stage, layout.num_stages)
+            fitted = schedule.for_lanes(layout.num_stages, layout.num_lanes)
+            actions = fitted.actions(stage, layout.num_stages)
             in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
         boundary = job.boundaries[stage]
         self.ports[stage] = BoundaryPorts(boundary)
