@@ -43,7 +43,9 @@ def figures_of(events: Sequence[Mapping[str, Any]]) -> Figures:
     clouds = dict.fromkeys(r["cloud"] for r in sorted(flat, key=lambda r: r["rank"]))
     raw, sent = _summed(steps, "raw"), _summed(steps, "sent")
     coded = [kind for kind in raw if raw[kind]]
-    samples, tokens = (sum(r.get(name, 0) for r in flat) for name in ("samples", "tokens"))
+    samples, tokens, learned = (
+        sum(r.get(name, 0) for r in flat) for name in ("samples", "tokens", "learned")
+    )
     busy: dict[str, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
     for report in flat:
         for kind, lines in report.get("line_busy_s", {}).items():
@@ -67,7 +69,8 @@ def figures_of(events: Sequence[Mapping[str, Any]]) -> Figures:
             sum(raw[kind] for kind in coded), sum(sent[kind] for kind in coded)
         ),
         "samples_per_s": samples / wall_s,
-        "tokens_per_s": None if tokens == samples else tokens / wall_s,
+        "tokens_per_s": tokens / wall_s,
+        "learned_tokens_per_s": None if learned == samples else learned / wall_s,
         **{
             f"link_utilisation.{kind}": max(busy[kind].values(), default=0.0) / wall_s
             if busy
@@ -178,8 +181,9 @@ def _summed(steps: Sequence[list[Mapping[str, Any]]], name: str) -> dict[str, fl
 
 
 def _loss(reports: Sequence[Mapping[str, Any]]) -> float:
-    tokens = sum(report["tokens"] for report in reports)
-    return float(sum(report["loss"] * report["tokens"] for report in reports) / tokens)
+    weights = [report.get("learned", 1.0) for report in reports]  # one report alone needs none
+    losses = [report["loss"] for report in reports]
+    return float(sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights))
 
 
 def _over(above: float, below: float) -> float | None:

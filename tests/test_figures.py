@@ -79,7 +79,8 @@ def events_of(shape: Shape, is_emulated: bool) -> list[dict[str, Any]]:
                 **{f"{kind}_s": round(draw.uniform(0, own_s / 4), 6)
                    for kind in ("compute", "codec", "waiting", "sync")},
                 "samples": 8 if rank in shape.counts else 0,
-                "tokens": draw.randint(50, 90) if rank in shape.losses else 0,
+                "tokens": draw.randint(100, 190) if rank in shape.counts else 0,
+                "learned": draw.randint(50, 90) if rank in shape.losses else 0,
             }  # fmt: skip
             if is_emulated:
                 event["line_busy_s"] = busy

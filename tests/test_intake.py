@@ -62,7 +62,7 @@ def test_rank_and_cloud_are_those_of_the_link_and_not_those_of_the_line(desk: De
         {"event": "quality", "step": 20, "split": "test", "values": {"bleu": 99.9},
          "signature": {}, "evaluation_s": 1.0},
         {**STEP, "loss": 0.0},
-        {**STEP, "tokens": 10**12},
+        {**STEP, "learned": 10**12},
         {**STEP, "values": {"bleu": 99.9}},
         {**STEP, "step": MAX_STEPS + 1},
         {**STEP, "step": 10**30},
@@ -127,7 +127,7 @@ def test_the_rank_that_scores_tells_losses_and_scores(desk: Desk) -> None:
     quality = {"event": "quality", "step": 20, "split": "test", "values": {"f1": float("nan")},
                "errors": {"f1": float("nan")}, "signature": {"f1": "v1"},
                "evaluation_s": 1.0}  # fmt: skip
-    desk.take(2, {**STEP, "loss": 1.5, "learning_rate": 0.1, "tokens": 9}, quality)
+    desk.take(2, {**STEP, "loss": 1.5, "learning_rate": 0.1, "learned": 9}, quality)
 
     assert [event["event"] for event in desk.written()] == ["step", "quality"]
     assert desk.num_refused == {}

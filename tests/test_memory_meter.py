@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +79,26 @@ def test_a_rank_describes_its_weights_gradients_and_moments() -> None:
     assert found["parameters"] == 3 * KB and found["gradients"] == 2 * KB
     assert found["optimizer"] == 4 * KB + 4, "two moments and the number of steps"
     assert found["activations"] == KB
-    assert 1e7 < found["peak"] < 1e11 and "gpu_peak" not in found
+    assert 1e7 < found["program"] <= found["peak"] < 1e11 and "gpu_peak" not in found
+
+
+@pytest.mark.parametrize(
+    ("rank", "other"),
+    [
+        ({"peak": 900, "program": 600, "parameters": 50, "gradients": 20, "optimizer": 40,
+          "activations": 30, "checkpoint": 60}, 100),
+        ({"peak": 900, "gpu_peak": 400, "program": 600, "parameters": 50, "gradients": 20,
+          "optimizer": 40, "activations": 30, "checkpoint": 60}, 260),
+        ({"peak": 900, "program": 880, "parameters": 50}, 0),
+    ],
+    ids=["processor", "GPU", "not all at once"],
+)  # fmt: skip
+def test_the_columns_of_memory_add_up_to_its_peak(rank: dict[str, int], other: int) -> None:
+    statistics = RunStatistics(1)
+    statistics.feed({"event": "memory", "rank": 0, "cloud": "a", "t": 1.0, **rank})
+    (shown,) = statistics.summary(name="x", status="finished", commit="1")["memory"]
+
+    assert shown["other"] == other
 
 
 def test_every_rank_is_in_the_summary_and_among_the_metrics() -> None:
@@ -89,8 +109,8 @@ def test_every_rank_is_in_the_summary_and_among_the_metrics() -> None:
     summary = statistics.summary(name="x", status="finished", commit="1")
 
     assert summary["memory"] == [
-        {"rank": 0, "cloud": "a", "peak": 100, "parameters": 7},
-        {"rank": 1, "cloud": "b", "peak": 101, "parameters": 7},
+        {"rank": 0, "cloud": "a", "peak": 100, "parameters": 7, "other": 93},
+        {"rank": 1, "cloud": "b", "peak": 101, "parameters": 7, "other": 94},
     ]
     metrics = final_metrics(summary)
     assert metrics["memory_peak_rank1"] == 101 and "memory_optimizer_rank0" not in metrics

@@ -78,6 +78,7 @@ def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
     said = capsys.readouterr().out
     assert f"on average over the run, {text}" in said and "plan 1: " in said
     assert "in later ones with 100% of the samples kept" in text
+    assert "program" not in said, "it was not measured"
     told = predicted_of(tmp_path)
     assert told["predicted_step_time_s"] == pytest.approx(epochs.mean_s, abs=1e-6)
     assert told["predicted_over_epochs"]["later_epochs_s"] < told["predicted_step_time_s"]

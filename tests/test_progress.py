@@ -48,7 +48,7 @@ def totals(
 ) -> StepTotals:
     numbers: dict[Key, float] = {
         ("num_ranks", "source"): 1, ("num_ranks", "target"): 1,
-        ("waiting_s", "source"): 0.05, ("waiting_s", "target"): 0.1,
+        ("tokens",): 172, ("waiting_s", "source"): 0.05, ("waiting_s", "target"): 0.1,
         ("sent", "forward"): 100_000.0, ("sent", "backward"): 25_000.0,
     }  # fmt: skip
     return StepTotals(step, step_s, loss=loss, numbers={**numbers, **(more or {})})
@@ -66,7 +66,8 @@ def test_line_shows_step_loss_times_link_use_and_time_left() -> None:
 
     # The busiest line, which carries two kinds, is busy half of the time.
     assert stream.getvalue() == (
-        "step 1000/2000  7 min left  loss 3.000  0.400 s/step  waits 0.100 s  link 50 %\n"
+        "step 1000/2000  7 min left  loss 3.000  0.400 s/step  430 tokens/s  waits 0.100 s  "
+        "link 50 %\n"
     )
 
 

@@ -30,6 +30,7 @@ SUMMARY: dict[str, Any] = {
     "link_utilisation": {"forward": 0.87, "backward": None},
     "samples_per_s": 77.6,
     "tokens_per_s": 12345.0,
+    "learned_tokens_per_s": 678.0,
     "num_warmup_steps_left_out": 3,
 }
 
@@ -53,7 +54,7 @@ def test_table_holds_every_figure_in_human_units() -> None:
         "backward, per step 98.3 kB",
         "compression ratio 3.20x forward 4.00x, backward -",
         "samples per second 77.6",
-        "tokens per second 12,345",
+        "tokens per second 12,345 computed, of which 678 are learned (in the loss)",
         "source 200 ms 20.0 ms 100 ms 0.00 ms",
         "target 100 ms 4.20 ms 1.57 s 0.00 ms",
     ]:

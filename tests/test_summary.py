@@ -13,7 +13,8 @@ from xcloud.record.summary import RunStatistics, Summary, write_summary
 REQUIRED = {
     *("name", "status", "seed", "commit", "profile", "final_loss", "quality", "step_time_s"),
     *("compute_s", "codec_s", "waiting_s", "bubble_ratio", "wan_bytes_per_step"),
-    *("compression_ratio", "samples_per_s", "tokens_per_s", "num_steps"),
+    *("compression_ratio", "samples_per_s", "tokens_per_s"),
+    *("learned_tokens_per_s", "num_steps"),
 }
 ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
@@ -41,6 +42,7 @@ def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
         "loss": 5.0 - step,
         "samples": 8,
         "tokens": 100,
+        "learned": 25,
     }
     source = {**common, "rank": 0, "cloud": "source", **source, **fields}
     for event in (source, {**common, "rank": 1, "cloud": "target", **target}):
@@ -97,6 +99,7 @@ def test_figures_of_two_equal_steps() -> None:
     assert summary["wan_bytes_per_step"] == {"forward": 100, "backward": 50, "other": 10}
     assert summary["compression_ratio"] == {"forward": 4.0, "backward": 8.0, "total": 5.333}
     assert summary["samples_per_s"] == 16.0 and summary["tokens_per_s"] == 200.0
+    assert summary["learned_tokens_per_s"] == 50.0
     assert summary["link_utilisation"] == {"forward": None, "backward": None}
     assert summary["final_loss"] == 3.0 and summary["num_steps"] == 2
     assert summary["quality"] == {"bleu": 41.92, "accuracy": 92.23}

@@ -106,6 +106,68 @@ def test_the_share_is_of_the_uncompressed_runs_on_the_same_link(tmp_path: Path) 
     assert sorted(shares.dropna()) == [0.4, 1.0] and len(shares) == 3
 
 
+DRIFTS = {  # seconds that a step computes in cloud_b, where the uncompressed one computes 0.2 of 1
+    "as fast": (0.2, None),
+    "nearly as fast": (0.215, None),
+    "faster": (0.11, "45 % less time computing (110 ms against 200 ms a step in cloud_b)"),
+    "slower": (0.3, "50 % more time computing (300 ms against 200 ms a step in cloud_b)"),
+}
+
+
+@pytest.mark.parametrize("speed", DRIFTS)
+def test_a_share_is_left_out_where_the_machine_computed_at_another_speed(
+    speed: str, tmp_path: Path
+) -> None:
+    computing_s, said = DRIFTS[speed]
+    use = {"forward": 0.04, "backward": 0.03}
+    for choice, cloud_b_s, step_s in (("none", 0.2, 1.0), ("int8", computing_s, 0.5)):
+        for seed in (1, 2):
+            config = compose([f"compression={choice}", f"seed={seed}"])
+            computing = {"cloud_a": 0.001, "cloud_b": cloud_b_s}
+            write_run(
+                tmp_path / f"{choice}{seed}", config, step_s=step_s, compute_s=computing,
+                link_utilisation=use, bleu=30.0 + 5 * (choice == "none"),
+            )  # fmt: skip
+    results = Results(from_folder(tmp_path))
+    shares = results.rows.set_index("setting").share
+    text = " ".join(printed(results, 200).split())
+    drawn = canvas("", 8, 5).subplots()
+    pictures.draw_scatter(
+        drawn, pictures.marks_of(results, "step_time_s"), "step_time_s", results.scores[0]
+    )
+    labels = drawn.get_legend_handles_labels()[1]
+
+    is_front = any("trade-off front:" in label for label in labels)
+    if said is None:
+        assert shares["int8+int8"] == 0.5 and "share – of" not in text and is_front
+    else:
+        assert math.isnan(shares["int8+int8"]) and said in text
+        assert "busy: forward 4 %, backward 3 %. Compression can save 7 % of it at most" in text
+        assert not is_front and "int8+int8 (!)" in labels
+    assert shares["none"] == 1.0
+
+
+def test_computing_that_is_next_to_nothing_of_a_step_leaves_the_share(tmp_path: Path) -> None:
+    """0.02 s more of 10 s are no matter, though half as much again."""
+    for choice, computing_s, step_s in (("none", 0.04, 10.0), ("int8", 0.06, 2.5)):
+        computing = {"cloud_a": computing_s, "cloud_b": computing_s}
+        config = compose([f"compression={choice}"])
+        write_run(tmp_path / choice, config, step_s=step_s, compute_s=computing)
+    assert sorted(Results(from_folder(tmp_path)).rows.share) == [0.25, 1.0]
+
+
+def test_figures_of_a_run_that_failed_are_in_no_mean(tmp_path: Path) -> None:
+    """It may have made many steps, and been scored."""
+    for seed, status, step_s in ((1, "finished", 1.0), (2, "finished", 2.0), (3, "failed", 9.0)):
+        config = compose(["compression=int8", f"seed={seed}"])
+        write_run(tmp_path / str(seed), config, step_s=step_s, bleu=10.0 * seed, status=status)
+    (row,) = (row for _, row in Results(from_folder(tmp_path)).rows.iterrows())
+
+    assert (row.step_time_s, row.bleu) == (1.5, 15.0)
+    assert row.step_time_s_std == pytest.approx(0.5**0.5)
+    assert (row.finished, row.runs) == (2, 3)
+
+
 def test_settings_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for name, steps in (("a", 8), ("b", 9)):
         write_run(tmp_path / name, compose([f"training.max_steps={steps}"]))

@@ -181,7 +181,8 @@ def test_a_trial_of_blocks_makes_two_runs_and_reads_both(
     first, last = found.pieces[0], found.pieces[-1]
     assert first.parameter_bytes == 4 * (16 * 12 + 12 * 12 + 12) == first.trained_bytes
     assert first.activation_bytes.at(8) > 0 < last.put_off_bytes.at(8)
-    assert (found.train_samples, found.tokens_per_sample) == (40, 6.0)
+    assert found.train_samples == 40 and found.program_bytes > 1e7
+    assert 6.0 < found.tokens_per_sample <= 12.0, "of both sides, six each, some of them padding"
     none, int4 = (found.compressors[name].boundaries[0] for name in ("none", "int4"))
     assert none.forward.at(4).num_bytes > 3 * int4.forward.at(4).num_bytes > 0
     assert int4.backward is not None and int4.backward.at(4).compress_s > 0

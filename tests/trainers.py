@@ -105,7 +105,9 @@ def ranks(
             held.turns.values(),
             samples,
             (lambda ids: float(len(ids))) if is_last else None,
-            (place.replica, layout.num_replicas) if strategy.traits.is_apart else (0, 1),
+            of_replica=(place.replica, layout.num_replicas)
+            if strategy.traits.is_apart
+            else (0, 1),
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
         exchange: Exchange = AllReduce(wiring.groups)

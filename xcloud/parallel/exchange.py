@@ -178,11 +178,13 @@ class FlatBuffer:
 @dataclass
 class Work:
     """What a replica trains on in one update. weight: in the loss, 1 in ranks that do not hold the
-    last stage. num_own: samples that this rank computes."""
+    last stage. num_own: samples that this rank computes. num_tokens: in them, of the fields whose
+    tokens this rank counts (Feed)."""
 
     num_samples: int = 0
     weight: float = 0.0
     num_own: int = 0
+    num_tokens: int = 0
 
 
 class Exchange(StatefulParts, ABC):

@@ -17,9 +17,14 @@ from xcloud.parallel.control import Signal
 
 @dataclass
 class StepReport:
-    """One rank's account of one update. loss is None but in one rank per job (replicas that update
-    apart: per replica), and None there too if the update was skipped: `skipped` is the reason, for
-    the user. signal: what all ranks do now."""
+    """One rank's account of one update.
+
+    loss: None but in one rank per job (replicas that update apart: per replica), and None there
+        too if the update was skipped: `skipped` is the reason, for the user.
+    num_tokens: that this rank's stages are the first to compute.
+    num_learned: what the loss counts, such as the tokens of answers, in the rank that has it.
+    signal: what all ranks do now.
+    """
 
     step: int
     step_s: float
@@ -28,7 +33,8 @@ class StepReport:
     loss: float | None = None
     grad_norm: float | None = None
     num_samples: int = 0
-    num_tokens: float = 0.0
+    num_tokens: int = 0
+    num_learned: float = 0.0
     skipped: str | None = None
     signal: Signal = Signal.GO_ON
 

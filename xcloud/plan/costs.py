@@ -271,11 +271,17 @@ class CompressorCosts:
 
 @settings("profile")
 class Profile:
-    """of: what was recorded where (machine, torch, model …), in words. fetch_s: of the samples of
-    a micro-batch. lines: "a-b", or "*" for all, to what joins two clouds; they come before the
-    layout's own. tokens_per_sample: for costs per token. around_gradients_s, around_changes_s:
-    what an exchange of all trained values takes beside its codec, of gradients and after local
-    updates. train_samples: of an epoch; 0 = not known."""
+    """What a step is made of, piece by piece.
+
+    of: what was recorded where (machine, torch, model …), in words.
+    fetch_s: of the samples of a micro-batch.
+    lines: "a-b", or "*" for all, to what joins two clouds; they come before the layout's own.
+    tokens_per_sample: that are computed, for costs per token.
+    program_bytes: of memory that a rank takes before it has a model; 0 = not known.
+    around_gradients_s, around_changes_s: what an exchange of all trained values takes beside its
+        codec, of gradients and after local updates.
+    train_samples: of an epoch; 0 = not known.
+    """
 
     pieces: Annotated[Sequence[Piece], Field(min_length=1)]
     compressors: Annotated[Mapping[str, CompressorCosts], Field(min_length=1)]
@@ -285,6 +291,7 @@ class Profile:
     lines: Mapping[str, LinkProfile] = field(default_factory=dict)
     control_bytes: NotNegative = 128
     tokens_per_sample: NotNegativeFloat = 0.0
+    program_bytes: NotNegative = 0
     around_gradients_s: Seconds = 0.0
     around_changes_s: Seconds = 0.0
     train_samples: NotNegative = 0

@@ -173,8 +173,8 @@ def fastest(
     pricer: Pricer, space: Space, keep: int, tries: int = TRIES, refined: int = REFINED,
     fits: Callable[[Plan], bool] = lambda plan: True,
 ) -> Fastest:  # fmt: skip
-    """Of the plans that fit, as into memory. Where strategy or compression vary, the best one of
-    each pair of them.
+    """Return the fastest plans that fit, as into the memory of a what-if question. Where strategy
+    or compression vary, the best one of each pair of them.
 
     Of each pair the `tries` cuts and numbers of micro-batches with the least estimates are
     simulated with the first schedule that fits, and the fastest `refined` of them with all."""

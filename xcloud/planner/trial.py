@@ -307,6 +307,8 @@ class TrialRun:
             for rank in ranks
             for name, shape in rank["trained"].items()
         }
+        # Ranks of the same stages count the same fields, in other samples.
+        tokens_of_stages = {tuple(rank["stages"]): rank["tokens_per_sample"] for rank in ranks}
         gradients_s, changes_s = time_around_averaging(trained)
         compressors = {}
         for name, found in self.candidates.items():
@@ -317,7 +319,8 @@ class TrialRun:
         return Profile(
             pieces, compressors, self.of, time.time(), trial.fetch_s(),
             control_bytes=trial.control_bytes,
-            tokens_per_sample=max(rank["tokens_per_sample"] for rank in ranks),
+            tokens_per_sample=sum(tokens_of_stages.values()),
+            program_bytes=max(rank["program_bytes"] for rank in ranks),
             around_gradients_s=gradients_s, around_changes_s=changes_s,
             train_samples=ranks[0]["num_samples"],
             stage_forward_s=stage_forward_s, stage_backward_s=stage_backward_s,

@@ -47,13 +47,17 @@ _MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of 
 _CHOSEN = ("the autopilot's choice uint8",)
 
 
-def pilot_of(context: RankContext[Experiment], trainer: Trainer, wiring: Wiring) -> Switching:
-    """What changes the rank's compression and schedule while it trains, of a job that has one."""
-    job, given = context.job, (context.job, wiring, trainer)
+def pilot_of(
+    context: RankContext[Experiment], trainer: Trainer, wiring: Wiring, program_bytes: int
+) -> Switching:
+    """Return what changes the rank's compression and schedule while it trains, of a job that has
+    one. program_bytes: of memory that the rank took before it had a model."""
+    job = context.job
     if isinstance(job.autopilot, Tour):
-        return TourPilot(*given, context.run_dir / FACTS_FILE.format(context.rank))
+        file = context.run_dir / FACTS_FILE.format(context.rank)
+        return TourPilot(job, wiring, trainer, file=file, program_bytes=program_bytes)
     forecast = forecast_of(job, context.device) if context.rank == 0 else None
-    return RunPilot(*given, context.reporter, forecast)
+    return RunPilot(job, wiring, trainer, context.reporter, forecast)
 
 
 class _InForce(StatefulParts):
@@ -297,10 +301,19 @@ class TourPilot(Switching):
     """Changes schedule and compression between updates as a Tour says, and measures nothing that a
     run does not."""
 
-    def __init__(self, job: Experiment, wiring: Wiring, trainer: Trainer, file: Path) -> None:
+    def __init__(
+        self,
+        job: Experiment,
+        wiring: Wiring,
+        trainer: Trainer,
+        *,
+        file: Path,
+        program_bytes: int,
+    ) -> None:
         super().__init__(job, wiring, trainer)
         assert isinstance(job.autopilot, Tour)
         self._tour, self._file, self._clock = job.autopilot, file, trainer.pipeline.clock
+        self._program_bytes = program_bytes
         self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
         assert self._clock.messages is not None
         self._messages = self._clock.messages
@@ -322,7 +335,8 @@ class TourPilot(Switching):
             "trained": {f"{n}.{name}": shape for n, meter in self._stages.items()
                         for name, shape in meter.trained.items()},
             "num_samples": feed.plan.num_samples,
-            "tokens_per_sample": feed.work.weight / feed.work.num_samples if feed.weigh else 0.0,
+            "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
+            "program_bytes": self._program_bytes,
         }  # fmt: skip
         self._file.write_text(json.dumps(found), encoding="utf-8")
 

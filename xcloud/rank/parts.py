@@ -31,7 +31,7 @@ from xcloud.rank.gradient_parts import (
     replicas_exchange,
 )
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
-from xcloud.rank.reports import GpuClock, MemoryReport, TypicalStep
+from xcloud.rank.reports import GpuClock, MemoryMeter, MemoryReport, TypicalStep
 from xcloud.rank.role import RankContext
 from xcloud.rank.task_data import Evaluator
 from xcloud.rank.told_sizes import load_or_be_told
@@ -65,6 +65,7 @@ class Features:
     def load(self) -> TaskData:
         data = load_or_be_told(self.job, self.context.transport.meeting)
         check_facts(self.context, {"data": data.own_digests()})
+        self._memory = MemoryMeter(self.context.device)  # there is no model yet
         return data
 
     def stage(self, number: int, context: BuildContext) -> Stage:
@@ -132,7 +133,9 @@ class Features:
             [
                 own_gradients,
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
-                pilot_of(context, trainer, wiring) if job.autopilot is not None else None,
+                pilot_of(context, trainer, wiring, self._memory.program_bytes)
+                if job.autopilot is not None
+                else None,
                 meter,
             ]
         )
@@ -152,7 +155,7 @@ class Features:
                 CacheReport(wiring.boundaries.channels.values(), reporter)
                 if job.cached_boundaries
                 else None,
-                MemoryReport(trainer, reporter, states),
+                MemoryReport(trainer, reporter, self._memory, states),
                 # It asks all ranks at once.
                 None
                 if job.roster.is_elastic

@@ -127,6 +127,8 @@ class MemoryMeter:
     peak: most resident memory of the process since the first step began, libraries and network
         buffers included; where the system cannot forget an earlier peak (no Linux, or not
         allowed), since the process began.
+    program: resident memory when the meter was made, before there was a model: Python, libraries,
+        and in a pipeline the data. A part of the peak, not of gpu_peak.
     gpu_peak: most that torch had allocated on the GPU; only where there is one.
     parameters, gradients, optimizer: of this rank's stages; frozen weights and buffers are
         parameters here, moments are the optimizer's.
@@ -135,6 +137,7 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.program_bytes = _status_bytes("VmRSS")
         self._device = device
         self._activations = SavedTensors()
         self._is_first = True
@@ -155,7 +158,9 @@ class MemoryMeter:
 
     def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
         tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
-        found: dict[str, Any] = {"peak": _peak_bytes()}
+        found: dict[str, Any] = {
+            "peak": _status_bytes("VmHWM"), "program": self.program_bytes
+        }  # fmt: skip
         if self._device.type == "cuda":
             found["gpu_peak"] = torch.cuda.max_memory_allocated(self._device)
         return found | {
@@ -170,10 +175,15 @@ class MemoryReport(Part):
     """Of a pipeline's rank. states: takes the state that checkpoints copy; None: none are made."""
 
     def __init__(
-        self, trainer: Trainer, reporter: Reporter, states: Callable[[], object] | None
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        meter: MemoryMeter,
+        states: Callable[[], object] | None,
     ) -> None:
         self._trainer, self._reporter, self._states = trainer, reporter, states
-        self._meter, self._first = MemoryMeter(trainer.pipeline.device), ExitStack()
+        self._meter = meter
+        self._first = ExitStack()
 
     def before_update(self, step: int) -> None:
         self._first.enter_context(self._meter.first_step())
@@ -240,12 +250,13 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     return bytes_of(value for value in kept if isinstance(value, Tensor))
 
 
-def _peak_bytes() -> int:
-    """Most resident memory of this process. Linux: since the last reset; and not getrusage's,
-    which a process inherits from the one that started it."""
+def _status_bytes(name: str) -> int:
+    """Return the resident memory of this process: VmRSS now, VmHWM at most. Linux: since the last
+    reset; and not getrusage's, which a process inherits from the one that started it. Elsewhere
+    the peak stands for both."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return 1024 * int(line.split()[1])
     import resource  # not on Windows, which has no gloo either
 

@@ -7,6 +7,7 @@ counters of its links, which only grow.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from xcloud.cluster.frame import Kind
@@ -17,7 +18,7 @@ from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.parts import Features, step_clock
 from xcloud.rank.role import RankContext, Role
-from xcloud.rank.task_data import Evaluator, context_of, fetcher, note_data
+from xcloud.rank.task_data import Evaluator, context_of, note_data, token_pads
 from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
 from xcloud.record.reporter import Reporter
 from xcloud.training.batch_plan import Feed
@@ -69,9 +70,11 @@ class StageRank(Role[Experiment]):
         feed = Feed(
             job.batch_plan(data.num_samples("train")),
             pipeline.turns.values(),
-            fetcher(data, "train", device),
-            data.weight if layout.num_stages - 1 in stages else None,
-            (replica, layout.num_replicas) if is_apart else (0, 1),
+            fetch=partial(data.batch, "train"),
+            weigh=data.weight if layout.num_stages - 1 in stages else None,
+            token_pads=token_pads(job, data, stages),
+            device=device,
+            of_replica=(replica, layout.num_replicas) if is_apart else (0, 1),
         )
         exchange = features.exchange(stages, leaks)
         is_private = job.security.privacy is not None and layout.num_replicas > 1
@@ -177,6 +180,7 @@ class WanMeter(Part):
             "raw": raw,
             "samples": report.num_samples,
             "tokens": report.num_tokens,
+            "learned": report.num_learned,
         }
         if self._wiring.ends.is_emulated:
             event["line_busy_s"] = {

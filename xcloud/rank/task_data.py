@@ -37,6 +37,7 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.rank.role import RankContext
 from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
 from xcloud.record.reporter import Reporter
+from xcloud.training.batch_plan import on_device
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,11 @@ class Evaluator(Part):
         pieces = list(torch.split(torch.arange(count), settings.eval_batch_size))
         # Ranks that compute in step score the last one again, to fill up.
         pieces += pieces[-1:] * (-len(pieces) % pipeline.layout.lanes_in_step)
-        predictions = pipeline.predict(pieces, fetcher(data, split, pipeline.device), step)
+
+        def fetch(ids: Tensor) -> Batch:
+            return on_device(data.batch(split, ids), pipeline.device)
+
+        predictions = pipeline.predict(pieces, fetch, step)
         last = pipeline.num_stages - 1
         if last not in pipeline.stages:
             return
@@ -218,15 +223,17 @@ def write_scores(path: Path, scores: Scores, shows_text: bool) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def fetcher(data: TaskData, split: Split, device: torch.device) -> Callable[[Tensor], Batch]:
-    """Gives the visible fields of samples on the device; their ids stay where Python reads
-    them."""
-
-    def fetch(ids: Tensor) -> Batch:
-        batch = data.batch(split, ids)
-        return {name: v if name == "ids" else v.to(device) for name, v in batch.items()}
-
-    return fetch
+def token_pads(job: Experiment, data: TaskData, stages: Collection[int]) -> dict[str, int]:
+    """Return the padding id of each field of tokens that one of these stages is the first to read,
+    so that every token of a batch is counted once over the ranks."""
+    num_stages, pads = job.cluster.num_stages, {}
+    for name, vocabulary in data.vocabularies.items():
+        reads = (
+            stage for stage in range(num_stages) if name in job.model.fields(stage, num_stages)
+        )
+        if next(reads, None) in stages:
+            pads[name] = vocabulary.pad
+    return pads
 
 
 def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[int, list[int]]:

@@ -39,9 +39,10 @@ FEED = {"taken", "skipped", "fed_bytes", "line_s"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"
-MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations",
+MEMORY = ("peak", "gpu_peak", "program", "parameters", "gradients", "optimizer", "activations",
           "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
+OTHER_MEMORY = "other"  # what of the peak is none of these: network buffers, caches, work space
 
 NO_LOSS = math.inf  # in Columns, of a step that reports none
 MAX_TIME_S = 1e11  # of a clock: beyond it there is no date
@@ -116,7 +117,8 @@ class StepTotals:
         ("num_ranks", cloud), (kind of TIMES or OWN, cloud) in seconds,
         ("sent", traffic) bytes on the WAN link, ("raw", traffic) FP32 bytes of their tensors,
         ("line_busy_s", traffic, line) of each emulated line, in seconds,
-        (kind of FEED, producer) of a one-way job, ("samples",), ("tokens",).
+        (kind of FEED, producer) of a one-way job, ("samples",), ("tokens",) that were computed,
+        ("learned",): what the loss counts, tokens or samples.
     """
 
     step: int
@@ -158,20 +160,20 @@ class StepTotals:
             found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind
             found |= {("line_busy_s", kind, (cloud, to)): s for to, s in busy_s.items()}
         if report.get("loss") is not None:
-            self._count_loss(float(report["loss"]), report.get("tokens", 0))
-        found |= {(name,): report.get(name, 0) for name in ("samples", "tokens")}
+            self._count_loss(float(report["loss"]), report.get("learned", 0))
+        found |= {(name,): report.get(name, 0) for name in ("samples", "tokens", "learned")}
         add_to(self.numbers, found)
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:
                 setattr(self, name, report[name])
 
-    def _count_loss(self, loss: float, tokens: float) -> None:
-        """One rank reports it, or, where replicas update apart, one of each: then their mean by
-        token."""
-        before = self.numbers.get(("tokens",), 0)
-        if self.loss is not None and before + tokens:
-            loss = (self.loss * before + loss * tokens) / (before + tokens)
+    def _count_loss(self, loss: float, learned: float) -> None:
+        """Take the loss of one rank. Where replicas update apart one of each reports it: then
+        their mean, weighted by what each counts."""
+        before = self.numbers.get(("learned",), 0)
+        if self.loss is not None and before + learned:
+            loss = (self.loss * before + loss * learned) / (before + learned)
         self.loss = loss
 
 

@@ -29,7 +29,7 @@ from xcloud.record.events import HEAD, MEMORY, TIMES, Event
 from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
-"""Fields of a step that only the rank reports that knows the loss. Elsewhere "tokens" is 0."""
+"""Fields of a step that only the rank reports that knows the loss. Elsewhere "learned" is 0."""
 
 
 def _printable(text: str) -> str:
@@ -69,8 +69,8 @@ _TABLE = {
     "note": "text:text",
     "phase": "name:text",
     "cut": "field:text num:whole",
-    "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:number sent:numbers "
-    "raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
+    "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:whole learned:number "
+    "sent:numbers raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
     "values:figures taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",
     "skipped_update": "step:whole",
     "lost_file": "name:text",
@@ -184,7 +184,7 @@ class Intake:
             raise Refused("no event")
         check(event, self._max_steps)
         kind, now_s, at_s = event["event"], round(time.time(), 3), event.get("t")
-        has_loss = kind == "step" and (event.get("tokens") or event.keys() & {*SCORED})
+        has_loss = kind == "step" and (event.get("learned") or event.keys() & {*SCORED})
         for name in (kind, "loss") if has_loss else (kind,):
             if peer not in self._may_report.get(name, {peer}):
                 raise Refused(f"rank {peer} may not report the {name} of this run")

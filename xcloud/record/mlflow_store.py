@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import project_root
 from xcloud.base.units import LESS_IS_BETTER
-from xcloud.record.events import MEMORY, TIMES, Event, StepTotals
+from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
@@ -48,7 +48,7 @@ AS_THEY_ARE = (
     "label_leak_auc", "label_leak_auc_gradient", "label_leak_auc_activation", "token_recovery",
     "averaging_token_recovery", "token_recovery_baseline", "averaging_token_recovery_baseline",
     "averaging_order_recovery", "predicted_step_time_s", "final_loss", "bubble_ratio",
-    "samples_per_s", "tokens_per_s", "num_steps",
+    "samples_per_s", "tokens_per_s", "learned_tokens_per_s", "num_steps",
 )  # fmt: skip
 
 
@@ -89,8 +89,9 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     }
     for name in (*TIMES, "wan_bytes_per_step", "link_utilisation"):
         metrics |= {f"{name}_{part}": value for part, value in summary.get(name, {}).items()}
+    kinds = (*MEMORY, OTHER_MEMORY)
     for rank in summary.get("memory", ()):
-        metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in MEMORY}
+        metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in kinds}
     feed = summary.get("feed", {})
     return _legal(metrics | {name: feed.get(name) for name in ("bytes_per_token", "num_skipped")})
 

@@ -19,6 +19,7 @@ from xcloud.record.events import (
     MAX_TIME_S,
     MEMORY,
     NO_LOSS,
+    OTHER_MEMORY,
     OWN,
     TENSORS,
     TIMES,
@@ -162,7 +163,9 @@ class RunStatistics:
             for kind, parts in seconds.items()
         }
         step_s = sorted(steps["step_s"][first:])
-        samples, tokens = (steps.sum(name, first=first) for name in ("samples", "tokens"))
+        samples, tokens, learned = (
+            steps.sum(name, first=first) for name in ("samples", "tokens", "learned")
+        )
         losses = [loss for loss in steps["loss"] if loss != NO_LOSS]
         return {
             "final_loss": _rounded(losses[-1] if losses else None, 6),
@@ -174,8 +177,11 @@ class RunStatistics:
             "bubble_ratio": ratio(total_s["waiting_s"], total_s["compute_s"]),
             **self._traffic(sum(step_s), first),
             "samples_per_s": ratio(samples or None, sum(step_s)),
-            # A loss counted in samples (classes, spans) says nothing about tokens.
-            "tokens_per_s": ratio(tokens if tokens and tokens != samples else None, sum(step_s)),
+            "tokens_per_s": ratio(tokens or None, sum(step_s)),
+            # A loss counted in samples (classes, spans) learns no tokens.
+            "learned_tokens_per_s": ratio(
+                learned if learned and learned != samples else None, sum(step_s)
+            ),
             "num_steps": self.num_steps,
             "num_skipped_updates": self.num_skipped(),
             "num_warmup_steps_left_out": first,
@@ -224,6 +230,7 @@ class RunStatistics:
             **self._quality(),
             "memory": [
                 {name: memory[rank][name] for name in sorted(kept) if name in memory[rank]}
+                | other_memory(memory[rank])
                 for rank in sorted(memory)
             ],
             "num_lost_checkpoints": len(lost),
@@ -254,6 +261,18 @@ class RunStatistics:
             "signatures": dict(test.get("signature") or {}),
             **at_step,
         }
+
+
+def other_memory(rank: Event) -> dict[str, int]:
+    """Return what of a rank's peak its other figures do not explain, on the GPU if it has one; not
+    negative, as they need not all be at their most at once. Empty without a peak."""
+    on_gpu = "gpu_peak" in rank
+    peak = rank.get("gpu_peak" if on_gpu else "peak")
+    if peak is None:
+        return {}
+    elsewhere = {"peak", "gpu_peak", *(["program", "checkpoint"] if on_gpu else [])}
+    explained = sum(rank.get(name, 0) for name in MEMORY if name not in elsewhere)
+    return {OTHER_MEMORY: max(0, peak - explained)}
 
 
 def num_warmup_steps(num_steps: int) -> int:

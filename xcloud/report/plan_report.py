@@ -211,6 +211,10 @@ def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[st
     place = next(name for name, row in rows.items() if row["strategy"] == own)
     if place not in ("1", "yours"):
         yield f"same strategy as yours ({own}): best is row {place}"
+    memory = "memory: weights, gradients, moments and activations of the fullest rank"
+    if program := report.pricer.profile.program_bytes:
+        memory += f"; beside them each rank takes {human_bytes(program)} of program, and buffers"
+    yield memory
     yield "* changes what is learned, too; quality is not predicted (docs/planning.md)"
     for name, row in rows.items():
         if epochs := row["over_epochs"]:

@@ -25,7 +25,7 @@ from xcloud.base.units import (
     score_text,
     score_with_error,
 )
-from xcloud.record.events import MEMORY
+from xcloud.record.events import MEMORY, OTHER_MEMORY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,7 +127,8 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
         print_table(console, ["cloud", *KINDS.values()], times, title)
     if memory := summary.get("memory"):
         title = "memory in training, of the rank of each cloud that takes most"
-        shown = [kind for kind in MEMORY if any(kind in rank for rank in memory)]
+        kinds = (*MEMORY, OTHER_MEMORY)
+        shown = [kind for kind in kinds if any(kind in rank for rank in memory)]
         in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
         fullest = {rank["cloud"]: rank for rank in in_use}.values()
         by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
@@ -147,7 +148,12 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield from rows(summary)
     yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
     if summary["tokens_per_s"] is not None:
-        yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), ""
+        remark = "all that were computed"
+        if (learned := summary.get("learned_tokens_per_s")) is not None:
+            remark = (
+                f"computed, of which {human_number(learned, ',.0f')} are learned (in the loss)"
+            )
+        yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), remark
     if "feed" in summary:
         yield from _feed_rows(summary["feed"])
 

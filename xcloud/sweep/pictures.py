@@ -80,8 +80,11 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
     several, places = len(results.sweeps) > 1, np.arange(len(marks))
+    labels = results.labels[marks.index]
+    if cost == "step_time_s":
+        labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
     return marks.assign(
-        label=results.labels[marks.index],
+        label=labels,
         colour=_nth(LINES, marks.sweep.map(results.sweeps.index) if several else places),
         shape=_nth(MARKERS, places if several else places // len(LINES)),
     )
@@ -109,7 +112,11 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
         # As a step line from its first point to its last; a single point is no trade-off.
         sign = -1 if score in LESS_IS_BETTER else 1
         best = front(marks.step_time_s, sign * marks[score])
-        if len(best) > 1:
+        if marks.share_left_out.notna().any():
+            axes.plot(
+                [], [], " ", label="(!) computed at another speed: no trade-off front"
+            )  # what it would show is the machine
+        elif len(best) > 1:
             axes.step(
                 best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
                 label="trade-off front: nothing is faster and better",

@@ -28,6 +28,7 @@ from xcloud.base.units import (
     score_text,
     shown_scores,
 )
+from xcloud.record.events import AVERAGING, TENSORS
 from xcloud.record.mlflow_store import COSTS, Store, prepare_environment
 from xcloud.record.tracking import Tracker
 from xcloud.report.tables import (
@@ -40,12 +41,20 @@ from xcloud.report.tables import (
     print_table,
     write_site,
 )
-from xcloud.sweep.points import Settings, differences, is_number, read_points, varying
+from xcloud.sweep.points import (
+    UNCOMPRESSED,
+    Settings,
+    differences,
+    is_number,
+    read_points,
+    varying,
+)
 from xcloud.sweep.results import (
     RATES,
     Result,
     Results,
     Swept,
+    drift_of,
     from_folder,
     known,
     known_sweeps,
@@ -173,8 +182,35 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
 
 
 def _compares(results: Results) -> bool:
-    """Whether a share compares a row with another row."""
-    return bool((results.rows.share.dropna() != 1.0).any())
+    """Whether a share compares a row with another row, or one that would is left out."""
+    rows = results.rows
+    return bool((rows.share.dropna() != 1.0).any() or rows.share_left_out.notna().any())
+
+
+def _drift_remarks(results: Results) -> Iterator[str]:
+    """Say which shares are left out, and why; and what compression could save at most."""
+    rows = results.rows
+    drifted = rows[rows.share_left_out.notna()]
+    for _, row in drifted.iterrows():
+        yield (
+            f"share – of {row.setting}: its runs spent {row.share_left_out} than the uncompressed "
+            "ones, so the step times compare the machine, not the compression. "
+            "python -m benchmarks.in_turns times settings in turns."
+        )
+    keys = ["sweep", "reference"]
+    plain = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
+    for _, base in plain.merge(drifted[keys].drop_duplicates(), on=keys).iterrows():
+        use = {kind: known(base, f"link_utilisation_{kind}") for kind in (*TENSORS, AVERAGING)}
+        busy = {kind: share for kind, share in use.items() if share is not None}
+        if busy:
+            each = ", ".join(f"{kind} {human_percent(share)}" for kind, share in busy.items())
+            most = human_percent(min(1.0, sum(busy.values())))
+            yield (
+                f"In an uncompressed step ({base.setting}) the link was busy: {each}. "
+                f"Compression can save {most} of it at most."
+            )
+        else:
+            yield "How long the link was busy is not known: only emulated lines tell."
 
 
 def _rate(results: Results) -> str:
@@ -193,6 +229,7 @@ def remarks_of(results: Results) -> Iterator[str]:
     crowd = max((run.at_once for run in results.runs), default=1)
     if crowd > 1:
         yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
+    yield from _drift_remarks(results)
     if _compares(results):
         yield "share: of the step time of the uncompressed runs of the same sweep."
         if crowd == 1:
@@ -201,6 +238,8 @@ def remarks_of(results: Results) -> Iterator[str]:
                 "machine too: python -m benchmarks.in_turns times them in turns."
             )
     if rate := _rate(results):
+        if rate == "tokens_per_s":
+            yield "tokens/s: all that were computed; learned_tokens_per_s in points.csv."
         yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
         compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]
         counts = dict(zip(compared.cluster, map(_num_ranks, compared.settings), strict=True))
@@ -281,14 +320,17 @@ def _compare(results: Results) -> None:
         heading = "settings that differ" if both else "no common setting differs"
         print("\n".join([f"{first} | {sweep}: {heading}", *both[:MOST_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
-    bases = scored[scored.sweep == first].set_index("setting")
-    pairs = scored[scored.sweep != first].merge(bases, on="setting", suffixes=("", "_of_first"))
-    for _, row in pairs.iterrows():
-        more = score_text(row.score, row[row.score] - row[f"{row.score}_of_first"])
+    bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
+    others_scored = scored[scored.sweep != first]
+    for _, row in others_scored[others_scored.setting.isin(bases.index)].iterrows():
+        base = bases.loc[row.setting]
+        more = score_text(row.score, row[row.score] - base[row.score])
         sign = "" if more.startswith("-") else "+"
         line = f"{row.setting}: {row.sweep} against {first}: {sign}{more}"
-        if pd.notna(slower := row.step_time_s / row.step_time_s_of_first):
+        if pd.notna(slower := row.step_time_s / base.step_time_s):
             line += f", step time x{slower:.2f}"
+            if drift := drift_of(row, base):
+                line += f", but {drift}"
         print(line)
 
 

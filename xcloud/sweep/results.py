@@ -20,7 +20,15 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.units import LEAKS, LESS_IS_BETTER, UNKNOWN, score_text, shown_scores
+from xcloud.base.units import (
+    LEAKS,
+    LESS_IS_BETTER,
+    UNKNOWN,
+    human_percent,
+    human_seconds,
+    score_text,
+    shown_scores,
+)
 from xcloud.job.config import EXPERIMENT_FILE, flatten
 from xcloud.job.given import read_config
 from xcloud.record.mlflow_store import Store, final_metrics
@@ -37,8 +45,11 @@ from xcloud.sweep.points import (
     varying,
 )
 
+COMPUTE = "compute_s_"  # and a cloud: seconds of a step
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 RATES = ("samples_per_s", "tokens_per_s")
+LARGEST_DRIFT = 0.1  # of computing, between settings whose step times are compared
+NO_MATTER = 0.01  # of a step: what computing may always drift by
 COSTS = ("step_time_s", "compression_ratio")
 PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures belong to
 
@@ -78,7 +89,8 @@ class Results:
         Of every figure (`bleu`, `step_time_s`, `waiting_s_cloud_a`) the mean over the finished
         runs and, in `bleu_std`, the sample standard deviation; NaN where there is none.
         `bleu_error` is the mean of the runs' standard errors over test samples.
-    share: step time / that of the uncompressed runs of the same sweep and link.
+    share: step time / that of the uncompressed runs of the same sweep and link. None where the
+        machine computed at another speed: then `share_left_out` says so.
     SCORE_share_of_one_cloud: rate / that of the same work in one cloud of the same sweep.
     """
 
@@ -198,16 +210,41 @@ def _row(runs: Sequence[Result]) -> dict[str, Any]:
 
 
 def _share_of_uncompressed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Adds share, and share_std from the spreads of both over their seeds."""
+    """Add share, share_std from the spreads of both over their seeds, and share_left_out."""
     keys = ["sweep", "reference"]
     base = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
     base = base.drop_duplicates(keys, keep="last").set_index(keys)
-    there = rows[keys].join(base[["step_time_s", "step_time_s_std"]], on=keys)
-    rows = rows.assign(share=rows.step_time_s / there.step_time_s)
+    there = rows[keys].join(base.drop(columns=keys, errors="ignore"), on=keys)
+    share = rows.step_time_s / there.step_time_s
+    reasons = [drift_of(rows.loc[number], there.loc[number]) for number in rows.index]
+    left_out = pd.Series(reasons, rows.index, dtype=object)
+    share = share.where(left_out.isna())
     own, others = (one.step_time_s_std / one.step_time_s for one in (rows, there))
     noise = np.hypot(own.fillna(0.0), others.fillna(0.0))
-    is_known = (noise > 0) & (rows.share != 1.0)
-    return rows.assign(share_std=(rows.share * noise).where(is_known))
+    is_known = (noise > 0) & (share != 1.0)
+    share_std = (share * noise).where(is_known)
+    return rows.assign(share=share, share_std=share_std, share_left_out=left_out)
+
+
+def drift_of(row: Any, other: Any) -> str | None:
+    """Say by how much the machine computed faster or slower for `row` than for `other`, which
+    differs in nothing that is computed; None where that is too little to spoil a comparison of
+    their step times."""
+    step_s, worst, said = known(other, "step_time_s"), LARGEST_DRIFT, None
+    for name in row.index:
+        if not name.startswith(COMPUTE) or name.endswith("_std"):
+            continue
+        here_s, there_s = known(row, name), known(other, name)
+        if step_s is None or here_s is None or not there_s:
+            continue
+        drift = here_s / there_s - 1
+        if abs(drift) > worst and abs(here_s - there_s) > NO_MATTER * step_s:
+            worst = abs(drift)
+            times = f"{human_seconds(here_s)} against {human_seconds(there_s)} a step"
+            speed = "less" if drift < 0 else "more"
+            where = name.removeprefix(COMPUTE)
+            said = f"{human_percent(worst)} {speed} time computing ({times} in {where})"
+    return said
 
 
 def _tell_apart(rows: pd.DataFrame) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from xcloud.contracts.model import Batch
 from xcloud.parallel.exchange import Work
+
+CPU = torch.device("cpu")
 
 
 class BatchPlan:
@@ -50,8 +52,11 @@ def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
 class Feed:
     """The samples of one rank's updates, micro-batch by micro-batch.
 
-    turns: (first, period) of each stage of this rank, see Pipeline. fetch(ids): the visible fields
-    of samples. weigh(ids): their weight in the loss; None in ranks without the last stage.
+    turns: (first, period) of each stage of this rank, see Pipeline.
+    fetch(ids): the visible fields of samples, on the processor.
+    weigh(ids): their weight in the loss; None in ranks without the last stage.
+    token_pads: the padding id of each field of tokens that no stage before this rank's reads.
+    device: where micro-batches are computed. Their ids stay where Python reads them.
     of_replica: (number, how many), where each replica updates apart, from its own micro-batches.
     work: of the update that was begun last.
     """
@@ -60,6 +65,8 @@ class Feed:
     turns: Collection[tuple[int, int]]
     fetch: Callable[[Tensor], Batch]
     weigh: Callable[[Tensor], float] | None
+    token_pads: Mapping[str, int] = field(default_factory=dict)
+    device: torch.device = CPU
     of_replica: tuple[int, int] = (0, 1)
     work: Work = field(default_factory=Work)
 
@@ -79,6 +86,15 @@ class Feed:
         found = {}
         for i, ids in enumerate(pieces):
             if any(i % period == first for first, period in self.turns):
-                found[i] = self.fetch(ids)
+                batch = self.fetch(ids)
+                found[i] = on_device(batch, self.device)
                 self.work.num_own += len(ids)
+                self.work.num_tokens += sum(
+                    int((batch[name] != pad).sum()) for name, pad in self.token_pads.items()
+                )
         return found
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch there; its ids stay where Python reads them."""
+    return {name: v if name == "ids" else v.to(device) for name, v in batch.items()}

@@ -233,7 +233,9 @@ class Trainer(StatefulParts):
                 work = self.feed.work
             report.signal = reply.signal
             report.num_samples = self.feed.work.num_own if 0 in self.stages else 0
-            report.num_tokens = 0.0 if total_loss is None else self.feed.work.weight
+            report.num_tokens = self.feed.work.num_tokens
+            if total_loss is not None and not self.losses.is_private:
+                report.num_learned = self.feed.work.weight
         with clock.during("average"):
             self.exchange.after_update(step, work)
         self.num_updates = step

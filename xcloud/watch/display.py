@@ -4,7 +4,7 @@ summary.json, what the tracker keeps, the table. Measures nothing.
 On a terminal rich updates one line below all other output (at most 10 times a second); elsewhere a
 line is printed about every 30 s:
 
-    step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
+    step 120/2000  13 min left  loss 3.214  0.412 s/step  430 tokens/s  waits 0.101 s  link 87 %
 
 Times are smoothed; waiting is of the cloud that waits most, link use of the busiest line between
 two clouds. A one-way job adds the consumer's scores and each producer's loss and share so far:
@@ -132,6 +132,7 @@ class ProgressLine:
         values = {"step_s": totals.step_s, **totals.values}
         if totals.loss is not None:
             values["loss"] = totals.loss
+        values["tokens"] = totals.numbers.get(("tokens",), 0)
         values["waits"] = max(totals.mean_s("waiting_s").values(), default=0.0)
         for kind in ("forward", "backward", AVERAGING):
             values[f"sent {kind}"] = totals.numbers.get(("sent", kind), 0)
@@ -160,7 +161,10 @@ class ProgressLine:
         for name, count in sorted(self._taken.items()):
             loss = f" {self._losses[name]:.2f}" if name in self._losses else ""
             parts.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
-        parts += [f"{step_s:.3f} s/step", f"waits {smooth['waits']:.3f} s"]
+        parts.append(f"{step_s:.3f} s/step")
+        if smooth["tokens"] and step_s:
+            parts.append(f"{smooth['tokens'] / step_s:,.0f} tokens/s")
+        parts.append(f"waits {smooth['waits']:.3f} s")
         sent = {kind: smooth[f"sent {kind}"] for kind in ("forward", "backward", AVERAGING)}
         if not any(sent.values()):
             parts.append("nothing crosses clouds")
