@@ -47,7 +47,9 @@ def test_it_is_a_task(task: Classification, data: ClassificationData) -> None:
     assert as_task.describe() == "qnli (demo questions and sentences)"
     assert as_data.describe() == (
         "qnli (demo questions and sentences): 60 train, 10 dev, 20 test, "
-        "labels are those of qnli: entailment, not_entailment"
+        "train labels (entailment 35, not_entailment 25), "
+        "dev labels (entailment 5, not_entailment 5), "
+        "test labels (entailment 12, not_entailment 8)"
     )
     assert as_data.head == Head("classes", 2)
     assert as_data.vocabularies.keys() == {"text"}
@@ -190,10 +192,10 @@ def test_labels_by_name_or_by_number(tmp_path: Path) -> None:
     assert by_name.head == Head("classes", 2)
     write(tmp_path, [("a", "0"), ("b", "2")] * 10)
     assert own(tmp_path).head == Head("classes", 3)
-    mixed = [("a", "no"), ("b", "1")] * 10
-    write(tmp_path, mixed)
-    found = own(tmp_path, classes=["no", "yes"]).batch("train", torch.arange(16))["label"]
-    assert set(found.tolist()) == {0, 1}
+    write(tmp_path, [("a", "0"), ("b", "1")] * 10)
+    by_index = own(tmp_path, classes=["no", "yes"])
+    assert set(by_index.batch("train", torch.arange(16))["label"].tolist()) == {0, 1}
+    assert "train labels (no 9, yes 7, by number)" in by_index.describe()
     write(tmp_path, [("a", "no"), ("b", "maybe")] * 10)
     with pytest.raises(DataError, match=r"unknown labels: 'maybe'; the classes are no"):
         own(tmp_path, classes=["no", "yes"])
@@ -202,11 +204,66 @@ def test_labels_by_name_or_by_number(tmp_path: Path) -> None:
         own(tmp_path)
 
 
+MIXED: dict[str, tuple[list[str], list[str]]] = {
+    "a name and an index": (["no", "1"], ["no", "yes"]),
+    "numbers that are names, and one that is none": (["0", "1", "2"], ["1", "2"]),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_labels_that_are_names_in_some_rows_and_indices_in_others_are_refused(
+    case: str, tmp_path: Path
+) -> None:
+    labels, classes = MIXED[case]
+    write(tmp_path, [("a", label) for label in labels] * 8)
+    with pytest.raises(DataError, match=r"some labels are names .* others their num"):
+        own(tmp_path, classes=classes)
+
+
+def test_a_mixture_is_refused_where_each_split_alone_would_do(tmp_path: Path) -> None:
+    write(tmp_path, [("a", "no"), ("b", "yes")] * 8)
+    write(tmp_path, [("a", "0"), ("b", "1")], "test")
+    with pytest.raises(DataError, match="some labels are names of classes"):
+        own(tmp_path, classes=["no", "yes"])
+
+
+@pytest.mark.parametrize("cell", ["", "-", "-1", "nan", "NaN", "null", "<NA>"])
+@pytest.mark.parametrize("kind", ["classes", "value"])
+def test_a_missing_label_is_refused_with_its_row_and_how_many_there_are(
+    cell: str, kind: str, tmp_path: Path
+) -> None:
+    rows = [("a", "0"), ("b", "1")] * 10
+    rows[3] = rows[7] = ("c", cell)
+    write(tmp_path, rows)
+    if (kind, cell) == ("value", "-1"):  # a number like others
+        assert own(tmp_path, kind=kind).num_samples("train") == 16
+        return
+    wanted = rf"train\.tsv: 2 of 20 rows have no label; the first is row 4, with '{cell}'"
+    with pytest.raises(DataError, match=wanted):
+        own(tmp_path, kind=kind)
+    with pytest.raises(DataError, match=wanted):  # whichever rows are drawn
+        own(tmp_path, kind=kind, max_train_samples=2)
+
+
+def test_minus_one_is_a_class_where_it_is_named(tmp_path: Path) -> None:
+    write(tmp_path, [("a", "-1"), ("b", "1")] * 10)
+    with pytest.raises(DataError, match=r"if '-1' is a class, name it .* in task\.classes"):
+        own(tmp_path)
+    assert "train labels (-1 9, 1 7)" in own(tmp_path, classes=["-1", "1"]).describe()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_classes_are_those_of_the_whole_training_file(seed: int, tmp_path: Path) -> None:
+    write(tmp_path, [("a", "no"), ("b", "yes")] * 10 + [("c", "rare")])
+    found = own(tmp_path, split_seed=seed, max_train_samples=4)
+    assert found.head == Head("classes", 3) and "rare" in found.describe()
+
+
 def test_hidden_test_labels_are_said(tmp_path: Path) -> None:
     write(tmp_path, [("a", "0"), ("b", "1")] * 10)
     write(tmp_path, [("a", "0"), ("b", "1")], "dev")
     write(tmp_path, [("a", "-1")] * 3, "test")
-    with pytest.raises(DataError, match=r"unknown labels: '-1'.*task.test_file=dev"):
+    with pytest.raises(DataError, match=r"3 of 3 rows have no label.*'-1'.*task.test_file=dev"):
         own(tmp_path)
     assert own(tmp_path, test_file="dev").num_samples("test") == 2
 
@@ -221,7 +278,7 @@ def test_values_are_learned_and_scored_as_they_stand(tmp_path: Path) -> None:
     said = {0: [500_000], 1: [2_000_000], 2: [1_000_000], 3: [3_500_000]}
     assert data.score("test", said).values == {"pearson": 78.072, "spearman": 80.0}
     write(tmp_path, [("t", "high")] * 4, "test")
-    with pytest.raises(DataError, match="a label is not a number"):
+    with pytest.raises(DataError, match=r"row 1: the label 'high' is not a number"):
         own(tmp_path, kind="value")
 
 

@@ -5,15 +5,30 @@ from __future__ import annotations
 import difflib
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from xcloud.base.errors import ConfigError
 
+MAX_QUOTED = 80  # characters of foreign data in a message
 _NO_INSTANCE = ("is_instance_of", "dataclass_type", "dataclass_exact_type")
 _LIMITS = ("gt", "ge", "le", "min_length", "max_length")
+
+
+def quoted(value: object) -> str:
+    """Return a value of foreign data for a message: its repr, cut to MAX_QUOTED characters."""
+    text = repr(value[: MAX_QUOTED + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names of foreign data for a message, "none" for none: each cut to MAX_QUOTED / 2
+    characters, all of them to three times MAX_QUOTED."""
+    texts, half, most = map(str, names), MAX_QUOTED // 2, 3 * MAX_QUOTED
+    text = ", ".join(text if len(text) <= half else f"{text[:half]}…" for text in texts)
+    return (text if len(text) <= most else f"{text[:most]}…") or "none"
 
 
 def worded(error: ValidationError, cls: type, path: str) -> Exception:

@@ -20,13 +20,22 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo import answers, inferences, reviews
-from xcloud.tasks.labels import CROSS_LINGUAL, ENTAILMENT, GLUE, KEYS, Benchmark, Labels
+from xcloud.tasks.labels import (
+    CROSS_LINGUAL,
+    ENTAILMENT,
+    GLUE,
+    KEYS,
+    Benchmark,
+    Labels,
+    check_are_there,
+)
 from xcloud.tasks.rows import (
     DEV_NAMES,
     Corpus,
     DemoSized,
     Form,
     OwnNames,
+    Rows,
     SplitTables,
     Table,
     Tables,
@@ -125,7 +134,13 @@ class Classification(TextTask):
         hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
-        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
+
+        def rows_of(table: Table) -> Rows:
+            rows = read(table, wanted, KEYS)
+            check_are_there(rows.texts.get("label", ()), self.known, table.where)
+            return rows
+
+        corpus = self.arrange(tables, rows_of, dev_as_test=True)
         if not self.names_columns:
             return corpus
         *texts, label = columns.values()
@@ -152,6 +167,7 @@ class ClassificationData(View[Classification]):
         self._label: Labels | None = None
         columns: dict[str, dict[Split, Any]] = {}
         tokenizers = {}
+        remarks: list[str] = []
         if fields & {"text", "types"}:
             tokenizers["text"] = tokenizer = public_tokenizer(task.tokenizer, task.cache_dir)
             for split, of in cells.items():
@@ -160,12 +176,15 @@ class ClassificationData(View[Classification]):
             columns["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
             columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
-            where = f"{task.describe()}, "
-            self._label = label = Labels.of(task.known, cells["train"]["label"], f"{where}train")
+            where = task.describe()
+            labels = {split: of["label"] for split, of in cells.items()}
+            whole = corpus.train_set.texts["label"]
+            self._label = label = Labels.of(task.known, labels, whole, where)
             self.head = label.head
-            columns["label"] = {s: label.parse(of["label"], where + s) for s, of in cells.items()}
-        names = ", ".join(task.known.classes or ())
-        remarks = [f"labels are those of {task.name}: {names}"] if names else []
+            columns["label"] = {s: label.parse(of, f"{where}, {s}") for s, of in labels.items()}
+            remarks += [
+                f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
+            ]
         super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:

@@ -14,57 +14,112 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.contracts.model import Head
+from xcloud.base.wording import listed, quoted
+from xcloud.contracts.model import Head, Split
 from xcloud.tasks.rows import OwnNames, Table
 from xcloud.tasks.scores import Kind
 
+# Cells, in lower case, that mark a missing label: SNLI has "-", GLUE's hidden labels are -1.
+MISSING = frozenset({"", "-", "-1", "nan", "null", "<na>"})
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MOST_CLASSES = 1000
 ASKED = ". Is task.label_column right?"
 
 
+def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
+    """Raise DataError if a label is missing. where: of these cells, in the order of the set."""
+    named = {*(known.classes or ()), *(["-1"] if known.kind == "value" else [])}
+    missing = [n for n, cell in enumerate(cells) if cell.lower() in MISSING and cell not in named]
+    if not missing:
+        return
+    cell = cells[missing[0]]
+    said = f"{where}: {len(missing):,} of {len(cells):,} rows have no label; the first is row "
+    said += f"{missing[0] + 1}, with {cell!r}. "
+    if len(missing) == len(cells) > 1:
+        said += "If this set's labels are hidden, test on the dev set (task.test_file=dev or "
+        raise DataError(f"{said}task.test=validation); else set task.label_column")
+    said += "Remove these rows, in every cloud's file"
+    if cell:
+        said += f"; if {cell!r} is a class, name it and the others in task.classes"
+    raise DataError(said)
+
+
 @dataclass(frozen=True)
 class Labels:
-    """Named classes, of which a cell holds the name or its index in `names`. names None: numbers,
-    such as similarities from 0 to 5, learned and scored unscaled."""
+    """What the cells of a corpus mean. names: of classes, in label order; None: numbers, such as
+    similarities from 0 to 5, learned and scored unscaled. numbers: the class of each cell."""
 
     names: tuple[str, ...] | None
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(known: Benchmark, cells: Sequence[str], where: str) -> Labels:
-        """Where the classes are not known: numbers 0..n-1 if all cells are numbers, else their
-        names in alphabetical order."""
-        if known.classes is not None or known.kind == "value":
-            return Labels(None if known.classes is None else tuple(known.classes))
-        names = sorted(set(cells))
-        if not 2 <= len(names) <= MOST_CLASSES:
-            said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}"
-            raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
-        most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
-        return Labels(tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names))
+    def of(
+        known: Benchmark,
+        cells: Mapping[Split, Sequence[str]],
+        train_set: Sequence[str],
+        where: str,
+    ) -> Labels:
+        """Return what all cells of a corpus mean: names of classes, or else indices of them.
+
+        train_set: the cells of the whole training set, which show the classes where they are not
+            known: numbers 0..n-1 if all cells are numbers, else their names in alphabetical order.
+        Raises DataError for an unknown label, and where some cells are names and others indices.
+        """
+        if known.kind == "value":
+            return Labels(None)
+        if known.classes is None:
+            names = _classes_of(train_set, f"{where}, train")
+        else:
+            names = tuple(known.classes)
+        by_name = {name: number for number, name in enumerate(names)}
+        by_index = {str(number): number for number in range(len(names))}
+        found = {split: set(of) for split, of in cells.items()}
+        for numbers in (by_name, by_index):
+            if all(of <= numbers.keys() for of in found.values()):
+                return Labels(names, numbers)
+        for split, of in found.items():
+            if unknown := sorted(of - by_name.keys() - by_index.keys()):
+                said = f"unknown labels: {_some(unknown)}; the classes are {listed(names)}"
+                if known.classes is None:
+                    said += ", as in the training set; task.classes may name more"
+                raise DataError(f"{where}, {split}: {said}{ASKED}")
+        either = set[str]().union(*found.values())
+        only_names, only_indices = (
+            sorted(either - by_index.keys()),
+            sorted(either - by_name.keys()),
+        )
+        said = f"some labels are names of classes ({_some(only_names)}), others their numbers "
+        said += f"({_some(only_indices)}); the classes are {listed(names)}. Write one of the two"
+        raise DataError(f"{where}: {said}, or set task.classes to the labels that there are")
 
     @property
     def head(self) -> Head:
         return Head("value", 1) if self.names is None else Head("classes", len(self.names))
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
-        """One number per cell. Raises DataError for an invalid label."""
-        if self.names is None:
+        """One number per cell. Raises DataError for a value that is none."""
+        if self.names is not None:
+            return torch.tensor([self.numbers[cell] for cell in cells], dtype=torch.int64)
+        values = []
+        for number, cell in enumerate(cells, start=1):
             try:
-                values = torch.tensor([float(cell) for cell in cells], dtype=torch.float32)
+                values.append(float(cell))
             except ValueError as error:
-                raise DataError(f"{where}: a label is not a number ({error}){ASKED}") from error
-            if not values.isfinite().all():
-                raise DataError(f"{where}: a label is not a finite number{ASKED}")
-            return values
-        known = {str(number): number for number in range(len(self.names))}
-        known |= {name: number for number, name in enumerate(self.names)}
-        if unknown := set(cells) - known.keys():
-            hidden = "; -1 hides a label: test on the dev set (task.test_file=dev or "
-            hidden = f"{hidden}task.test=validation)" if unknown == {"-1"} else ASKED
-            said = f"{_some(sorted(unknown))}; the classes are {', '.join(self.names[:20])}"
-            raise DataError(f"{where}: unknown labels: {said}{hidden}")
-        return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
+                said = f"row {number}: the label {quoted(cell)} is not a number{ASKED}"
+                raise DataError(f"{where}, {said}") from error
+        found = torch.tensor(values, dtype=torch.float32)
+        if not found.isfinite().all():
+            raise DataError(f"{where}: a label is not a finite number{ASKED}")
+        return found
+
+    def describe(self, labels: Tensor) -> str:
+        """Return how often each class occurs, or between which values labels lie."""
+        if self.names is None:
+            low, high = torch.aminmax(labels)
+            return f"values {float(low):.3g} to {float(high):.3g}"
+        counts = torch.bincount(labels, minlength=len(self.names)).tolist()
+        text = listed(f"{n} {count:,}" for n, count in zip(self.names, counts, strict=True))
+        return text if self.numbers.keys() == {*self.names} else f"{text}, by number"
 
     def read(self, prediction: Sequence[int]) -> float:
         """Convert a stage's prediction to a label value."""
@@ -76,8 +131,17 @@ class Labels:
         return self.names[int(label)] if 0 <= label < len(self.names) else f"{label} (no class)"
 
 
+def _classes_of(cells: Sequence[str], where: str) -> tuple[str, ...]:
+    names = sorted(set(cells))
+    if not 2 <= len(names) <= MOST_CLASSES:
+        said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MOST_CLASSES}"
+        raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
+    most = max(map(int, names)) if all(map(str.isdecimal, names)) else MOST_CLASSES
+    return tuple(map(str, range(most + 1)) if most < MOST_CLASSES else names)
+
+
 def _some(cells: Sequence[str]) -> str:
-    return ", ".join(map(repr, cells[:5])) + (", …" if len(cells) > 5 else "")
+    return listed(map(quoted, cells[:5])) + (", …" if len(cells) > 5 else "")
 
 
 @dataclass(frozen=True)
@@ -100,7 +164,7 @@ class Benchmark:
         """first, perhaps second, and label -> column of a training set, those given or with usual
         names."""
         there = table.columns()
-        described = f"{table.where} has the columns {', '.join(there) or 'none'}"
+        described = f"{table.where} has the columns {listed(there)}"
         usual = (*PAIRS, *((name,) for name in SINGLES))
         if not texts:
             fitting = (t for t in usual if set(t) <= set(there) and len(t) in self.num_texts)

@@ -27,6 +27,7 @@ import torch
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
+from xcloud.base.wording import quoted
 from xcloud.contracts.model import SPLITS, Answers, Head, Scores, Split
 from xcloud.demo import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
@@ -48,10 +49,10 @@ def rows_of(table: Table) -> Rows:
         for number, context, question, answers in _asked(table):
             where = f"{table.where}, paragraph {number}"
             if not isinstance(context, str) or not isinstance(question, str):
-                raise TypeError(f"the question {question!r} or its context is no text")
+                raise TypeError(f"the question {quoted(question)} or its context is no text")
             if not answers:
                 said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
-                raise DataError(f"{where}: the question {question!r} {said}")
+                raise DataError(f"{where}: the question {quoted(question)} {said}")
             row = (where, context, question, [_place(context, one, where) for one in answers])
             for column, cell in zip(texts.values(), row, strict=True):
                 column.append(cell)
@@ -59,7 +60,7 @@ def rows_of(table: Table) -> Rows:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         said = 'expected {"context", "qas": [{"question", "answers"}]}, or the columns context, '
-        said += f"question, answers, but {error!r}"
+        said += f"question, answers, but {quoted(error)}"
         raise DataError(f"{table.where}: {said}") from error
     return Rows(len(texts["group"]), texts)
 
@@ -88,7 +89,9 @@ def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
         if start is None:
             return _place(context, text, where)
     if answer == "" or start < 0 or context[start : start + len(text)] != text:
-        raise DataError(f"{where}: the answer {answer!r} is not at that place in its context")
+        raise DataError(
+            f"{where}: the answer {quoted(answer)} is not at that place in its context"
+        )
     return text, start
 
 
@@ -120,7 +123,7 @@ class Windows:
         for number, context in enumerate(asked.texts["context"]):
             ids, _ = encoded[context]
             if not ids:
-                raise DataError(f"a paragraph has no words: {context!r}")
+                raise DataError(f"a paragraph has no words: {quoted(context)}")
             head = questions[number][:max_question]
             fits = room - len(head)
             for start in window_starts(len(ids), fits, stride):

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import SPLITS, Split
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
@@ -33,10 +34,12 @@ OwnNames = Mapping[Split, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Rows:
-    """Some columns of a split; only visible ones are included."""
+    """Some columns of a split; only visible ones are included. num_empty: rows that were left out
+    of the set because they hold no text."""
 
     num_rows: int
     texts: Mapping[str, Sequence[Any]]
+    num_empty: int = 0
 
     def take(self, numbers: Sequence[int]) -> Rows:
         texts = {name: [column[i] for i in numbers] for name, column in self.texts.items()}
@@ -47,7 +50,10 @@ class Rows:
         parts = list(parts)
         names = parts[0].texts if parts else ()
         texts = {name: [text for part in parts for text in part.texts[name]] for name in names}
-        return Rows(sum(part.num_rows for part in parts), texts)
+        num_rows, num_empty = (
+            sum(numbers) for numbers in ([p.num_rows for p in parts], [p.num_empty for p in parts])
+        )
+        return Rows(num_rows, texts, num_empty)
 
 
 def digest_of(cells: Iterable[Any]) -> str:
@@ -65,12 +71,14 @@ def digest_of(cells: Iterable[Any]) -> str:
 class Corpus:
     """A task's rows as one rank sees them. remarks: how the splits were made, for the user.
     agreed: what must be equal in all clouds besides row counts; contains no private text.
-    further: texts that belong to no row, by column."""
+    further: texts that belong to no row, by column. train_set: all rows of the training set,
+    before some were held out of it or a sample was drawn."""
 
     splits: Mapping[Split, Rows]
     remarks: Sequence[str] = ()
     agreed: Mapping[str, object] = field(default_factory=dict)
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    train_set: Rows = Rows(0, {})
 
     @property
     def counts(self) -> dict[Split, int]:
@@ -103,6 +111,9 @@ class Table(Protocol):
     def columns(self) -> list[str]:
         """Column names. May read a file's first line."""
 
+    def check(self) -> None:
+        """Raise DataError if its form is not what its name says. Reads its beginning only."""
+
     def rows(self, columns: Sequence[str], keys: str) -> Iterable[tuple[Any, ...]]:
         """The cells of these columns, mostly texts; with no columns, an empty tuple for each row.
         keys: settings that choose columns, for messages."""
@@ -118,20 +129,25 @@ def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
     there = table.columns()
     if odd := sorted(column for column in {*wanted} if there.count(column) != 1):
         said = "two columns" if odd[0] in there else "no column"
-        said += f" {', '.join(odd)}; it has {', '.join(there)}"
+        said += f" {', '.join(odd)}; it has {listed(there)}"
         raise DataError(f"{table.where}: {said}. Choose with {keys}")
 
 
 def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
-    """wanted: new name -> column. Cells become texts without outer spaces, null an empty one."""
+    """Return these columns as texts without outer spaces; null and NaN become empty ones.
+
+    wanted: new name -> column.
+    """
     columns: list[list[str]] = [[] for _ in wanted]
     num_rows = 0
     for row in table.rows([*wanted.values()], keys):
         num_rows += 1
         for column, cell in zip(columns, row, strict=True):
             if isinstance(cell, list | dict):
-                raise DataError(f"{table.where}, row {num_rows}: {cell!r} is no text; see {keys}")
-            column.append("" if cell is None else str(cell).strip())
+                said = f"{quoted(cell)} is no text; see {keys}"
+                raise DataError(f"{table.where}, row {num_rows}: {said}")
+            is_missing = cell is None or cell != cell  # NaN differs from itself
+            column.append("" if is_missing else str(cell).strip())
     return Rows(num_rows, dict(zip(wanted, columns, strict=True)))
 
 
@@ -218,10 +234,15 @@ class Source(ABC):
         """Whether a set of this name usually is the split."""
         return name in (DEV_NAMES if split == "dev" else (split,))
 
-    def choose(self, there: Sequence[Table], key: str, expected: str) -> Tables:
+    def choose(
+        self, there: Sequence[Table], key: str, expected: str, unread: Sequence[str] = ()
+    ) -> Tables:
         """The sets of each split: those that the settings `key` request, all of the corpus's own
-        names, or the one with a usual name. dev and test may have none."""
-        listed = ", ".join(map(name_of, there)) or "none"
+        names, or the one with a usual name. dev and test may have none. unread: files that hold
+        data in a form that is not read, for messages."""
+        found = listed(map(name_of, there))
+        if unread:
+            found += f"; of forms that are not read: {listed(unread)}"
         chosen: dict[Split, list[Table]] = {}
         for split in SPLITS:
             setting, own = key.format(split), self.own_names.get(split, {})
@@ -231,7 +252,7 @@ class Source(ABC):
             for pattern in [asked] if isinstance(asked, str) else asked:
                 matching = [one for one in there if any(fnmatch(n, pattern) for n in one.names)]
                 if not matching:
-                    said = f"nothing for {setting}={pattern}; found: {listed}"
+                    said = f"nothing for {setting}={pattern}; found: {found}"
                     raise DataError(f"{self.where}: {said}")
                 held = chosen.setdefault(split, [])
                 held += [one for one in matching if one not in held]
@@ -242,12 +263,15 @@ class Source(ABC):
         for split in (split for split in SPLITS if split not in chosen):
             usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split)]
             if len(usual) > 1:
-                found = f"several for {split}: {', '.join(map(name_of, usual))}"
-                raise DataError(f"{self.where}: {found}; choose with {key.format(split)}=NAME")
+                said = f"several for {split}: {listed(map(name_of, usual))}"
+                raise DataError(f"{self.where}: {said}; choose with {key.format(split)}=NAME")
             if usual:
                 chosen[split] = usual
+            elif split != "train" and (other := [n for n in unread if self._may_be(n, split)]):
+                said = f"{other[0]} is of a form that is not read, and there is no other {split}"
+                raise DataError(f"{self.where}: {said} set; write {expected}, or move it away")
         if "train" not in chosen:
-            said = f"no training set; expected {expected}; found: {listed}"
+            said = f"no training set; expected {expected}; found: {found}"
             raise DataError(f"{self.where}: {said}. Choose with {key.format('train')}=NAME")
         tables: Tables = {}
         for split, sets in chosen.items():
@@ -257,6 +281,9 @@ class Source(ABC):
                 parts.setdefault(part, []).append(one)
             tables[split] = {"": sets} if "" in parts else parts  # only if every set has a part
         return tables
+
+    def _may_be(self, file: str, split: Split) -> bool:
+        return self.is_usual(file.partition(".")[0], split)
 
     def arrange(
         self, tables: SplitTables, rows_of: Callable[[Table], Rows], dev_as_test: bool = False
@@ -276,6 +303,9 @@ class Source(ABC):
             if empty := [part for part, rows in parts.items() if not rows.num_rows]:
                 raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
         remarks, train = list(tables.remarks), splits["train"][""]
+        for split in (split for split in SPLITS if split in splits):
+            if num := sum(rows.num_empty for rows in splits[split].values()):
+                remarks.append(f"{split}: {num:,} empty texts left out")
         if dev_as_test and "test" not in splits and "dev" in splits:
             splits["test"] = splits.pop("dev")
             remarks.append("test: the dev set, as there is no labelled test set")
@@ -298,7 +328,7 @@ class Source(ABC):
         agreed, drawn = dict(tables.facts), {f.name: getattr(self, f.name) for f in fields(Source)}
         if any(drawn[one.name] != one.default for one in fields(Source)):
             agreed["sampling"] = drawn
-        return Corpus(result, remarks, agreed, tables.further)
+        return Corpus(result, remarks, agreed, tables.further, train)
 
     def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
         """Row numbers of train for each missing split and, last, for the remaining train."""
@@ -353,6 +383,9 @@ class Given:
 
     def columns(self) -> list[str]:
         return list(self.cells)
+
+    def check(self) -> None:
+        """Nothing to check: its cells were made here."""
 
     def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
         check_columns(self, columns, keys)

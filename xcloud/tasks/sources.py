@@ -18,12 +18,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
 from xcloud.base.errors import DataError
+from xcloud.base.placeholders import check_is_data, check_is_text
 from xcloud.base.settings import settings
+from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import Split
 from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.rows import (
@@ -38,11 +41,19 @@ from xcloud.tasks.rows import (
 )
 
 BATCH_ROWS = 1000
+MAX_WORDS = 300  # characters of another library's message
+# Endings of files that may hold data: what has one of them and is not read is said.
+DATA_ENDINGS = frozenset(
+    ("csv", "tsv", "json", "jsonl", "ndjson", "txt", "parquet", "arrow", "feather", "xlsx", "ods",
+     "zip", "tar", "bz2", "xz", "zst", "7z")
+)  # fmt: skip
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines without their ending, from plain or gzipped UTF-8. Only a line feed ends one: a U+2028
-    or a lone carriage return inside a text must not misalign the sides."""
+    """Yield lines without their ending, from plain or gzipped UTF-8. Only a line feed ends one: a
+    U+2028 or a lone carriage return inside a text must not misalign the sides. Raises DataError
+    for a file that is no text, or stands for one."""
+    check_is_text(path)
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
@@ -76,11 +87,20 @@ class TextFile:
     def where(self) -> str:
         return str(self.path)
 
+    def check(self) -> None:
+        for path in self.paths.values():
+            check_is_text(path)
+        if self.kind != "text":
+            self.columns()
+
     def columns(self) -> list[str]:
         if self.kind == "lines":
             return list(self.paths)
         if self.kind == "table":
             names = next(read_lines(self.path), "").split("\t")
+            if all(len(name) > 2 and name[0] == name[-1] == '"' for name in names):
+                said = "the names in its first line are in quotes, and a .tsv is read without"
+                raise DataError(f"{self.path}: {said}; write it without quoting, or as .jsonl")
         else:
             names = list(next((row for _, row in self._records()), {}))
         if not any(names):
@@ -95,7 +115,7 @@ class TextFile:
             check_columns(self, columns, keys)
         for where, row in self._records():
             if missing := [column for column in columns if row.get(column) is None]:
-                said = f"no text under {missing[0]!r}; its keys: {', '.join(row) or 'none'}"
+                said = f"no text under {missing[0]!r}; its keys: {listed(row)}"
                 raise DataError(f"{where}: {said}. Choose with {keys}")
             yield tuple([row[column] for column in columns])
 
@@ -117,21 +137,42 @@ class TextFile:
                 yield f"{self.path}, paragraph {number}", row
             return
         lines = enumerate(read_lines(self.path), start=1)
-        header = next(lines, (0, ""))[1].split("\t") if self.kind == "table" else []
+        if self.kind == "table":
+            yield from self._table_rows(lines)
+            return
         for where, line in ((f"{self.path}, line {number}", line) for number, line in lines):
-            if header:
-                cells = line.split("\t")
-                if len(cells) != len(header):
-                    said = f"{len(cells)} columns, but the header has {len(header)}"
-                    said += "; a text holds no tab or line break, not even in quotes"
-                    raise DataError(f"{where}: {said}")
-                yield where, dict(zip(header, cells, strict=True))
-            elif line.strip():
-                row = _parsed(line, f"{where}: not JSON", "expected one object per line")
-                row = row.get("translation", row) if isinstance(row, dict) else row
-                if not isinstance(row, dict):
-                    raise DataError(f"{where}: {row!r} is no object; expected one per line")
-                yield where, row
+            if not line.strip():
+                continue
+            if line.lstrip().startswith("["):
+                said = "a JSON array is no object; expected one per line: jq -c '.[]' OLD > NEW"
+                raise DataError(f"{where}: {said}")
+            row = _parsed(line, f"{where}: not JSON", "expected one object per line")
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: {quoted(row)} is no object; expected one per line")
+            inside = row.get("translation")
+            yield where, inside if isinstance(inside, dict) else row
+
+    def _table_rows(
+        self, lines: Iterator[tuple[int, str]]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the rows below the header. Empty lines at the end are passed over where there are
+        several columns; of a single column each is an empty cell."""
+        header = next(lines, (0, ""))[1].split("\t")
+        empty: int | None = None  # the first of the empty lines before this one
+        for number, line in lines:
+            if not line and len(header) > 1:
+                empty = empty or number
+                continue
+            if empty is not None:
+                raise DataError(f"{self.path}, line {empty}: empty, and rows follow; remove it")
+            where, cells = f"{self.path}, line {number}", line.split("\t")
+            if len(cells) != len(header):
+                said = f"{len(cells)} columns, but the header has {len(header)}"
+                said += "; a text holds no tab or line break, not even in quotes"
+                if "\r" in line:
+                    said += "; some lines end with a carriage return only"
+                raise DataError(f"{where}: {said}")
+            yield where, dict(zip(header, cells, strict=True))
 
 
 def _parsed(text: str, what: str, expected: str) -> Any:
@@ -152,7 +193,7 @@ def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
     try:
         return [row for article in whole["data"] for row in article["paragraphs"]]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{what} ({error!r}); {expected}") from error
+        raise DataError(f"{what} ({quoted(error)}); {expected}") from error
 
 
 @settings("task", kw_only=True)
@@ -184,7 +225,8 @@ class Folder(InFolder):
 
     def find(self) -> SplitTables:
         files = list_files(Path(self.where), self.form)
-        tables = self.choose(files, "task.{}_file", self.form.expected)
+        unread = unread_files(Path(self.where), self.form)
+        tables = self.choose(files, "task.{}_file", self.form.expected, unread)
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.test_file"
         return SplitTables(tables, {"files": names}, test_key=key)
@@ -224,6 +266,16 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
     return tables + [TextFile(name, "lines", paths) for name, paths in pairs.items()]
 
 
+def unread_files(folder: Path, form: Form) -> list[str]:
+    """Return names of files in the folder that hold data by their ending, but in another form."""
+    names = []
+    for path in sorted(folder.iterdir()):
+        ending = path.name.removesuffix(".gz").rpartition(".")[2]
+        if path.is_file() and ending in DATA_ENDINGS - form.endings.keys():
+            names.append(path.name)
+    return names
+
+
 @dataclass(frozen=True)
 class HubTable:
     """A Table: one split of a data set, map-style or streaming."""
@@ -236,20 +288,33 @@ class HubTable:
     def _names(self) -> list[str]:
         return list(self.dataset.column_names or next(iter(self.dataset), {}))
 
-    def columns(self) -> list[str]:
+    @cached_property
+    def _inside(self) -> list[str] | None:
+        """The languages in a column "translation" that holds objects; None where none does."""
         if "translation" not in self._names:
-            return self._names
-        return list(next(iter(self.dataset), {"translation": {}})["translation"])
+            return None
+        first = next(iter(self.dataset), {"translation": None})["translation"]
+        return list(first) if isinstance(first, dict) else None
+
+    def columns(self) -> list[str]:
+        with _reading(self.where):
+            return self._names if self._inside is None else self._inside
+
+    def check(self) -> None:
+        """Nothing to check: `datasets` reads its form."""
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
         """See Table. Loads only these columns; a rank that sees none counts the rows of any."""
         with _reading(self.where):
             check_columns(self, columns, keys)
-            nested = "translation" in self._names
+            nested = self._inside is not None
             kept = ["translation"] if nested else list(dict.fromkeys(columns)) or self._names[:1]
             for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
                 found = batch[kept[0]]
-                cells = {c: [row.get(c) for row in found] for c in columns} if nested else batch
+                if nested:
+                    cells = {c: [row and row.get(c) for row in found] for c in columns}
+                else:
+                    cells = batch
                 rows = zip(*(cells[c] for c in columns), strict=True)
                 yield from rows if columns else [()] * len(found)
 
@@ -276,7 +341,10 @@ class OnHub(Source):
 
     def check_source(self) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""
-        if local_folder(self.where) is None and not go_offline_if_unreachable():
+        folder = local_folder(self.where)
+        if folder is not None:
+            check_data_files(folder)
+        elif not go_offline_if_unreachable():
             load_hub(self.where, self.data_set, revision=self.revision)
 
 
@@ -308,6 +376,14 @@ class Hub(OnHub):
         return SplitTables(self.choose(there, "task.{}", "a split train"), facts, test_key=key)
 
 
+def check_data_files(folder: Path) -> None:
+    """Raise DataError if a file of data below a folder is a placeholder for it."""
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+        ending = path.name.removesuffix(".gz").rpartition(".")[2]
+        if path.is_file() and ending in DATA_ENDINGS:
+            check_is_data(path)
+
+
 def local_folder(name: str) -> Path | None:
     """None for a name on the hub."""
     folder = Path(name).expanduser()
@@ -335,7 +411,7 @@ def _reading(name: str, reached: bool = True) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:MAX_WORDS]
         if not reached:
             said = "the hub cannot be reached and no copy is in the cache; load it once with "
             said += "network access, or give a folder of parquet or jsonl files"

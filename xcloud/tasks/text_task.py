@@ -18,7 +18,7 @@ import json
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -78,6 +78,8 @@ class SourceTask(Source):
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         if (tables := self.check_source()) is not None:
+            for table in chain.from_iterable(chain(*of.values()) for of in tables.tables.values()):
+                table.check()
             self.check_tables(tables)
 
     def check_tables(self, tables: SplitTables) -> None:

@@ -1,0 +1,241 @@
+"""Files of other forms, and what stands in place of data: refused by name before anything starts,
+in one line that repeats little of what they hold."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.small_tokenizer import SmallTokenizer
+from xcloud.base.errors import DataError
+from xcloud.base.placeholders import check_is_json, check_is_safetensors, check_is_text
+from xcloud.tasks.classification import FolderClassification, HubClassification
+from xcloud.tasks.language_modelling import FolderLanguageModelling
+from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.text_task import SourceTask
+from xcloud.tasks.translation import FolderTranslation, HubTranslation
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0c\nsize 1012\n"
+ROWS = [f"a film number {i}\t{i % 2}" for i in range(40)]
+TABLE = "\n".join(["text\tlabel", *ROWS])
+OBJECTS = [{"text": text, "label": label} for text, label in (row.split("\t") for row in ROWS)]
+SHARES = {"dev_share": 4, "test_share": 4}
+
+
+def labelled(folder: Path) -> FolderClassification:
+    return FolderClassification(path=str(folder), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+
+
+REFUSED: dict[str, tuple[str, bytes, str]] = {
+    "a pointer": ("train.tsv", POINTER, r"is a Git LFS pointer.*git lfs pull"),
+    "a packed pointer": ("train.tsv.gz", POINTER, r"is a Git LFS pointer.*git lfs pull"),
+    "a pointer of git-annex": ("train.tsv", b"/annex/objects/MD5E-s1--0", "git-annex pointer"),
+    "a page": ("train.jsonl", b"\n<!DOCTYPE html>\n<html>", "is a web page.*download it again"),
+    "a packed page": ("train.jsonl.gz", gzip.compress(b"<html>"), "is a web page"),
+    "a bucket's error": ("train.tsv", b"<?xml version='1'?>\n<Error><Code>", "server's error"),
+    "the hub's answer": ("train.tsv", b"Entry not found", "the hub's answer"),
+    "nothing": ("train.tsv", b"", "is empty"),
+    "nothing, packed": ("train.tsv.gz", gzip.compress(b""), "is empty once it is unpacked"),
+    "half a gzip": ("train.tsv.gz", gzip.compress(TABLE.encode())[:40], "cut off or damaged"),
+    "not packed": ("train.tsv.gz", TABLE.encode(), "no gzip, as its name says"),
+    "packed without saying": ("train.tsv", gzip.compress(b"text\tlabel"), "ends in .gz"),
+    "UTF-16": ("train.tsv", TABLE.encode("utf-16"), "UTF-16 text.*iconv"),
+    "a zip archive": ("train.tsv", b"PK\x03\x04" + bytes(30), "a zip archive; unpack it"),
+    "parquet": ("train.jsonl", b"PAR1" + bytes(30), "a parquet file"),
+    "an array": ("train.json", json.dumps(OBJECTS).encode(), "a JSON array is no object.*jq"),
+    "an array in lines": ("train.json", json.dumps(OBJECTS, indent=1).encode(), "a JSON array"),
+    "one indented object": ("train.jsonl", json.dumps(OBJECTS[0], indent=1).encode(), "not JSON"),
+    "only CR": ("train.tsv", TABLE.replace("\n", "\r").encode(), "carriage return only"),
+    "only CR, JSON": ("train.jsonl", b'{"text": "a", "label": 0}\r' * 30, "carriage return only"),
+    "quoted names": ("train.tsv", b'"text"\t"label"\n"a"\t"0"\n', "in quotes"),
+    "csv": ("train.csv", TABLE.replace("\t", ",").encode(), r"not read: train\.csv"),
+    "parquet by name": ("train.parquet", b"PAR1", r"not read: train\.parquet"),
+    "bzip2 by name": ("train.tsv.bz2", b"BZh9", r"not read: train\.tsv\.bz2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_data_is_refused_by_name_before_anything_starts(
+    case: str, tmp_path: Path
+) -> None:
+    name, content, message = REFUSED[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
+        labelled(tmp_path).check()
+    said = str(raised.value)
+    assert name in said and "\n" not in said and len(said) < 300 + len(str(tmp_path))
+
+
+READ: dict[str, tuple[str, bytes]] = {
+    "plain": ("train.tsv", TABLE.encode()),
+    "a mark of byte order": ("train.tsv", TABLE.encode("utf-8-sig")),
+    "lines as on Windows": ("train.tsv", TABLE.replace("\n", "\r\n").encode()),
+    "lines of both kinds": ("train.tsv", TABLE.replace("\n", "\r\n", 7).encode()),
+    "empty lines at the end": ("train.tsv", TABLE.encode() + b"\n\n\n"),
+    "empty lines as on Windows": ("train.tsv", TABLE.encode() + b"\r\n\r\n"),
+    "packed": ("train.tsv.gz", gzip.compress(TABLE.encode())),
+    "objects": ("train.jsonl", "\n".join(map(json.dumps, OBJECTS)).encode()),
+    "objects, a mark of byte order": (
+        "train.jsonl", "\n\n".join(map(json.dumps, OBJECTS)).encode("utf-8-sig"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READ)
+def test_every_form_of_a_file_gives_the_same_rows(case: str, tmp_path: Path) -> None:
+    name, content = READ[case]
+    (tmp_path / name).write_bytes(content)
+    task = labelled(tmp_path)
+    task.check()
+    rows = task.read(frozenset({"text", "label"})).train_set
+    assert [*zip(rows.texts["first"], rows.texts["label"], strict=True)] == [
+        tuple(row.split("\t")) for row in ROWS
+    ]
+
+
+def test_a_test_set_of_a_form_that_is_not_read_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text(TABLE)
+    (tmp_path / "test.csv").write_text("text,label\n")
+    with pytest.raises(DataError, match=r"test\.csv is of a form that is not read"):
+        labelled(tmp_path).check()
+
+
+def test_a_line_pair_of_pointers_is_refused_on_either_side(tmp_path: Path) -> None:
+    for name in ("train.es", "train.en"):
+        (tmp_path / name).write_text("".join(f"{i}\n" for i in range(30)))
+    task = FolderTranslation(path=str(tmp_path), dev_share=2, test_share=2)
+    task.check()
+    (tmp_path / "train.en").write_bytes(POINTER)
+    with pytest.raises(DataError, match=r"train\.en is a Git LFS pointer"):
+        task.check()
+
+
+@pytest.mark.parametrize("source", [FolderTranslation, HubTranslation])
+def test_a_column_called_translation_may_hold_texts(
+    source: Callable[..., FolderTranslation], tmp_path: Path
+) -> None:
+    rows = [{"source": f"uno {i}", "translation": f"one {i}"} for i in range(30)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = source(
+        path=str(tmp_path), source_column="source", target_column="translation", dev_share=2,
+        test_share=2,
+    )  # fmt: skip
+    task.check()
+    found = task.read(frozenset({"source", "target"})).train_set
+    assert found.texts["target"] == [f"one {i}" for i in range(30)]
+
+
+@pytest.mark.parametrize("cell", [None, float("nan"), -1, "", "-"])
+def test_a_missing_label_in_a_data_set_of_the_hub_is_refused(cell: object, tmp_path: Path) -> None:
+    good = [{"text": f"film {i}", "label": str(i % 2)} for i in range(20)]
+    bad = {"text": "film", "label": cell if isinstance(cell, str | None) else str(cell)}
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, [*good, bad])))
+    task = HubClassification(
+        path=str(tmp_path), name="classification", tokenizer=SmallTokenizer(), **SHARES  # type: ignore[arg-type]
+    )  # fmt: skip
+    with pytest.raises(DataError, match="1 of 21 rows have no label; the first is row 21"):
+        task.read(frozenset({"label"}))
+
+
+def test_a_pointer_among_files_of_the_hubs_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-00000.parquet").write_bytes(POINTER)
+    with pytest.raises(DataError, match=r"train-00000\.parquet is a Git LFS pointer"):
+        HubTranslation(path=str(tmp_path)).check()
+
+
+LONG = "lorem ipsum " * 10_000
+
+
+def quoting(folder: Path, name: str, content: object) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / name).write_text(text + "\n")
+
+
+def asked(folder: Path) -> FolderQuestionAnswering:
+    return FolderQuestionAnswering(path=str(folder), tokenizer=SmallTokenizer(), **SHARES)  # type: ignore[arg-type]
+
+
+def spoken(folder: Path) -> FolderLanguageModelling:
+    return FolderLanguageModelling(path=str(folder), **SHARES)  # type: ignore[arg-type]
+
+
+def translated(folder: Path) -> FolderTranslation:
+    return FolderTranslation(path=str(folder), **SHARES)  # type: ignore[arg-type]
+
+
+QUOTING: dict[str, tuple[Callable[[Path], SourceTask], str, object]] = {
+    "a string for an object": (translated, "train.jsonl", LONG.join('""')),
+    "a list for a text": (translated, "train.jsonl", {"es": [LONG], "en": "a"}),
+    "long keys": (translated, "train.jsonl", {LONG: "a", "en": "a"}),
+    "many keys": (translated, "train.jsonl", {f"key {i}": "a" for i in range(9_999)}),
+    "a long header": (translated, "train.tsv", LONG),
+    "many columns": (translated, "train.tsv", "\t".join(f"c{i}" for i in range(9_999))),
+    "columns of texts": (labelled, "train.tsv", f"{LONG}\t{LONG}"),
+    "labels": (labelled, "train.tsv", f"text\tlabel\na\t{LONG}\nb\t{LONG[1:]}\nc\t1"),
+    "one label": (labelled, "train.tsv", "text\tlabel\n" + f"a\t{LONG}\n" * 30),
+    "a question": (asked, "train.jsonl",
+                   {"context": "a", "qas": [{"question": LONG, "answers": []}]}),
+    "a question of no text": (asked, "train.jsonl",
+                              {"context": "a", "qas": [{"question": [LONG], "answers": ["a"]}]}),
+    "an answer": (asked, "train.jsonl",
+                  {"context": "a", "qas": [{"question": "a", "answers": [LONG]}]}),
+    "an answer's place": (asked, "train.jsonl",
+                          {"context": "a", "qas": [{"question": "a", "answers": [{LONG: 1}]}]}),
+    "a paragraph of no words": (asked, "train.jsonl",
+                                {"context": " " * 99_999,
+                                 "qas": [{"question": "a", "answers": [" "]}]}),
+    "an article": (asked, "train.json", {"data": [{LONG: 1}]}),
+    "no chat": (spoken, "train.jsonl", {"messages": [{"role": LONG, "content": 1}]}),
+    "no document": (spoken, "train.jsonl", {LONG: LONG}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUOTING)
+def test_no_message_repeats_more_than_some_words_of_the_data(case: str, tmp_path: Path) -> None:
+    make, name, content = QUOTING[case]
+    quoting(tmp_path, name, content)
+    task = make(tmp_path)
+    with pytest.raises(DataError) as raised:
+        task.check()
+        task.load(frozenset(task.fields), 1)
+    said = str(raised.value).replace(str(tmp_path), "")
+    assert len(said) < 600 and said.count("lorem") < 30 and "\n" not in said
+
+
+def test_weights_that_are_cut_off_or_a_placeholder_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, path)
+    whole = path.read_bytes()
+    check_is_safetensors(path)
+    for content, message in {
+        whole[:-1]: "is cut off: it has .* bytes",
+        whole[:20]: "is no safetensors file, or its beginning is damaged",
+        POINTER: "is a Git LFS pointer",
+        b"": "is empty",
+        b"<html>no</html>": "is a web page",
+        whole[:8] + b"{]" + whole[10:]: "the header of its tensors is damaged",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + message):
+            check_is_safetensors(path)
+
+
+def test_settings_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"model": {"vocab": {"a": 0')
+    with pytest.raises(DataError, match=r"tokenizer\.json is not whole JSON"):
+        check_is_json(path)
+
+
+def test_a_long_page_may_be_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text("<html> is how a page begins.\n" * 50_000)
+    check_is_text(path)

@@ -1,0 +1,121 @@
+"""Files that hold something else than their names promise: what a clone without its large files,
+or a failed download, leaves in place of data. Reads the beginning of a file, never all of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+
+from xcloud.base.errors import DataError
+
+HEAD = 1 << 16  # bytes that are looked at
+AGAIN = "download it again"
+# How a file begins that is no data, how long such a file may be, what it is then, what to do.
+PLACEHOLDERS: tuple[tuple[bytes, int, str, str], ...] = (
+    (b"version https://git-lfs", 2_000, "a Git LFS pointer, not the file itself",
+     "run `git lfs pull` in its clone"),
+    (b"/annex/objects/", 2_000, "a git-annex pointer, not the file itself",
+     "run `git annex get` on it"),
+    (b"<!doctype html", 1_000_000, "a web page, as a failed download leaves it", AGAIN),
+    (b"<html", 1_000_000, "a web page, as a failed download leaves it", AGAIN),
+    (b"entry not found", 200, "the hub's answer for a file that it lacks", AGAIN),
+    (b"repository not found", 200, "the hub's answer for a repository that it lacks", AGAIN),
+    (b"invalid username or password", 200, "the hub's refusal of a download", AGAIN),
+    (b"access denied", 200, "a server's refusal of a download", AGAIN),
+)  # fmt: skip
+# How a file begins that is data, but no UTF-8 text.
+NO_TEXT: tuple[tuple[bytes, str, str], ...] = (
+    (b"\xff\xfe", "UTF-16 text", "write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "write it as UTF-8: iconv -f UTF-16 -t UTF-8"),
+    (b"\x1f\x8b", "packed by gzip", "give it a name that ends in .gz"),
+    (b"PK\x03\x04", "a zip archive", "unpack it"),
+    (b"BZh", "packed by bzip2", "unpack it"),
+    (b"\xfd7zXZ\x00", "packed by xz", "unpack it"),
+    (b"\x28\xb5\x2f\xfd", "packed by zstd", "unpack it"),
+    (b"PAR1", "a parquet file", "read its folder with the hub's profile, or write it as .jsonl"),
+)
+
+
+def check_is_data(path: Path) -> bytes:
+    """Return the first bytes of a file. Raises DataError if it is empty, or stands for a file that
+    is not here."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if not head:
+        raise DataError(f"{path} is empty (0 bytes); {AGAIN}, or remove it")
+    _check_is_no_placeholder(path, head)
+    start = head.lstrip()[:500]
+    if start.startswith(b"<?xml") and b"<Error>" in start:
+        raise DataError(f"{path} is a server's error message, not the file itself; {AGAIN}")
+    return head
+
+
+def check_is_text(path: Path) -> None:
+    """Raise DataError if a file is no UTF-8 text with line feeds, gzipped where its name ends in
+    .gz."""
+    head = check_is_data(path)
+    if path.suffix == ".gz":
+        if not head.startswith(b"\x1f\x8b"):
+            raise DataError(f"{path} cannot be read: no gzip, as its name says; rename or pack it")
+        try:
+            with gzip.open(path, "rb") as file:
+                head = file.read(HEAD)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path} cannot be read: cut off or damaged ({error}); {AGAIN}"
+            ) from error
+        if not head:
+            raise DataError(f"{path} is empty once it is unpacked; {AGAIN}, or remove it")
+        _check_is_no_placeholder(path, head)
+    for start, what, remedy in NO_TEXT:
+        if head.startswith(start):
+            raise DataError(f"{path} is {what}; {remedy}")
+    if b"\n" not in head and b"\r" in head.rstrip(b"\r"):
+        raise DataError(
+            f"{path}: its lines end with a carriage return only, as on old Macs; write line feeds:"
+            " tr '\\r' '\\n' < OLD > NEW"
+        )
+
+
+def check_is_json(path: Path) -> None:
+    """Raise DataError if a file of settings, such as a tokenizer's, is a placeholder or cut
+    off."""
+    check_is_data(path)
+    try:
+        json.loads(path.read_bytes())
+    except ValueError as error:
+        said = str(error)[:200]
+        raise DataError(f"{path} is not whole JSON ({said}): cut off? {AGAIN}") from error
+
+
+def check_is_safetensors(path: Path) -> None:
+    """Raise DataError if a file of weights is a placeholder, or shorter than its header says."""
+    head = check_is_data(path)
+    num_bytes = path.stat().st_size
+    length = int.from_bytes(head[:8], "little")
+    if not 2 <= length <= num_bytes - 8 or head[8:9] != b"{":
+        raise DataError(f"{path} is no safetensors file, or its beginning is damaged; {AGAIN}")
+    with open(path, "rb") as file:
+        file.seek(8)
+        text = file.read(length)
+    try:
+        tensors = {name: of for name, of in json.loads(text).items() if name != "__metadata__"}
+        wanted = 8 + length + max((of["data_offsets"][1] for of in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: the header of its tensors is damaged; {AGAIN}") from error
+    if num_bytes < wanted:
+        said = f"{num_bytes:,} of {wanted:,} bytes"
+        raise DataError(f"{path} is cut off: it has {said}; {AGAIN}")
+
+
+def _check_is_no_placeholder(path: Path, head: bytes) -> None:
+    begins, num_bytes = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower(), path.stat().st_size
+    for start, longest, what, remedy in PLACEHOLDERS:
+        if begins.startswith(start) and num_bytes <= longest:
+            raise DataError(f"{path} is {what}; {remedy}")
