@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,8 +16,11 @@ from tests.configs import composed
 from tests.runs import in_threads, losses, weights
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
+from xcloud.record.tracking import Recording
 from xcloud.use import Choice, Generator
+from xcloud.watch.monitor import Monitor
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
@@ -147,6 +151,56 @@ def test_an_owner_of_text_and_labels_trains_over_another_cloud(
     assert summary["status"] == "finished"
     assert 0 <= summary["token_recovery"] <= 1, "rows that cross are matched with their tokens"
     assert summary["wan_bytes_per_step"]["backward"] > 0
+
+
+MARK = "xylophone"
+OWN_TEXTS = {
+    "_target_": "xcloud.tasks.language_modelling.FolderLanguageModelling",
+    "tokenizer": {"_target_": "xcloud.tasks.tokenizer.TrainedTokenizer", "vocab_size": 400},
+    "max_length": 64,
+    "dev_share": 8,
+    "test_share": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("whose", "holders", "wanted"),
+    [
+        ("public", {}, {"samples.txt", "scores.jsonl"}),
+        ("held", {"text": ["cloud_a"], "label": ["cloud_b"]}, {"scores.jsonl"}),
+        ("own", {}, set()),
+    ],
+)
+def test_no_file_that_goes_to_the_tracker_has_a_text_that_may_not(
+    whose: str,
+    holders: dict[str, list[str]],
+    wanted: set[str],
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("transformers.models.llama.modeling_llama", "peft.tuners.lora"):
+        importlib.import_module(module)  # two threads at once may wait for each other
+    (run_dir := tmp_path / "run").mkdir()
+    config = config_of(cache, "cluster/wan=free", "training.max_steps=1")
+    config.security.holders = holders
+    if whose != "public":
+        documents = [f"the {MARK} of number {n} is here" for n in range(80)]
+        (tmp_path / "train.txt").write_text("\n\n".join(documents))
+        config.task = {**OWN_TEXTS, "path": str(tmp_path), "cache_dir": str(cache)}
+    in_threads(run_dir, config, monkeypatch)
+    kept: dict[str, str] = {}
+    monkeypatch.setattr(
+        Recording,
+        "artifact",
+        lambda recording, path: kept.update({path.name: path.read_text("utf-8", "replace")}),
+    )
+    Monitor(job_from_config(config), {}, run_dir).finish(None)
+
+    assert "summary.json" in kept and wanted == kept.keys() & {"samples.txt", "scores.jsonl"}
+    if whose != "public":
+        assert MARK in (run_dir / "samples.txt").read_text()
+        assert not any(MARK in text for text in kept.values())
 
 
 def test_perplexity_tokens_per_second_and_bytes_are_in_the_summary(two_clouds: Path) -> None:

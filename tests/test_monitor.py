@@ -55,16 +55,28 @@ def test_a_run_that_never_trained_has_no_links_to_compare_it(
     assert "cause: no column es" in said and "compare at" not in said
 
 
-@pytest.mark.parametrize("text", ["prediction", "prediction_sha256"])
-def test_sample_answers_are_tracked_unless_texts_are_kept(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("allowed", "wanted"),
+    [
+        ({"samples.txt": True, "scores.jsonl": True}, {"samples.txt", "scores.jsonl"}),
+        ({"samples.txt": False, "scores.jsonl": True}, {"scores.jsonl"}),
+        ({"samples.txt": "yes"}, set()),
+        (None, set()),
+    ],
+)
+def test_of_single_samples_a_tracker_has_what_their_writer_has_allowed(
+    allowed: object, wanted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the files look like says nothing: a score of language modelling has no text, and the
+    samples beside it are whole documents."""
     kept: list[str] = []
     monkeypatch.setattr(Recording, "artifact", lambda recording, path: kept.append(path.name))
-    (tmp_path / "samples.txt").write_text("hola -> hello")
-    (tmp_path / "scores.jsonl").write_text(json.dumps({"id": 0, text: "hello"}))
+    (tmp_path / "samples.txt").write_text("text  a whole document")
+    (tmp_path / "scores.jsonl").write_text(json.dumps({"id": 0, "loss": 3.2, "tokens": 17}))
+    if allowed is not None:
+        (tmp_path / "may_be_tracked.json").write_text(json.dumps(allowed))
     monitor_after([], tmp_path).finish("why")
-    assert "scores.jsonl" in kept and ("samples.txt" in kept) == (text == "prediction")
+    assert wanted == {name for name in kept if name in ("samples.txt", "scores.jsonl")}
 
 
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:

@@ -152,6 +152,11 @@ class Experiment(PipelineJob):
         )  # fmt: skip
 
     @property
+    def has_public_texts(self) -> bool:
+        """Whether what it reads is known to be public. A task that does not say so is not."""
+        return getattr(self.task, "is_public", False) is True
+
+    @property
     def scores_first(self) -> bool:
         """Whether the test set is scored before the first step too, for comparison."""
         return getattr(self.model, "is_pretrained", False) and not self.roster.is_elastic

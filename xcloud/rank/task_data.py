@@ -35,7 +35,7 @@ from xcloud.parallel.exchange import RankGroup
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.rank.role import RankContext
-from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
+from xcloud.record.files import SAMPLES_FILE, SCORES_FILE, note_trackable
 from xcloud.record.reporter import Reporter
 from xcloud.training.batch_plan import on_device
 
@@ -178,15 +178,24 @@ class Evaluator(Part):
         predictions = gather_predictions(predictions, group)
         if group.leads:
             scores = data.score(split, predictions)
-            reporter, run_dir = self.context.reporter, self.context.run_dir
-            samples = data.sample_outputs(split, scores, 5)
-            with reporter.may_lose(SAMPLES_FILE):
-                (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
-            if split == "test" and step:
-                is_held = self.context.job.security.holders or this_clouds_policy().holders
-                with reporter.may_lose(SCORES_FILE):
-                    write_scores(run_dir / SCORES_FILE, scores, shows_text=not is_held)
+            self._write_samples(split, step, scores)
+            reporter = self.context.reporter
             report_scores(reporter, split, step, scores, data.signature(), started)
+
+    def _write_samples(self, split: Split, step: int, scores: Scores) -> None:
+        """Write what is said of single samples, and whether a tracker may have it: texts of public
+        corpora that no rule keeps in a cloud, and digests of texts."""
+        job, reporter, run_dir = self.context.job, self.context.reporter, self.context.run_dir
+        is_held = bool(job.security.holders or this_clouds_policy().holders)
+        may_show = job.has_public_texts and not is_held
+        with reporter.may_lose(SAMPLES_FILE):
+            note_trackable(run_dir, **{SAMPLES_FILE: may_show})
+            samples = self.data.sample_outputs(split, scores, 5)
+            (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
+        if split == "test" and step:
+            with reporter.may_lose(SCORES_FILE):
+                note_trackable(run_dir, **{SCORES_FILE: may_show or is_held})
+                write_scores(run_dir / SCORES_FILE, scores, shows_text=not is_held)
 
 
 def report_scores(

@@ -20,10 +20,18 @@ EVENTS_FILE = "events.jsonl"
 LAUNCHER_FILE = "launcher.state.json"
 SAMPLES_FILE = "samples.txt"
 SCORES_FILE = "scores.jsonl"  # beside summary.json; of the samples of the test set
+TRACKABLE_FILE = "may_be_tracked.json"  # whether a tracker may have these two, by name
 CHECKPOINTS_DIR = "checkpoints"
 AGREED_FILE = "AGREED"  # in the folder of a checkpoint
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
 SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
+
+
+def note_trackable(run_dir: Path, **may: bool) -> None:
+    """Write which files of samples a tracker may have. Called before they are written, by the rank
+    that writes them: it alone knows what is in them."""
+    known = read_json(run_dir / TRACKABLE_FILE)
+    replace_text(run_dir / TRACKABLE_FILE, json.dumps({**known, **may}))
 
 
 def ready_file(run_dir: Path, rank: int) -> Path:

@@ -4,14 +4,13 @@ events of theirs the summary tells; and what of single samples a tracker may hav
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from xcloud.record.events import MALFORMED, Event, EventReader, StepCollector, StepTotals
-from xcloud.record.files import SAMPLES_FILE, SCORES_FILE
+from xcloud.record.files import SAMPLES_FILE, SCORES_FILE, TRACKABLE_FILE, read_json
 from xcloud.record.summary import Entry, RunStatistics, Summary, body
 
 MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
@@ -65,6 +64,13 @@ def _switches(events: list[Event]) -> Summary:
     return {"autopilot": [{name: event[name] for name in names} for event in events]}
 
 
+def files_of_samples(run_dir: Path) -> list[str]:
+    """Return the files of single samples that a tracker may have: those that their writer has
+    allowed it."""
+    allowed = read_json(run_dir / TRACKABLE_FILE)
+    return [name for name in (SCORES_FILE, SAMPLES_FILE) if allowed.get(name) is True]
+
+
 ENTRIES = (
     Entry(("merge", "partial_merge", "absence"), _merges, is_of_steps=True),
     Entry(("autopilot",), _switches, is_of_steps=True),
@@ -95,12 +101,3 @@ def read_run(path: Path) -> RunStatistics:
     run = RunStatistics(ElasticCollector(num_ranks), ENTRIES)
     feed_log(run, EventReader(path, warn=False))
     return run
-
-
-def files_of_samples(run_dir: Path) -> list[str]:
-    """What a tracker may have of single samples: sample answers, which are texts, only where the
-    scores have texts and no digests."""
-    with contextlib.suppress(OSError), open(run_dir / SCORES_FILE, encoding="utf-8") as file:
-        is_text = "_sha256" not in file.readline()
-        return [SCORES_FILE, *[SAMPLES_FILE] * is_text]
-    return []

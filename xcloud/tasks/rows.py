@@ -204,6 +204,12 @@ class Source(ABC):
         """Check what relates several settings; each base calls the next."""
 
     @property
+    def is_public(self) -> bool:
+        """Whether its texts are known to be public, so that samples of them may be shown in a
+        tracker. Files of a folder are somebody's own."""
+        return False
+
+    @property
     @abstractmethod
     def where(self) -> str:
         """Location, for messages."""
@@ -404,6 +410,10 @@ class Demo(Source):
     names_columns = False
     title: ClassVar[str]
     order: ClassVar[Sequence[Split]] = SPLITS  # in which splits take their rows
+
+    @property
+    def is_public(self) -> bool:
+        return True
 
     def source_name(self) -> str:
         return self.title

@@ -328,6 +328,10 @@ class OnHub(Source):
     revision: str | None = None
 
     @property
+    def is_public(self) -> bool:
+        return local_folder(self.path) is None
+
+    @property
     def where(self) -> str:
         return self.path
 
