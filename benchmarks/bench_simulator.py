@@ -28,8 +28,8 @@ from benchmarks.paper_step import UniformCosts, simulate
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.job.config import EXPERIMENT_FILE, job_from_config
-from xcloud.job.given import read_config
+from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.job.given import read_job
 from xcloud.launch.local import run
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.schedule import GPipe
@@ -110,7 +110,7 @@ def measure(
         run(OmegaConf.create(config), run_dir)
         timeline = timeline_of(EventReader(run_dir / EVENTS_FILE))
         assert timeline is not None
-        experiment = job_from_config(read_config(run_dir / EXPERIMENT_FILE))
+        experiment = read_job(run_dir / EXPERIMENT_FILE)
     costs = measured_costs(timeline)
     found = {
         "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),

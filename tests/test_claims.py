@@ -218,8 +218,8 @@ def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
     ran = []
 
     def run(command: list[str]) -> int:
-        ran.append(command[2:])
-        reproduce.Rows(Path(command[3])).write({"row": "ours", "seed": 1, "bleu": 1.0})
+        ran.append(command[3:])
+        reproduce.Rows(Path(command[4])).write({"row": "ours", "seed": 1, "bleu": 1.0})
         return 0
 
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@ Attacks by the numbers of docs/security.md."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from tests.configs import CONF, composed
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import start
 from tests.toy import toy_config
+from xcloud.base import project
 from xcloud.base.errors import ConfigError
-from xcloud.base.project import project_root
 from xcloud.job import config as configs
 from xcloud.job import given
 from xcloud.job.given import compose_follow_up, with_overrides
@@ -25,6 +26,7 @@ from xcloud.planner.trial import changed as changed_config
 from xcloud.security.policy import Policy
 from xcloud.watch.following import monitor_of
 
+ROOT = project.project_root()
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
     "translate, generate, export": given.read_job,
@@ -140,18 +142,62 @@ def test_a_worker_under_torchrun_refuses_before_it_joins(tmp_path: Path, policy:
     assert not owned.exists()
 
 
+CODE = "_target_=pathlib.Path.write_text", "self=OWNED", "data=x"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tracker=none", *(f"++tracker.{word}" for word in CODE)], r"tracker\._target_ is 'path"),
+        ([f"++plan.{word}" for word in CODE], r"plan\._target_ is 'pathlib"),
+        ([f"++task.{word}" for word in CODE], r"task\._target_ is 'pathlib"),
+        ([f"++parts.mine.{word}" for word in CODE], r"parts\.mine\._target_ is 'pathlib"),
+        (["+plan._partial_=true"], "plan._partial_: an experiment file has no such key"),
+        (["++hydra.searchpath=[file:OWNED]"], "may not ask this"),
+        (["hydra/launcher=basic"], "may not ask this"),
+        (["recipe=../../OWNED"], "may not ask this"),
+        (["+exp=/OWNED"], "may not ask this"),
+        (["+defaults=[exp/toy]"], "may not ask this"),
+    ],
+    ids=str,
+)
 def test_what_follows_a_run_that_was_read_may_call_no_more_than_the_run(
-    tmp_path: Path, policy: object
+    words: list[str], said: str, tmp_path: Path, policy: object
 ) -> None:
     owned = tmp_path / "owned"
-    target = ["_target_=pathlib.Path.write_text", f"self={owned}", "data=x"]
-    words = ["tracker=none", *(f"++tracker.{word}" for word in target)]
     config = composed("+exp=electra_multilingual")
-    config.follow_up = ["+exp=xnli_zero_shot", *words]
+    spelled = [word.replace("OWNED", str(owned)) for word in words]
+    config.follow_up = ["+exp=xnli_zero_shot", *spelled]
 
-    with pytest.raises(ConfigError, match=r"tracker\._target_ is 'pathlib"):
+    with pytest.raises(ConfigError, match=said):
         compose_follow_up(config, CONF, tmp_path, own=False)
     assert not owned.exists()
+
+
+def test_what_follows_is_what_was_checked(tmp_path: Path, policy: object) -> None:
+    config = composed("+exp=electra_multilingual")
+    following = compose_follow_up(config, CONF, tmp_path, own=False)
+    assert following is not None and "${" not in OmegaConf.to_yaml(following)
+
+
+def test_only_the_checked_readers_build_what_a_file_says() -> None:
+    """A file is read as data by read_config, and a job is built by job_from_config: who uses both
+    has let an unchecked file through."""
+    sources = [*ROOT.glob("xcloud/**/*.py"), *ROOT.glob("experiments/**/*.py")]
+    both = {
+        path.relative_to(ROOT).as_posix()
+        for path in [*sources, *ROOT.glob("benchmarks/*.py"), ROOT / "run.py"]
+        if {"read_config", "job_from_config"} <= names_in(path)
+    }
+    builders = {p.name for p in sources if names_in(p) & {"instantiate"}}
+    assert both == {"xcloud/job/given.py"}
+    assert builders == {"config.py", "trial.py", "__main__.py"}  # its own, and what_if's, settings
+
+
+def names_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text("utf-8"))
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return found | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
@@ -383,12 +429,58 @@ def test_a_wrong_policy_is_refused_by_its_key(
         configs.this_clouds_policy()
 
 
-def test_the_policy_of_the_project_is_taken_where_none_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["checkout", "installed"])
+def test_the_policy_of_this_machines_owner_is_taken_where_none_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    home, checkout, here = (tmp_path / name for name in ("home", "checkout", "bundle"))
+    folder = {"checkout": checkout, "installed": home / ".config" / "xcloud"}[kind]
+    for made in (folder, here):
+        made.mkdir(parents=True)
     monkeypatch.delenv("XCLOUD_POLICY")
-    monkeypatch.setattr(configs, "project_root", lambda: tmp_path)
+    monkeypatch.setattr(project, "_checkout", lambda: checkout if kind == "checkout" else None)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    (here / "policy.yaml").write_text("max_ranks: 9\n")  # lies beside the file that came
+
     assert configs.this_clouds_policy() == Policy()
-    (tmp_path / "policy.yaml").write_text("max_ranks: 7\n")
+    (folder / "policy.yaml").write_text("max_ranks: 7\n")
     assert configs.this_clouds_policy() == Policy(max_ranks=7)
-    assert project_root() != tmp_path
+
+
+IMPORTED = {
+    name.partition(".")[0]
+    for path in ROOT.glob("xcloud/**/*.py")
+    for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    for name in (
+        [alias.name for alias in node.names] if isinstance(node, ast.Import)
+        else [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+    )
+} - {"xcloud", "tests", *sys.stdlib_module_names}  # fmt: skip
+"""By our files. Some of the standard library Python imports before any of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["status", "."], ["worker", "x.yaml"]], ids=lambda w: w[0])
+def test_a_command_imports_no_module_of_the_folder_it_runs_in(
+    words: list[str], tmp_path: Path
+) -> None:
+    for name in IMPORTED:
+        (tmp_path / f"{name}.py").write_text("open('owned', 'w').close()\nraise SystemExit(9)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "xcloud", *words], cwd=tmp_path, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120,
+    )  # fmt: skip
+    assert not (tmp_path / "owned").exists(), done.stderr
+
+
+def test_every_child_process_of_ours_ignores_the_current_folder() -> None:
+    text = "".join(path.read_text("utf-8") for path in ROOT.glob("xcloud/**/*.py"))
+    assert 'sys.executable, "-m"' not in text
+
+
+def test_a_child_finds_the_users_own_modules_of_the_checkout(tmp_path: Path) -> None:
+    command = project.python_command("tests.toy")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)} | project.module_paths()
+    assert subprocess.run(command, cwd=tmp_path, env=env, timeout=120).returncode == 0
+    assert "-P" in command

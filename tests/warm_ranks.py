@@ -167,9 +167,10 @@ def become_process(
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
-        sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        own = [] if command[1] == "-P" else [cwd]
+        sys.path[:0] = [*own, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        match command[1:]:
+        match command[2 - len(own) :]:
             case ["-m", "xcloud", *words]:
                 be_rank(words)
             case ["-m", "xcloud.sweep.runner", *words]:
@@ -195,8 +196,8 @@ def be_rank(words: list[str]) -> None:
     sys.exit(importlib.import_module("xcloud.__main__").main(words))
 
 
-def start_later() -> Callable[[list[str]], Child]:
-    """In place of one Popen of `python -m xcloud`: forked now, while there are no threads."""
+def start_later() -> Callable[..., Child]:
+    """In place of one Popen of `python -P -m xcloud`: forked now, while there are no threads."""
     read, write = os.pipe()
     if not (pid := fork()):
         os.close(write)
@@ -204,10 +205,10 @@ def start_later() -> Callable[[list[str]], Child]:
             command = line.read()
         if not command:  # the parent has ended
             os._exit(0)
-        sys.exit(importlib.import_module("xcloud.__main__").main(json.loads(command)[3:]))
+        sys.exit(importlib.import_module("xcloud.__main__").main(json.loads(command)[4:]))
     os.close(read)
 
-    def start(command: list[str]) -> Child:
+    def start(command: list[str], env: dict[str, str]) -> Child:
         with open(write, "w", encoding="utf-8") as line:
             json.dump(command, line)
         return Child(pid)
@@ -241,7 +242,8 @@ def fork_point(run_dir: Path, threads: int) -> Child:
         child.stdout = open(read, encoding="utf-8")  # type: ignore[attr-defined]
         return child
     os.close(read)
-    command = [sys.executable, "-m", "xcloud.sweep.runner", str(run_dir), "--parent", parent]
+    command = [sys.executable, "-P", "-m", "xcloud.sweep.runner", str(run_dir)]
+    command += ["--parent", parent]
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     become_process(command, environment, os.getcwd(), f"/proc/self/fd/{write}")
 

@@ -1,9 +1,14 @@
-"""Where the project lies and which commit it is. Reads files and asks git; changes nothing."""
+"""Where the project lies, what its owner and its child processes find there, and which commit it
+is. Reads files and asks git; changes nothing.
+"""
 
 import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
+
+from xcloud.base.errors import ConfigError
 
 GIT_TIMEOUT_S = 10.0
 MODEL_DIR = "model"  # in a run's folder: the trained parts
@@ -13,6 +18,36 @@ def project_root() -> Path:
     """The folder with pyproject.toml beside the package, or the current directory when xcloud
     is installed elsewhere. Never raises."""
     return _checkout() or Path.cwd()
+
+
+def checkout(why: str) -> Path:
+    """Return the folder of the clone that xcloud runs from. Raises ConfigError where it is
+    installed without one. why: for the message."""
+    found = _checkout()
+    if found is None:
+        raise ConfigError(f"this needs a clone of xcloud, and none is here: {why}")
+    return found
+
+
+def this_owners_file(name: str) -> Path:
+    """Return where this machine's owner keeps a file such as the policy: in the checkout, else in
+    ~/.config/xcloud. Never the current directory, which may be a folder that came from
+    elsewhere."""
+    return (_checkout() or Path.home() / ".config" / "xcloud") / name
+
+
+def python_command(module: str, *words: str) -> list[str]:
+    """Return the command that runs a module in a child process. -P: a file that lies in the
+    current directory, which may have come from elsewhere, is not taken for a module."""
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def module_paths() -> dict[str, str]:
+    """Return the environment in which such a child finds what this process does: xcloud, and the
+    user's own modules in the checkout and on PYTHONPATH."""
+    folders = [str(_checkout() or ""), os.environ.get("PYTHONPATH", "")]
+    paths = os.pathsep.join(filter(None, folders))
+    return {"PYTHONPATH": paths} if paths else {}
 
 
 def in_project(path: str) -> Path:

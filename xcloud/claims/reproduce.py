@@ -32,7 +32,7 @@ from typing import IO, Any
 import pandas as pd
 
 from xcloud.base.errors import ConfigError, DataError, RunFailed
-from xcloud.base.project import commit, project_root
+from xcloud.base.project import checkout, commit, module_paths, project_root, python_command
 from xcloud.base.wording import meant
 from xcloud.claims.claims import FILE, Claim, ResultRow, judge, read_claims
 from xcloud.record.summary import read_summary
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     places = "outputs/reproduced/CLAIM, with --quick outputs/quick/CLAIM"
     parser.add_argument("--out", type=Path, help=f"folder of the record; default: {places}")
     given = parser.parse_args(words)
-    claims = read_claims(project_root() / FILE)
+    claims = read_claims(checkout("it runs the commands that claims.toml names") / FILE)
     if given.claim not in claims:
         there = f"{meant(given.claim, [*claims])} There are: {', '.join(claims)}"
         raise ConfigError(f"no claim {given.claim!r} in {FILE}{there}")
@@ -109,7 +109,7 @@ def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
     if claim.module:
         given = {"DATA": str(data), "OUT": str(out)}
         words = [*(given.get(word, word) for word in claim.module), *more]
-        if code := ended([sys.executable, "-m", *words]):
+        if code := ended(python_command(*words)):
             raise RunFailed(f"python -m {' '.join(words)} ended with code {code}")
         return
     for seed in claim.seeds[:1] if quick else claim.seeds:
@@ -124,7 +124,10 @@ def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
     """Run it in the project's folder; its exit code. Raises SystemExit at Ctrl+C, which reaches it
     as well, or SIGTERM, which is passed on, once it has saved what it can."""
     usual = signal.signal(signal.SIGTERM, lambda *given: sys.exit(143))
-    with subprocess.Popen(command, cwd=project_root(), stdout=output, stderr=output) as process:
+    with subprocess.Popen(
+        command, cwd=project_root(), stdout=output, stderr=output,
+        env={**os.environ, **module_paths()},
+    ) as process:  # fmt: skip
         try:
             return process.wait()
         except KeyboardInterrupt:

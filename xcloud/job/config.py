@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.project import project_root
+from xcloud.base.project import project_root, this_owners_file
 from xcloud.base.wording import does_not_fit, unknown_key
 from xcloud.job.job import Job
 from xcloud.record.files import replace_text
@@ -28,8 +28,30 @@ EXPERIMENT_FILE = "experiment.yaml"
 NOT_RUN = ("hydra", "plan")  # of a composed config what no run needs, and no file of one holds
 
 
-def job_from_config(config: DictConfig) -> Job:
-    """The job of any kind that a composed config describes. Raises ConfigError naming the key."""
+def job_from_config(config: DictConfig, policy: Policy | None = None) -> Job:
+    """Build the job that a config describes. Raises ConfigError naming the key.
+
+    policy: of this cloud, where the settings come from elsewhere. It checks the very containers
+        that are built, all of them, before anything that they name is imported.
+    """
+    plain = resolved(config)
+    if policy is not None:
+        policy.check_build(plain)
+    check_keys(plain, "")
+    try:
+        return Job.of(instantiate(plain, _convert_="all"))
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
+        if isinstance(cause, ConfigError | DataError):
+            named = not where or str(cause).startswith((f"{where}.", f"{where} "))
+            raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
+        raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Return all that a job is built of as plain containers. Raises ConfigError for a setting
+    without a value."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     try:
         OmegaConf.resolve(plain)
@@ -45,16 +67,7 @@ def job_from_config(config: DictConfig) -> Job:
             there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
             text += f", or choose an experiment: +exp= one of {', '.join(there)}"
         raise ConfigError(text)
-    check_keys(OmegaConf.to_container(plain), "")
-    try:
-        return Job.of(instantiate(plain, _convert_="all"))
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
-        if isinstance(cause, ConfigError | DataError):
-            named = not where or str(cause).startswith((f"{where}.", f"{where} "))
-            raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
-        raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
+    return cast(dict[str, Any], OmegaConf.to_container(plain))
 
 
 def check_keys(node: Any, path: str) -> None:
@@ -107,10 +120,11 @@ def read_plain(path: Path) -> Any:
 
 
 def this_clouds_policy() -> Policy:
-    """Of the file that XCLOUD_POLICY names, else of policy.yaml in the project's folder; the
-    defaults where there is none. Raises ConfigError."""
+    """Return the policy in the file that XCLOUD_POLICY names, else in policy.yaml of the checkout
+    or, where there is none, of ~/.config/xcloud; the defaults without a file. Raises
+    ConfigError."""
     named = os.environ.get("XCLOUD_POLICY")
-    path = Path(named or project_root() / POLICY_FILE)
+    path = Path(named) if named else this_owners_file(POLICY_FILE)
     return Policy.of(read_plain(path), path) if named or os.path.lexists(path) else Policy()
 
 

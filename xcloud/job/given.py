@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import inspect
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -28,9 +29,10 @@ from xcloud.base.wording import meant, unknown_key
 from xcloud.job.config import (
     EXPERIMENT_FILE,
     dotted,
+    flatten,
     job_from_config,
-    plain_settings,
     read_plain,
+    resolved,
     this_clouds_policy,
 )
 from xcloud.job.job import Job, PipelineJob
@@ -40,33 +42,42 @@ from xcloud.record.summary import read_summary
 
 
 def read_config(path: Path) -> DictConfig:
-    """As data: nothing in it is imported or resolved. Raises ConfigError if it is missing or no
-    experiment file. Whoever builds it says whose it is: job_from_config, read_job, shared_job."""
+    """Read an experiment file as data: nothing in it is imported, resolved or built. Raises
+    ConfigError if it is missing or no experiment file.
+
+    Only read_job, read_checked and shared_job may build what it says."""
     loaded = read_plain(path)
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
     return OmegaConf.create(loaded)
 
 
+def settings_of(path: Path) -> dict[str, object]:
+    """Read the settings of an experiment file, by dotted name, to compare or to show them."""
+    return flatten(read_config(path))
+
+
 def read_job(path: Path) -> Job:
-    """The job of a run folder's file, which may come from elsewhere: it names xcloud's
+    """Build the job of a run folder's file, which may come from elsewhere: it names xcloud's
     constructors and those that this cloud's policy allows, or ConfigError says which else."""
-    return job_from_config(read_checked(path))
+    return job_from_config(read_config(path), this_clouds_policy())
 
 
 def read_checked(path: Path) -> DictConfig:
-    """As read_config, within the bounds of this cloud's policy on what is built."""
+    """Read a run folder's file for a user who changes settings of it: within the bounds of this
+    cloud's policy on what is built."""
     config = read_config(path)
-    this_clouds_policy().check_build(plain_settings(config, without=()))
+    this_clouds_policy().check_build(resolved(config))
     return config
 
 
 def shared_job(config: DictConfig, run_dir: Path) -> Job:
-    """The job of a file that several clouds share, within the bounds of this cloud's policy: also
-    what is read, written, contacted and held. Raises ConfigError before anything is imported."""
+    """Build the job of a file that several clouds share, within the bounds of this cloud's policy:
+    also what is read, written, contacted and held. Raises ConfigError before anything is
+    imported."""
     policy = this_clouds_policy()
-    policy.check(plain_settings(config, without=()), run_dir)
-    job = job_from_config(config)
+    policy.check(resolved(config), run_dir)
+    job = job_from_config(config, policy)
     policy.check_held(job.cluster.clouds, job.held_by)
     return job
 
@@ -207,29 +218,34 @@ def _elsewhere(config: DictConfig, key: str) -> str:
 def compose_follow_up(
     config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
 ) -> DictConfig | None:
-    """What `follow_up` of this experiment asks for, to be run after it, or None.
+    """Compose what `follow_up` of this experiment asks for, to be run after it; None if it asks
+    for nothing.
 
     It has the first one's seed, tracker and cache, and reads what the first one's run will have
     left in run_dir, but for settings that its overrides name. Raises ConfigError, before anything
-    runs, if it cannot be composed or what it reads beside that is missing. own: config was
-    composed here; what a file asks for is checked as by read_job.
+    runs, if it cannot be composed or what it reads beside that is missing.
+
+    own: config was composed here. Else its overrides may choose from conf_dir and set values, and
+        what they compose is checked as by read_job.
     """
     if not OmegaConf.select(config, "follow_up"):
         return None
+    policy = None if own else this_clouds_policy()
     experiment = cast(OneWayExperiment, job_from_config(config))  # no other has a follow_up
     try:
         leaves = experiment.model.leaves(run_dir)
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
         given = [f"++{key}={json.dumps(value)}" for key, value in first.items()]
         with _composing(conf_dir):  # what follow_up names itself comes later, and counts
+            named = _parsed(experiment.follow_up)
+            if policy is not None:
+                _check_words(named)
             following = compose("config", overrides=[*given, *experiment.follow_up])
         OmegaConf.set_struct(following, False)
-        named = [override.key_or_group for override in _parsed(experiment.follow_up)]
-        if not any(name.split(".")[0] == "tracker" for name in named):
+        if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
             following.tracker = config.tracker
-        if not own:
-            this_clouds_policy().check_build(plain_settings(following))
-        job = job_from_config(following)
+        following = OmegaConf.create(resolved(following))  # what is checked is what runs
+        job = job_from_config(following, policy)
         if any(OmegaConf.select(following, key) == value for key, value in leaves.items()):
             _check_reading(job.pipeline, experiment)
         else:
@@ -241,6 +257,16 @@ def compose_follow_up(
             f"{lines[0]}; [] runs none"
         ) from error
     return following
+
+
+def _check_words(words: Sequence[Override]) -> None:
+    """Refuse overrides from elsewhere that lead out of conf/ or read this machine: Hydra's own
+    settings (its search path), an option that is a path."""
+    for word in words:
+        key, value = word.key_or_group, str(word.value())
+        leads_out = _is_group(word) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", value)
+        if key.split("/")[0].split(".")[0] in ("hydra", "defaults") or leads_out:
+            raise ConfigError(f"{word.input_line}: an experiment from elsewhere may not ask this")
 
 
 def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from xcloud.base.errors import RunFailed
+from xcloud.base.project import module_paths, python_command
 from xcloud.cluster.transport import num_cores
 from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
 from xcloud.record.files import ready_file
@@ -97,8 +98,8 @@ class LocalRanks:
             self.ask_to_stop()
 
     def start_rank(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
-        command += ["--rank", str(rank), "--parent", str(os.getpid())]
+        file, parent = str(self.experiment_file), str(os.getpid())
+        command = python_command("xcloud", "worker", file, "--rank", str(rank), "--parent", parent)
         environment = {
             **LIBRARY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
@@ -106,6 +107,7 @@ class LocalRanks:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             **os.environ,
+            **module_paths(),
             "LOCAL_RANK": str(rank),
         }
         return start_process(command, environment, self.log(rank))

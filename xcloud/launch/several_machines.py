@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError, LinkError
-from xcloud.base.project import MODEL_DIR
+from xcloud.base.project import MODEL_DIR, module_paths, python_command
 from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job import given
@@ -128,8 +128,8 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """On several machines no launcher watches the run: rank 0's machine follows its events."""
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # how an earlier attempt ended
-    command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
-    return subprocess.Popen([*command, "--parent", str(os.getpid())])
+    words = ["monitor", str(run_dir), "--experiment", str(file), "--parent", str(os.getpid())]
+    return subprocess.Popen(python_command("xcloud", *words), env={**os.environ, **module_paths()})
 
 
 def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
@@ -190,6 +190,7 @@ def torchrun(words: Sequence[str]) -> int:
     """
     for name, value in {**LIBRARY_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
+    os.environ |= {**module_paths(), "PYTHONSAFEPATH": "1"}  # as python -P, for torchrun's ranks
     # Here, as no rank needs them.
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -23,7 +23,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 import warnings
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.base.project import project_root
+from xcloud.base.project import project_root, python_command
 from xcloud.base.units import LESS_IS_BETTER
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
 
@@ -338,10 +337,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     prepare_environment()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", UI_HOST, "--workers", "1"]
+    command = python_command("mlflow", "server", "--host", UI_HOST, "--workers", "1")
     command += ["--port", str(store.port), "--backend-store-uri", store.tracking_uri]
     command += ["--artifacts-destination", store.artifacts().as_uri()]
-    own = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    own = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONSAFEPATH": "1"}
     log_file = store.root / "ui.log"
     with log_file.open("w") as log:
         # A session of its own: Ctrl+C reaches only us, and we end its whole process group.

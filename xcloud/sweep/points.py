@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeGuard
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
-from xcloud.job.given import read_config
+from xcloud.job.given import settings_of
 from xcloud.job.job import Job
 from xcloud.record.files import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
@@ -251,7 +251,7 @@ class SweepState:
         ran = {}
         for name in self.points:
             with suppress(ConfigError):  # its settings were never written
-                ran[name] = flatten(read_config(self.folder / name / EXPERIMENT_FILE))
+                ran[name] = settings_of(self.folder / name / EXPERIMENT_FILE)
         by_identity = {identity(own): name for name, own in ran.items()}
         wanted = {by_identity.get(point.identity) for point in points}
         taken, decisions = {*self.points}, list[Decision]()

@@ -29,8 +29,8 @@ from xcloud.base.units import (
     score_text,
     shown_scores,
 )
-from xcloud.job.config import EXPERIMENT_FILE, flatten
-from xcloud.job.given import read_config
+from xcloud.job.config import EXPERIMENT_FILE
+from xcloud.job.given import settings_of
 from xcloud.record.mlflow_store import Store, final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (
@@ -355,7 +355,7 @@ def from_store(store: Store, sweep: str) -> list[Result]:
 
 
 def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
-    settings = flatten(read_config(run_dir / EXPERIMENT_FILE))
+    settings = settings_of(run_dir / EXPERIMENT_FILE)
     return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
 
 

@@ -28,11 +28,11 @@ from threading import Lock, Thread
 from typing import Any
 
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
+from xcloud.base.project import module_paths, python_command
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
-from xcloud.job.config import EXPERIMENT_FILE, write
-from xcloud.job.given import read_config
+from xcloud.job.config import EXPERIMENT_FILE, load, write
 from xcloud.record.mlflow_store import final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (
@@ -310,8 +310,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def start_point(run_dir: Path, threads: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "xcloud.sweep.runner", str(run_dir)]
-    own = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONIOENCODING": "utf-8"}
+    command = python_command("xcloud.sweep.runner", str(run_dir))
+    own = {"OMP_NUM_THREADS": str(threads), **os.environ, **module_paths()}
+    own["PYTHONIOENCODING"] = "utf-8"
     # In a session of its own: Ctrl+C reaches the sweep alone.
     return subprocess.Popen(
         [*command, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL,
@@ -339,7 +340,7 @@ def main() -> int:
 
     try:
         file = arguments.run_dir / EXPERIMENT_FILE
-        run(read_config(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
+        run(load(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
     except XcloudError as error:
         print(f"xcloud: {error}", flush=True)
         return 1
