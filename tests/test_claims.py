@@ -20,8 +20,19 @@ from benchmarks import machine
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import project_root
 from xcloud.claims import pages, reproduce
-from xcloud.claims.claims import FILE, Cell, Claim, Figure, Quote, Rule, judge, read_claims
-from xcloud.claims.reproduce import Record, made, page, verdict_of
+from xcloud.claims.claims import (
+    FILE,
+    REPEATS,
+    Cell,
+    Claim,
+    Figure,
+    Quote,
+    Rule,
+    judge,
+    read_claims,
+)
+from xcloud.claims.reproduce import Record, _name_of, figures_of, made, page, verdict_of
+from xcloud.record.summary import read_summary
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -37,6 +48,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+RECORDS = sorted((project_root() / "records").glob("*/record.json"))
 DOCS = sorted(f"docs/{path.name}" for path in (project_root() / "docs").glob("*.md"))
 SUMMARY = {
     "wan_bytes_per_step": {"forward": 1, "backward": 1}, "compression_ratio": {"total": 2.0},
@@ -95,6 +107,43 @@ def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> No
     assert [one.met for one in judge(both, ROWS)] == ["yes", "no"]
 
 
+LEADS = {  # of three seeds; a rule asks for 3 at least, and for 9 at most
+    "clearly above": ([3.2, 3.3, 3.4], "yes"),
+    "just above": ([2.8, 3.1, 3.4], "undecided"),
+    "just below": ([2.6, 2.8, 3.3], "undecided"),
+    "clearly below": ([2.7, 2.8, 2.9], "no"),
+    "just under the upper bound": ([8.6, 8.9, 9.3], "undecided"),
+    "above the upper bound": ([9.3, 9.4, 9.5], "no"),
+    "on the bound, without spread": ([3.0, 3.0, 3.0], "yes"),
+    "one seed, its error over samples": ([3.5], "undecided"),
+}
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_a_mean_within_its_error_of_the_bound_is_undecided(lead: str) -> None:
+    values, met = LEADS[lead]
+    rows = [
+        {"row": row, "seed": seed, "bleu": bleu, "bleu_error": 0.5, "commit": "1"}
+        for seed, value in enumerate(values, 1)
+        for row, bleu in (("ours", 20.0 + value), ("theirs", 20.0))
+    ]
+    rule = Rule("3 in front", Figure("ours", "bleu", minus="theirs"), at_least=3.0, at_most=9.0)
+    mine = claim(rules=[rule], seeds=[*range(1, len(values) + 1)])
+
+    assert [one.met for one in judge(mine, rows)] == [met]
+    said = {"yes": "reproduced", "no": "not reproduced: 3 in front"}
+    assert verdict_of(mine, rows, is_quick=False) == said.get(met, "undecided: 3 in front")
+
+
+def test_rounds_are_paired_and_named_as_rounds() -> None:
+    rows = [{**row, "round": row["seed"]} for row in ROWS]
+    for row in rows:
+        del row["seed"]
+    found = Figure("ours", "bleu", minus="theirs").of(rows)
+    assert str(found) == "3.50 ± 0.00 (three rounds)"
+    assert verdict_of(claim(), rows[:5], is_quick=False) == "reproduced, by 2 of 3 rounds"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -117,6 +166,68 @@ def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
         assert record.verdict == verdict_of(claims[name], record.rows, is_quick=record.is_quick)
         kept = (project_root() / "records" / name / "README.md").read_text("utf-8")
         assert kept == page(claims[name], record)
+
+
+OF_THE_STUDY = {"formulas": {"step_s", "bytes"}}  # its own: of the events, over one boundary
+ABOUT = ("task", "corpus", "row", "line", *REPEATS)
+
+
+@pytest.mark.parametrize("name", [path.parent.name for path in RECORDS])
+def test_every_row_of_a_record_is_what_its_run_came_to(name: str) -> None:
+    folder = project_root() / "records" / name
+    record = Record.read(folder)
+    assert record is not None
+    kept = {path.name for path in (folder / "runs").glob("*")}
+    without = 0
+    for row in record.rows:
+        about = {key: value for key, value in row.items() if key in ABOUT}
+        run = _name_of(about)
+        without += run not in kept
+        if run not in kept:
+            continue
+        summary = read_summary(folder / "runs" / run)
+        came_to = figures_of(summary) | {"commit": summary["commit"]}
+        for key in row.keys() & came_to.keys() - OF_THE_STUDY.get(name, set()):
+            value, wanted = row[key], came_to[key]
+            if key == "commit":  # one that is dirty only by a link says so in its note
+                value, wanted = (text.removesuffix("-dirty") for text in (value, wanted))
+            assert value == wanted, f"{run}: {key}"
+        kept.remove(run)
+        if "seed" in row and "accuracy_es" not in row:
+            assert summary["seed"] == row["seed"]
+    assert all(run in record.note for run in kept), (
+        "runs of no row, of which the note says nothing"
+    )
+    assert not without or "log" in record.note or "No folder" in record.note, "rows without a run"
+
+
+def test_rows_and_rules_have_the_same_losses() -> None:
+    """A training loss never stands beside the error of a test loss."""
+    summary = {**SUMMARY, "quality": {"loss": 3.5}, "quality_error": {"loss": 0.1}}
+    figures = figures_of(summary)
+    assert (figures["loss"], figures["loss_error"], figures["final_loss"]) == (3.5, 0.1, 1.0)
+
+
+def test_a_claim_that_was_taken_back_counts_as_not_reproduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = claim(name="gone", title="Gone", withdrawn="taken back: 1.5 in front with seed 1")
+    monkeypatch.setattr(pages, "read_claims", lambda path: {"front": claim(), "gone": gone})
+    record = made(claim(), ROWS, [], "2026-01-01", False)
+    monkeypatch.setattr(pages, "read_records", lambda claims: {"front": record})
+    assert pages.main([]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("gone"))
+    assert " not reproduced " in line
+    paper = pages.paper_page({"front": claim(), "gone": gone}, {"front": record})
+    assert "| Gone (`gone`) | 3 BLEU in front | taken back: 1.5 in front with seed 1 |" in paper
+    front = pages.front_page({"front": claim(), "gone": gone}, {"front": record}, {})
+    ((_, state),) = front.facts
+    assert state.startswith("1 of 2 claims are reproduced") and "1 not reproduced" in state
+
+
+def test_no_claim_that_was_taken_back_has_a_record() -> None:
+    claims = read_claims(project_root() / FILE)
+    assert not {n for n in pages.read_records(claims) if claims[n].withdrawn}
 
 
 def test_the_papers_page_is_what_the_records_say() -> None:

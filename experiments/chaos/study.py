@@ -5,7 +5,7 @@
 Runs benchmarks.chaos with these options, which says each fault of each run to OUT/faults.jsonl,
 and writes a row a run to OUT/rows.jsonl, unless there are some: how many faults it got, how many
 of them were survived, recovered or refused by name, and whether it came to the bits of an
-undisturbed run. Linux; root for cut lines and full disks. "seed" is the run's number.
+undisturbed run. Linux; root for cut lines and full disks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def row_of(run: Mapping[str, Any]) -> dict[str, Any]:
     verdicts = [fault["verdict"] for fault in run["faults"] if fault["verdict"] != "missed"]
     survived = [verdict in ("recovered", "refused") for verdict in verdicts]
     return {
-        "row": "any job", "seed": run["number"], "job": run["job"], "started by": run["form"],
+        "row": "any job", "run": run["number"], "job": run["job"], "started by": run["form"],
         "faults": len(verdicts), "survived": sum(survived) / max(1, len(verdicts)),
         "good": float(run["verdict"] in GOOD),
     }  # fmt: skip

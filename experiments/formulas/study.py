@@ -8,7 +8,7 @@ micro-batch forward, 60 ms backward), so that a busy machine does as well; messa
 and the agreement of each update are real. Over a free line (1) is to hold; over one on which a
 message takes 15 ms, (2'), as transfers overlap with computing. (2) is of transfers that block,
 which no run does: it stands beside a simulator of such (benchmarks/paper_step.py). (3): bytes
-between two clouds, counted on the links. Rows go to OUT/rows.jsonl; "seed" is a round. Columns
+between two clouds, counted on the links. Rows go to OUT/rows.jsonl. Columns
 with _off: seconds or bytes over what the formula gives, less one.
 """
 
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def measure(rows: Rows, case: Case, line: str, number: int) -> None:
-    about = {"row": f"p = {case.p}, m = {case.m}", "line": line, "seed": number}
+    about = {"row": f"p = {case.p}, m = {case.m}", "line": line, "round": number}
     if rows.has(about):
         return
     print(f"{about['row']}, {line}, round {number}", flush=True)

@@ -4,6 +4,7 @@ two are in Fig. 9), r = 8, 16, 32, row by row.
     python -m experiments.low_rank.grid CORPORA OUT [--seeds 1 2 3] [--parts fig9 table3]
         [--tasks sst2 qnli mrpc cola stsb squad] [--updates N]
 
+wide: every block of QNLI with 128 features in few bits.
 --updates: no more than so many of each row, and 500 samples scored, to see that it runs.
 
 CORPORA holds the tasks' folders: sst2/, qnli/, mrpc/, cola/, stsb_multi/ and squad_v1/. MiniLM
@@ -29,8 +30,7 @@ from xcloud.base.project import project_root
 from xcloud.claims.reproduce import Rows
 from xcloud.training.settings import resolve_precision
 
-FEW = ["model.split.method=pca", "model.split.rank=96",
-       "compression=low_rank_few_bits_u_shape",
+FEW = ["model.split.method=pca", "compression=low_rank_few_bits_u_shape",
        "compression.default.backward.toprows.rate=0.5"]  # fmt: skip
 UPDATES = {"sst2": 250, "qnli": 250, "mrpc": 345, "cola": 540, "stsb": 540}
 TASKS = [*UPDATES, "squad"]
@@ -56,7 +56,7 @@ def main() -> None:
         [sys.executable, "experiments/low_rank/prepare.py", corpora, data, *drawn],
         cwd=project_root(), check=True,
     )  # fmt: skip
-    cells = {"fig9": fig9, "table3": table3, "quick": quick}
+    cells = {"fig9": fig9, "table3": table3, "wide": wide, "quick": quick}
     for part, seed in product(given.parts, given.seeds):
         for task, cut, layer in cells[part]():
             if task not in given.tasks:
@@ -78,6 +78,12 @@ def fig9() -> Iterator[tuple[str, str, int | None]]:
         for cut in ("svd r8", "pca r96, few bits", "svd r32", "svd r16"):
             for layer in range(6):
                 yield task, cut, layer
+
+
+def wide() -> Iterator[tuple[str, str, int | None]]:
+    yield from (("qnli", "unsplit", None), ("qnli", "svd r8", 0))
+    for layer in range(6):
+        yield "qnli", "pca r128, few bits", layer
 
 
 def quick() -> Iterator[tuple[str, str, int | None]]:
@@ -104,9 +110,10 @@ def words_of(task: str, cut: str, layer: int | None, corpora: Path, data: Path) 
     ]  # fmt: skip
     if layer is None:
         return [*words, "cluster=local", "model.split.layer=null"]
-    words += ["cluster/wan=free", f"model.split.layer={layer}"]
+    rank = cut.split(",")[0].split(" r")[1]
+    words += ["cluster/wan=free", f"model.split.layer={layer}", f"model.split.rank={rank}"]
     if cut.startswith("svd"):
-        return [*words, f"model.split.rank={cut.removeprefix('svd r')}"]
+        return words
     return [*words, *FEW, *(["model.split.head_rank=32"] if task == "squad" else [])]
 
 

@@ -15,8 +15,7 @@ if there is one. zero_shot: the demo's encoder from drawn weights, and pre-train
 from them, each fine-tuned on English pairs of the embedded grammar. real_text: MiniLM (6 x 384,
 English) before and after 500 steps across clouds on Spanish and English text (wiki_paragraphs,
 tatoeba_es_en of DATA), each fine-tuned on the English dev pairs of XNLI (2,490) and PAWS-X (2,000)
-and scored on 2,000 test pairs in both languages. Rows go to OUT/rows.jsonl;
-"seed" of the first three is a round.
+and scored on 2,000 test pairs in both languages. Rows go to OUT/rows.jsonl.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def main() -> None:
 def throughput(rows: Rows, number: int) -> None:
     for name, bits_per_s in LINES.items():
         asleep = ["model.step_s=0.15", "model.batch_s={one: 0.1, two: 0.1}"]
-        timed(rows, {"row": name, "seed": number}, asleep, 100, bits_per_s)
+        timed(rows, {"row": name, "round": number}, asleep, 100, bits_per_s)
 
 
 def scaling(rows: Rows, number: int) -> None:
@@ -102,18 +101,18 @@ def scaling(rows: Rows, number: int) -> None:
                   *(f"cluster.clouds.{name}.num_ranks={ranks}" for name in CLOUDS),
                   f"training.batches_per_step={2 * ranks}"]  # fmt: skip
         row = f"{ranks} rank{'s' * (ranks > 1)} a cloud"
-        timed(rows, {"row": row, "seed": number}, asleep, 40, 1e8)
+        timed(rows, {"row": row, "round": number}, asleep, 40, 1e8)
 
 
 def networks(rows: Rows, number: int, most: int | None) -> None:
     exp, steps = "electra_multilingual", most or 100
     for name in (ONE_CLOUD, "100 Mbit/s", "10 Mbit/s"):
-        timed(rows, {"row": name, "seed": number}, NETWORKS, steps, LINES[name], exp)
+        timed(rows, {"row": name, "round": number}, NETWORKS, steps, LINES[name], exp)
     for ranks in RANKS[1:]:
         more = [*(f"cluster.clouds.{name}.num_ranks={ranks}"
                   for name in ("discriminator", "cloud_a", "cloud_b")),
                 f"training.batches_per_step={2 * ranks}"]  # fmt: skip
-        about = {"row": f"{ranks} ranks a cloud", "seed": number}
+        about = {"row": f"{ranks} ranks a cloud", "round": number}
         timed(rows, about, [*NETWORKS, *more], steps, 1e8, exp)
 
 
@@ -124,7 +123,7 @@ def timed(
     """exp: an experiment of conf/exp; None: parts that are asleep."""
     if not rows.has(about):
         words = settings if exp else ["model.work=0", "model.rows=700", *settings]
-        print(f"{about['row']}, round {about['seed']}", flush=True)
+        print(f"{about['row']}, round {about['round']}", flush=True)
         config = config_of(exp, words, steps, bits_per_s, 0.1)
         rows.write({**about, **measure(config, partial(rows.keep_files, about))})
 

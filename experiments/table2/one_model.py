@@ -1,14 +1,15 @@
 """Table 2 with one model for every row: real pairs, quality through the compressed link.
 
     python -m experiments.table2.one_model DATA OUT [--seeds 1 2 3] [--corpora tatoeba multi30k_5k]
-        [--rows ROW ...]
+        [--rows ROW ...] [--own-backbones] [--updates N]
 
 DATA holds tatoeba_es_en/ and multi30k/. AB-Net of 3 + 3 layers of 128 with word adapters, 1,200
 updates of 64 pairs, rate falling to zero. Backbones are pretrained on their own side of the pairs
 and on further sentences of the corpus that are no pairs of the run: of the pairs left out one half
 lends its source, the other its target side.
 tatoeba: 20,000 pairs and 46,000 further sentences a side, 4,800 updates of pretraining.
-multi30k_5k: 5,000 pairs and 12,000 further captions a side, 2,400 updates.
+multi30k_5k: 5,000 pairs and 12,000 further captions a side, 2,400 updates; multi30k_2k: 2,500 and
+13,250, as many updates. All seeds share the backbones, unless each shall have its own.
 A Transformer of the same width and depth reads the pairs alone, for as many updates. Two clouds
 stand on one machine with a line that is never full: step times come from elsewhere. A line of JSON
 for each row goes to OUT/rows.jsonl; rows that it holds are not run again.
@@ -59,12 +60,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--corpora", nargs="+", default=["tatoeba", "multi30k_5k"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--own-backbones", action="store_true", help="for each seed")
+    parser.add_argument("--updates", type=int, help="fewer of each run, and 100 test sentences")
     given = parser.parse_args()
     rows = Rows(given.out, given.data)
     settings = corpora(given.data.resolve(), rows.work)
     for seed, corpus, row in product(given.seeds, given.corpora, given.rows):
         about = {"corpus": corpus, "row": row, "seed": seed}
-        rows.add(about, [*words_of(settings[corpus], row, rows.work), f"seed={seed}"])
+        words = [*words_of(settings[corpus], row, rows.work), f"seed={seed}"]
+        if given.own_backbones and not row.startswith("Transformer"):
+            words += [f"model.{side}.pretraining.seed={seed}" for side in ("encoder", "decoder")]
+        if given.updates:
+            words += [f"training.max_steps={given.updates}", "training.eval_samples=100"]
+        rows.add(about, words)
 
 
 def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
@@ -74,6 +82,7 @@ def corpora(data: Path, out: Path) -> dict[str, tuple[list[str], list[str]]]:
         for name, folder, languages, num_pairs, steps in (
             ("tatoeba", "tatoeba_es_en", ("es", "en"), 20_000, 4800),
             ("multi30k_5k", "multi30k", ("en", "de"), 5_000, 2400),
+            ("multi30k_2k", "multi30k", ("en", "de"), 2_500, 2400),
         )
     }
 

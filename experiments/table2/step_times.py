@@ -4,9 +4,9 @@
 
 DATA as for one_model.py; the pairs of Tatoeba. On an emulated line so slow that computing is a
 small share of the uncompressed step, as in the paper (its two published shares fit a model of
-bytes alone). One row after the other within a round, all in one sitting and one precision; "seed"
-is the round. wire FP32 and wire BF16 send what was computed in FP32 as it is, and rounded.
-Backbones are pretrained for 20 updates: their weights change no step's time.
+bytes alone). One row after the other within a round, all in one sitting and one precision.
+wire FP32 and wire BF16 send what was computed in FP32 as it is, and rounded. Backbones are
+pretrained for 20 updates: their weights change no step's time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
         own = [word for word in words if word != "cluster/wan=free"]
         base = words_of(setting, "int8+int8", rows.work)[: -len(ROWS["int8+int8"])]
         steps = [f"training.max_steps={given.updates}"]
-        rows.add({"row": name, "seed": number}, [*base, *own, *SHORT, *line, *steps], FIGURES)
+        rows.add({"row": name, "round": number}, [*base, *own, *SHORT, *line, *steps], FIGURES)
 
 
 if __name__ == "__main__":

@@ -25,32 +25,45 @@ FILE = "claims.toml"
 PATTERNS = ("rules", "cells", "quotes")  # may stand for several: _each
 UNKNOWN = "unknown"
 
+REPEATS = ("seed", "round", "run")
+"""What tells the rows of one name apart, and pairs those of two: a seed of the training; a round
+of timing, of one seed; the number of a run of faults."""
+
 ResultRow = Mapping[str, Any]
-"""One run of one row: "row", "seed", what it was run on, and its figures by name."""
+"""One run of one row: "row", one of REPEATS, what it was run on, and its figures by name."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """mean and standard error over seeds; of a single one over its test samples, or None."""
+    """A mean and its standard error, over seeds or what else REPEATS has. The error of a single
+    one is over its test samples, or None."""
 
     mean: float
     error: float | None
     num: int
+    repeats: str = "seed"
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float], repeats: str = "seed") -> Estimate:
         if not all(map(math.isfinite, values)):
-            return cls(math.nan, None, len(values))
+            return cls(math.nan, None, len(values), repeats)
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        return cls(statistics.fmean(values), error, len(values))
+        return cls(statistics.fmean(values), error, len(values), repeats)
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return "not finite"
         digits = 2 if abs(self.mean) >= 2 else 3
         error = "" if self.error is None else f" ± {self.error:.{digits}f}"
-        few = {1: " (one seed)", 2: " (two seeds)"}.get(self.num, "")
-        return f"{self.mean:.{digits}f}{error}{few}"
+        return f"{self.mean:.{digits}f}{error}{self._counted}"
+
+    @property
+    def _counted(self) -> str:
+        """How many there were, unless it is three seeds or more."""
+        if self.num > 2 and self.repeats == "seed":
+            return ""
+        count = {1: "one", 2: "two", 3: "three"}.get(self.num, str(self.num))
+        return f" ({count} {self.repeats}{'s' * (self.num != 1)})"
 
 
 @settings("claim.figure")
@@ -67,12 +80,13 @@ class Figure:
     def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
         """None without any seed that has what is needed. The error of one seed is over its test
         samples; of a difference as if the two were drawn apart, which is wider than it is."""
-        values = self.values(rows)
+        values, repeats = self.values(rows), repeats_of(rows)
         if len(values) != 1 or self.over:
-            return Estimate.of(values) if values else None
+            return Estimate.of(values, repeats) if values else None
         sides, column = [side for side in (self.row, self.minus) if side], f"{self.column}_error"
         errors = [e for s in sides for e in Figure(s, column, where=self.where).values(rows)]
-        return Estimate(values[0], math.hypot(*errors) if len(errors) == len(sides) else None, 1)
+        error = math.hypot(*errors) if len(errors) == len(sides) else None
+        return Estimate(values[0], error, 1, repeats)
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
         """By seed."""
@@ -84,16 +98,25 @@ class Figure:
 
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> pd.Series:
         """Not a number where a run came to none, such as the loss of one that diverged."""
-        wanted = {"row": name, **self.where}
+        wanted, repeats = {"row": name, **self.where}, repeats_of(rows)
         chosen = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
-        found = {row.get("seed"): row[self.column] for row in chosen if self.column in row}
+        found = {row.get(repeats): row[self.column] for row in chosen if self.column in row}
         return pd.Series(found, dtype=float)
+
+
+def repeats_of(rows: Sequence[ResultRow]) -> str:
+    """Return which of REPEATS the rows of a study have."""
+    return next((name for name in REPEATS if any(name in row for row in rows)), "seed")
 
 
 @settings("claim.rules")
 class Rule:
-    """says: the rule in words, stated before the run. Met where the mean of the figure is not
-    below at_least, nor above at_most."""
+    """A bound on a figure. says: the rule in words, stated before the run that is judged.
+
+    It is met where the mean of the figure is not below at_least, nor above at_most. It is
+    undecided where the mean is less than one standard error away from either bound, on whichever
+    side: other seeds could well have come to the opposite.
+    """
 
     says: str
     figure: Figure
@@ -104,8 +127,11 @@ class Rule:
         if (self.at_least, self.at_most) == (-math.inf, math.inf):
             raise ConfigError(f"claim.rules: {self.says!r} needs at_least or at_most")
 
-    def is_met(self, found: Estimate) -> bool:
-        return self.at_least <= found.mean <= self.at_most
+    def judge(self, found: Estimate) -> Literal["yes", "no", "undecided"]:
+        distance = min(abs(found.mean - self.at_least), abs(found.mean - self.at_most))
+        if found.error is not None and distance < found.error:
+            return "undecided"
+        return "yes" if self.at_least <= found.mean <= self.at_most else "no"
 
 
 @settings("claim.cells")
@@ -163,7 +189,9 @@ class Claim:
     or module: one that is run with these words and writes the rows to OUT/rows.jsonl. In both DATA
     stands for the folder of data, OUT for the record's, in runs SEED for the seed. needs: what
     must be there, such as a folder of data. quick: settings for a run of minutes; leaves_out: what
-    that run cannot tell."""
+    that run cannot tell. unlike: how the two sides of a cell differ beside what is compared.
+    withdrawn: of a claim that was taken back, when, and what it came to until then; it counts as
+    not reproduced."""
 
     name: str
     title: str
@@ -184,6 +212,8 @@ class Claim:
     leaves_out: str = ""
     expected: str = UNKNOWN
     missing: str = ""
+    unlike: str = ""
+    withdrawn: str = ""
 
     def __post_init__(self) -> None:
         if bool(self.runs) == bool(self.module):
@@ -197,7 +227,8 @@ class Claim:
 
 
 class Judged(NamedTuple):
-    """met: "yes", "no", or "not run" where the rows do not hold the rule's figure."""
+    """met: "yes", "no", "undecided" (Rule), or "not run" where the rows do not hold the rule's
+    figure."""
 
     says: str
     found: Estimate | None
@@ -208,7 +239,7 @@ def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
     judged = []
     for rule in claim.rules:
         found = rule.figure.of(rows)
-        met = "not run" if found is None else "yes" if rule.is_met(found) else "no"
+        met = "not run" if found is None else rule.judge(found)
         judged.append(Judged(rule.says, found, met))
     return judged
 

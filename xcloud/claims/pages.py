@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -41,7 +42,8 @@ AXES = {
 }  # fmt: skip
 COMPARED = (
     "Published figures are of other data, models and machines: ratios and differences compare, "
-    "scores do not. ± is the standard error over seeds; of one seed, over the samples of its test."
+    "scores do not. ± is the standard error over seeds, or where a cell says so over rounds of "
+    "timing or runs of one seed; of one seed, over the samples of its test."
 )
 Records = Mapping[str, Record]
 
@@ -62,7 +64,22 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
         for table, lines in _cells(claims, records).items()
     }
     paper = Path(__file__).with_name("paper.md")
-    return rendered(paper, tables=tables.items(), compared=COMPARED)
+    return rendered(
+        paper,
+        tables=tables.items(),
+        compared=COMPARED,
+        unlike=_unlike(claims),
+        withdrawn=[claim for claim in claims.values() if claim.withdrawn],
+    )
+
+
+def _unlike(claims: Mapping[str, Claim]) -> dict[str, list[str]]:
+    """What must be said of each table: how the sides of its cells differ besides."""
+    said: dict[str, list[str]] = {}
+    for claim in claims.values():
+        for table in dict.fromkeys(cell.table for cell in claim.cells):
+            said.setdefault(table, []).extend([claim.unlike] * bool(claim.unlike))
+    return {table: [*dict.fromkeys(texts)] for table, texts in said.items()}
 
 
 def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
@@ -73,7 +90,8 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
               [f"{claim.name}.html" for claim, *_ in lines])
         for name, lines in _cells(claims, records).items()
     ]  # fmt: skip
-    facts = [("What is compared", COMPARED)]
+    unlike = dict.fromkeys(text for texts in _unlike(claims).values() for text in texts)
+    facts = [("What is compared", COMPARED), *(("Unlike", text) for text in unlike)]
     return Page("paper", "The paper, cell by cell", facts, tables=tables, up="All claims")
 
 
@@ -124,12 +142,18 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
-        print(f"{name:<16} {_state(records.get(name)):<28} {minutes:<16} {claim.title}")
+        print(f"{name:<16} {_state(claim, records.get(name)):<28} {minutes:<16} {claim.title}")
     return 0
 
 
-def _state(record: Record | None) -> str:
-    return record.verdict.split(":")[0] if record else "not run"
+def _state(claim: Claim, record: Record | None) -> str:
+    return _verdict(claim, record).split(":")[0]
+
+
+def _verdict(claim: Claim, record: Record | None) -> str:
+    if claim.withdrawn:
+        return f"not reproduced: {claim.withdrawn}"
+    return record.verdict if record else "not run"
 
 
 def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Page:
@@ -137,7 +161,7 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
     rules = pd.DataFrame(judge(claim, rows), columns=["rule", "came to", "met"], dtype=object)
     facts = [
         ("Question", claim.means), ("Source", claim.source),
-        ("Verdict", record.verdict if record else "not run yet"),
+        ("Verdict", _verdict(claim, record)),
         ("Missing", claim.missing or "nothing that we know of"),
         ("Minutes", f"{claim.human_minutes} of yours, {claim.machine_minutes} of the machine"),
     ]  # fmt: skip
@@ -155,7 +179,8 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
 
 
 def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str, Path]) -> Page:
-    rows = [(claim.title, _state(records.get(name)), claim.source, claim.machine_minutes)
+    states = {name: _state(claim, records.get(name)) for name, claim in claims.items()}
+    rows = [(claim.title, states[name], claim.source, claim.machine_minutes)
             for name, claim in claims.items()]  # fmt: skip
     cells = pd.DataFrame(rows, columns=["claim", "state", "source", "machine minutes"])
     pictures = [
@@ -163,8 +188,11 @@ def front_page(claims: Mapping[str, Claim], records: Records, drawn: Mapping[str
         for name, path in sorted(drawn.items(), key=lambda one: claims[one[0]].picture is None)
     ][:NUM_HEADLINES]  # those whose claim says what its picture shows
     table = Table("Claims", cells, [f"{name}.html" for name in claims])
-    met = sum(_state(record) == "reproduced" for record in records.values())
-    facts = [("State", f"{met} of {len(claims)} claims are reproduced, by the rule on their page")]
+    counts = Counter(states.values())
+    others = [f"{num} {state}" for state, num in counts.items() if state != "reproduced"]
+    listed = f": {', '.join(others)}" * bool(others)
+    met = f"{counts['reproduced']} of {len(claims)} claims are reproduced"
+    facts = [("State", f"{met} by the rule on their page, claims taken back among them{listed}")]
     paper = Table("The paper", pd.DataFrame({"page": ["every cell, and ours"]}), ["paper.html"])
     title, tables = "xcloud: what is claimed and measured", [paper, table]
     return Page("index", title, facts, pictures=pictures, tables=tables)

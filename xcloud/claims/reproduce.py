@@ -4,7 +4,7 @@ with everything that one reproduction of a claim was and came to.
 OUT/record.json   claim, verdict, rows, commit, environment, digests of data
 OUT/README.md     the same to read: question, command, table, verdict, what is missing
 OUT/rows.jsonl    what has run; a command that was interrupted goes on with the other rows
-OUT/runs/ROW-seedN/   experiment.yaml, summary.json and run.log of each run
+OUT/runs/ROW-seedN/   (or ROW-roundN) experiment.yaml, summary.json and run.log of each run
 
 The project's own records, which docs/paper.md and the site show, are in records/CLAIM.
 """
@@ -34,7 +34,15 @@ import pandas as pd
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.project import checkout, commit, module_paths, project_root, python_command
 from xcloud.base.wording import meant
-from xcloud.claims.claims import FILE, Claim, ResultRow, judge, read_claims
+from xcloud.claims.claims import (
+    FILE,
+    REPEATS,
+    Claim,
+    ResultRow,
+    judge,
+    read_claims,
+    repeats_of,
+)
 from xcloud.record.summary import read_summary
 from xcloud.report.tables import cell_text, rendered
 
@@ -206,7 +214,7 @@ class Rows:
 
 
 def _name_of(about: ResultRow) -> str:
-    named = "-".join(f"seed{v}" if k == "seed" else str(v) for k, v in about.items())
+    named = "-".join(f"{k}{v}" if k in REPEATS else str(v) for k, v in about.items())
     return re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
 
 
@@ -217,7 +225,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         **summary["quality"],
         **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
         "step_s": summary["step_time_s"]["median"],
-        "loss": summary["final_loss"],
+        "final_loss": summary["final_loss"],
         "bytes_forward": sent["forward"],
         "bytes_backward": sent["backward"],
         "bytes": sum(value or 0 for value in sent.values()),
@@ -265,16 +273,16 @@ class Record:
 
 
 def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> str:
-    """ "reproduced" only if every rule is met by a whole run of every seed."""
+    """Say "reproduced" only if every rule is met by a whole run of every seed."""
     if is_quick:
         return "quick run: judges nothing"
     judged = judge(claim, rows)
-    kinds = {"not reproduced": "no", "not run": "not run"}
+    kinds = {"not reproduced": "no", "undecided": "undecided", "not run": "not run"}
     found = {what: [one.says for one in judged if one.met == met] for what, met in kinds.items()}
     said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
     fewest = min((one.found.num for one in judged if one.found), default=0)
     asked = len(claim.seeds)
-    few = f", by {fewest} of {asked} seeds" if fewest < asked else ""
+    few = f", by {fewest} of {asked} {repeats_of(rows)}s" if fewest < asked else ""
     return "; ".join(said) or f"reproduced{few}"
 
 
