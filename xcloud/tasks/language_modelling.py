@@ -21,11 +21,13 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
+from xcloud.base.wording import quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores, Split, TokenIds
 from xcloud.demo import stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
+from xcloud.tasks.text_reader import TextReader
 from xcloud.tasks.text_task import TextTask, TokenTable, View, check_visible, public_tokenizer
 from xcloud.tasks.tokenizer import (
     SPECIAL_TOKENS,
@@ -108,6 +110,7 @@ class CausalTokenizer:
         self._first = [] if bos is None else [bos]
         first = eos if bos is None else bos
         self.token_ids = TokenIds(len(pretrained), NO_TOKEN, first, eos, NO_TOKEN)
+        self._reader = TextReader(pretrained.backend_tokenizer, pretrained.all_special_ids)
         self.vocabularies = {"text": self.token_ids}
 
     @staticmethod
@@ -149,13 +152,13 @@ class CausalTokenizer:
 
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Begin token (where there is one), text, end token: all to be guessed."""
-        found = [[*self._first, *ids, self.token_ids.eos] for ids in self._encode(texts)]
+        found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
         return [Document(ids, [True] * len(ids)) for ids in found]
 
     def chat(self, messages: Chat, where: str) -> Document:
-        """Rendered by the tokenizer's own template; only the assistant's turns are to be guessed,
-        and what follows the last of them is left out. Prompt and answer are cut into tokens apart,
-        as they are when a model is asked."""
+        """Return what the tokenizer's own template writes, of which only the assistant's turns are
+        to be guessed. What follows the last of them is left out. Each prompt is cut into tokens as
+        it is when a model is asked, and only the template writes special tokens."""
         pieces: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
@@ -172,7 +175,7 @@ class CausalTokenizer:
             done = answered
         if not pieces:
             raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
-        encoded = self._encode([text for text, _ in pieces])
+        encoded = self._reader.encode_written([text for text, _ in pieces])
         tokens = [
             (token, learned)
             for ids, (_, learned) in zip(encoded, pieces, strict=True)
@@ -184,9 +187,9 @@ class CausalTokenizer:
         """What a model is given to go on from: a chat with one question if it has learned chats,
         else the begin token and the text."""
         if not self.learns_chats:
-            return [*self._first, *self._encode([text])[0]] or [self.token_ids.eos]
+            return [*self._first, *self._reader.encode([text])[0]] or [self.token_ids.eos]
         asked = self._render([{"role": "user", "content": text}], True, "prompt")
-        return self._encode([asked])[0]
+        return self._reader.encode_written([asked])[0]
 
     @cached_property
     def digest(self) -> int:
@@ -197,17 +200,14 @@ class CausalTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=True))
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        backend = self._pretrained.backend_tokenizer
-        return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-
     def _render(self, messages: Chat, ask: bool, where: str) -> str:
-        plain = [dict(message) for message in messages]
+        plain = [self._reader.veil(dict(message)) for message in messages]
         how = {"tokenize": False, "add_generation_prompt": ask}
         try:
             return str(self._pretrained.apply_chat_template(plain, **how))
         except Exception as error:  # whatever the template raises
-            said = f"the chat template of {self._name} cannot write it: {error}"
+            why = quoted(str(error))
+            said = f"the chat template of {self._name} cannot write it: {why}"
             raise DataError(f"{where}: {said}") from error
 
 

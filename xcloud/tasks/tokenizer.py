@@ -22,6 +22,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import go_offline_if_unreachable, key_of, make_once, resolve
+from xcloud.tasks.text_reader import TextReader
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,7 +40,8 @@ def digest_32(described: str) -> int:
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Text to ids and back. encode adds no special ids; decode stops at eos and drops the others.
+    """Text to ids and back. encode gives no special ids, whatever stands in a text (TextReader);
+    decode stops at eos and drops the others.
 
     backend: the tokenizer of `tokenizers`. special: all special ids, including unknown.
     rejoin: pieces are words and punctuation, and decode reattaches punctuation ("Ve ." becomes
@@ -53,19 +55,18 @@ class Tokenizer:
     rejoin: bool
     num_separators: int = 1
 
-    def __post_init__(self) -> None:
-        self.backend.encode_special_tokens = True  # a literal "[PAD]" in a text stays text
+    @cached_property
+    def _reader(self) -> TextReader:
+        return TextReader(self.backend, self.special)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return self._reader.encode(texts)
 
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids, and for each its half-open character span in the text."""
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+        return self._reader.encode_with_offsets(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = []
@@ -212,8 +213,7 @@ class TrainedTokenizer(TokenizerChoice):
         trainer = trainers.BpeTrainer if self.kind == "bpe" else trainers.WordPieceTrainer
         backend.train_from_iterator(texts, trainer(special_tokens=special, **how))
         content = json.loads(backend.to_str())
-        # So that a literal "[EOS]" in a text stays text and does not become the special id.
-        content["added_tokens"] = []
+        content["added_tokens"] = []  # pieces of the vocabulary, which TextReader guards
         backend = backend.from_str(json.dumps(content))
         ids = range(len(SPECIAL_TOKENS))
         assert [backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(ids)

@@ -1,0 +1,123 @@
+"""Texts into token ids such that no text becomes a special token: only who writes them by id, or a
+chat template, does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+
+class TextReader:
+    """A copy of a tokenizer in which special pieces go by names that no text holds.
+
+    A literal "</s>" in a text is then cut like any other word, whatever the tokenizer's kind: also
+    where the piece is in the model's vocabulary (SentencePiece), is found before any merge (BPE of
+    Llama 3), or results from a normalizer. Ids are those of the original. Nothing is truncated.
+
+    backend: of `tokenizers`. special: further special ids than the backend itself calls so.
+    """
+
+    def __init__(self, backend: Any, special: Collection[int]) -> None:
+        from tokenizers import AddedToken
+
+        content = json.loads(backend.to_str())
+        own = {token["id"] for token in content["added_tokens"] if token["special"]}
+        pieces = {number: backend.id_to_token(number) for number in sorted(own | {*special})}
+        secret = secrets.token_hex(8)  # no text can know it
+        self._names = {piece: f"\ufdd0{secret}.{n}\ufdd1" for n, piece in pieces.items() if piece}
+        self._literals = sorted(self._names, key=len, reverse=True)  # the longest is found first
+        self._literal = re.compile("|".join(map(re.escape, self._literals)) or r"(?!)")
+        self._veil = f"\ufdd0{secret}:"
+        self._veiled = re.compile(rf"{self._veil}(\d+)\ufdd1")
+        self._cut = f"\ufdd0{secret}.cut\ufdd1"
+
+        for token in content["added_tokens"]:
+            if token["content"] in self._names:
+                token |= {"content": self._names[token["content"]], "normalized": False}
+        content |= {"truncation": None, "padding": None}
+        _rename(content["model"], self._names)
+        self._backend = type(backend).from_str(json.dumps(content))
+        names = [*self._names.values(), self._cut]
+        known = {token["content"] for token in content["added_tokens"]}
+        self._backend.add_special_tokens(
+            [AddedToken(name, normalized=False) for name in names if name not in known]
+        )
+        self._cut_id = self._backend.token_to_id(self._cut)
+        for number, piece in pieces.items():
+            assert piece is None or self._backend.token_to_id(self._names[piece]) == number
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts, none of them special unless for what is unknown."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return ids, and for each its half-open character span in the text."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    def veil(self, value: Any) -> Any:
+        """Return the content of a message such that a template that writes it writes no special
+        token: each special piece in it is replaced, until `encode_written` puts it back."""
+
+        def veiled(match: re.Match[str]) -> str:
+            return f"{self._veil}{self._literals.index(match[0])}\ufdd1"
+
+        if isinstance(value, str):
+            return self._literal.sub(veiled, value)
+        if isinstance(value, list):
+            return [self.veil(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self.veil(one) for key, one in value.items()}
+        return value
+
+    def encode_written(self, segments: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each segment of what a template has written: prompts and answers in
+        turn, of which the first begins the chat. Special pieces in them are special tokens, but
+        for veiled ones.
+
+        Each prompt is cut as it is when a model is asked: whole, from the beginning of the chat.
+        Only where a token would reach over the border of two segments both are cut apart there.
+        """
+        named = [self._named(segment) for segment in segments]
+        grown = self.encode([*accumulate(named)])
+        whole = grown[-1]
+        if all(ids == whole[: len(ids)] for ids in grown):
+            return [whole[a:b] for a, b in pairwise([0, *map(len, grown)])]
+        found: list[list[int]] = [[]]
+        for token in self.encode([self._cut.join(named)])[0]:
+            if token == self._cut_id:
+                found.append([])
+            else:
+                found[-1].append(token)
+        return found
+
+    def _named(self, text: str) -> str:
+        text = self._literal.sub(lambda match: self._names[match[0]], text)
+        return self._veiled.sub(lambda match: self._literals[int(match[1])], text)
+
+
+def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Give these pieces of a model in the form of tokenizer.json other names, in place."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+        return
+    model["vocab"] = {names.get(piece, piece): number for piece, number in vocabulary.items()}
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:  # of BPE; a merge that made a special piece makes none any more
+        prefix = model.get("continuing_subword_prefix") or ""
+        merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [
+            merge
+            for merge in merges
+            if names.keys().isdisjoint((*merge, merge[0] + merge[1].removeprefix(prefix)))
+        ]
