@@ -61,7 +61,7 @@ def test_drawing_follows_temperature_share_and_seed() -> None:
 class _Letters:
     """Each id one byte of UTF-8."""
 
-    token_ids = type("Ids", (), {"eos": 0})
+    ends = frozenset({0, 1})
 
     def prompt(self, text: str) -> list[int]:
         return list(text.encode())
@@ -80,6 +80,8 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
 
     assert list(generator.pieces("a", 50, Choice())) == ["d", "é", "!", ""]
     assert list(generator.pieces("a", 2, Choice())) == ["d", "\ufffd"], "cut by the limit"
+    monkeypatch.setattr(use, "following", lambda *given: iter(b"so\1rest"))
+    assert list(generator.pieces("a", 50, Choice())) == ["s", "o", ""], "by the other end, too"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_text_comes_in_whole_characters_and_ends_with_the_end_token(
     [
         (["--max-new-tokens", "0"], "--max-new-tokens must be a whole number >= 1, got 0"),
         (["--temperature", "-1"], r"--temperature must be a number in \[0, inf\), got -1"),
+        (["--chats", "FILE"], "either texts to go on from or --chats FILE"),
         (["--top-p", "0"], r"--top-p must be a number in \(0, 1\], got 0"),
     ],
 )

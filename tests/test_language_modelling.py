@@ -21,6 +21,7 @@ from xcloud.tasks.language_modelling import (
     columns_of,
     pack,
     pieces_of,
+    read_chats,
 )
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
@@ -291,3 +292,84 @@ def test_a_folder_that_is_not_there_is_refused_before_a_run(tmp_path: Path, fold
         task(tmp_path, folder, max_length=2)
     with pytest.raises(ConfigError, match="the model reads source"):
         task(tmp_path, folder).load(frozenset({"source"}), 0)
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<END>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "learns_chats", "ends"),
+    [
+        (TEMPLATE, None, True, {"</s>"}),
+        (TURNS, None, True, {"</s>", "<end>"}),
+        (TURNS, None, False, {"</s>"}),
+        (TURNS, "<user>", True, {"</s>", "<user>", "<end>"}),
+        (TURNS, ["<user>", "<assistant>"], False, {"</s>", "<user>", "<assistant>"}),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+            None,
+            True,
+            {"</s>"},
+        ),
+        ("{{ raise_exception('other turns') }}", None, True, {"</s>"}),
+    ],
+)
+def test_a_text_ends_where_the_model_has_learned_that_it_does(
+    template: str,
+    named: str | list[str] | None,
+    learns_chats: bool,
+    ends: set[str],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    """<end> ends a turn and is not the end of a text, as in Qwen2.5 and Gemma."""
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(folder)
+    made.add_special_tokens({"extra_special_tokens": ["<user>", "<assistant>", "<end>"]})
+    made.chat_template = template.replace("<END>", "<end>")
+    made.save_pretrained(tmp_path / "checkpoint")
+    if named is not None:
+        config = {"eos_token_id": made.convert_tokens_to_ids(named), "top_p": 0.8}
+        (tmp_path / "checkpoint" / "generation_config.json").write_text(json.dumps(config))
+    choice = PretrainedTokenizer(str(tmp_path / "checkpoint"))
+    tokenizer = CausalTokenizer.of(choice, str(tmp_path))
+    tokenizer.learns_chats = learns_chats
+    tokenizer.save(tmp_path / "run")
+    again = CausalTokenizer.load(tmp_path / "run")
+
+    assert set(made.convert_ids_to_tokens(sorted(tokenizer.ends))) == ends
+    assert again.ends == tokenizer.ends and again.learns_chats == learns_chats
+    written = json.loads((tmp_path / "run" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == sorted(tokenizer.ends)
+    assert written.get("top_p") == (None if named is None else 0.8), "the rest is kept"
+
+
+def test_a_prompt_takes_a_system_message_or_is_plain(folder: Path, tmp_path: Path) -> None:
+    tokenizer = CausalTokenizer.of(PretrainedTokenizer(str(folder)), str(tmp_path))
+    tokenizer.learns_chats = True
+    assert tokenizer.decode(tokenizer.prompt("Who?")) == "Who?"
+    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
+    assert tokenizer.prompt("Who?", system="Be brief") == tokenizer.asked(chat)
+    assert tokenizer.decode(tokenizer.asked(chat)) == "<system>Be briefWho?"
+    assert tokenizer.prompt("Who?", plain=True) == tokenizer.texts(["Who?"])[0].ids[:-1]
+    with pytest.raises(DataError, match="a system message needs a chat"):
+        tokenizer.prompt("Who?", system="Be brief", plain=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([" "], "there is no chat in it"),
+        (["no json"], r"chats.jsonl, line 1: expected"),
+        (['{"messages": []}'], r"chats.jsonl, line 1: expected"),
+        (['{"messages": [{"role": "user", "content": "a"}]}', "[1]"], "line 2: expected"),
+    ],
+)
+def test_what_is_no_chat_is_named(lines: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=said):
+        read_chats(tmp_path / "chats.jsonl")

@@ -101,6 +101,18 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
     return described
 
 
+def generation_config(name_or_path: str) -> dict[str, Any]:
+    """Return what generation_config.json of a checkpoint says; nothing where there is none."""
+    from transformers.utils.hub import cached_file
+
+    name = "generation_config.json"
+    try:
+        path = _fetch(name_or_path, lambda at, **where: str(cached_file(at, name, **where)))
+        return dict(json.loads(Path(path).read_text("utf-8")))
+    except (DataError, OSError, ValueError, TypeError):
+        return {}
+
+
 def _fetch(name: str, load: Callable[..., T]) -> T:
     """Load from disk if possible; ask the hub only if it answers."""
     wanted = (

@@ -35,6 +35,7 @@ from xcloud.models.causal_network import Past
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.stages import TEXT, TYPES
 from xcloud.rank.export import exporting
+from xcloud.tasks.language_modelling import read_chats
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
@@ -174,10 +175,15 @@ class Generator(TrainedRun):
     def pieces(
         self, prompt: str, max_new_tokens: int, choice: Choice, cached: bool = True
     ) -> Iterator[str]:
-        """What follows the prompt, up to the end token, as it comes."""
-        tokenizer = self.text
+        """Yield what follows the prompt, up to an end token, as it comes."""
+        return self.after(self.text.prompt(prompt), max_new_tokens, choice, cached)
+
+    def after(
+        self, given: Sequence[int], max_new_tokens: int, choice: Choice, cached: bool = True
+    ) -> Iterator[str]:
+        """Yield what follows these tokens, up to an end token, as it comes."""
+        tokenizer, ends = self.text, self.text.ends
         longest = self.stages[-1].architecture["config"]["max_position_embeddings"]
-        given = tokenizer.prompt(prompt)
         ids, written = list(given), tokenizer.decode(given)
         if len(given) >= longest:
             raise DataError(
@@ -185,7 +191,7 @@ class Generator(TrainedRun):
             )
         tokens = following(self.stages, self.carry, given, choice, cached)
         for token in islice(tokens, min(max_new_tokens, longest - len(given))):
-            if token == tokenizer.token_ids.eos:
+            if token in ends:
                 break
             ids.append(token)
             text = tokenizer.decode(ids)
@@ -250,14 +256,21 @@ def generate(words: Sequence[str]) -> None:
     RUN is a run's output folder, with the parts of all clouds in it. It writes on as it goes: the
     most probable token each time, or one drawn (--temperature, --top-p, --seed). The message
     between two clouds goes through the run's compressors, as it did in training (--uncompressed
-    leaves them out). A model that has learned chats takes the text as a question.
+    leaves them out). A model that has learned chats takes the text as a question, behind a system
+    message if --system gives one; --plain takes it as plain text. --chats FILE answers the last
+    question of each chat of a .jsonl file ({"messages": [...]} a line).
 
     Keys and values of earlier tokens are kept, so after the prompt one row crosses for each token.
     A compressor that looks at all rows together (low rank, top-k) sees another matrix then than in
     training; --no-cache sends the whole text for each token, as an evaluation does.
     """
     parser = parser_of(generate)
-    parser.add_argument("text", nargs="+", help="what to go on from")
+    parser.add_argument("text", nargs="*", help="what to go on from")
+    parser.add_argument("--system", metavar="TEXT", help="the chat's system message")
+    parser.add_argument("--plain", action="store_true", help="no chat, whatever was learned")
+    parser.add_argument(
+        "--chats", type=Path, metavar="FILE", help="chats to answer, in place of text"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: no drawing (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of what share it is drawn from")
@@ -268,13 +281,34 @@ def generate(words: Sequence[str]) -> None:
     check("--max-new-tokens", arguments.max_new_tokens, Positive)
     check("--temperature", arguments.temperature, NotNegativeFloat)
     check("--top-p", arguments.top_p, Rate)
+    if bool(arguments.text) == (arguments.chats is not None):
+        raise ConfigError("generate needs either texts to go on from or --chats FILE")
+    if arguments.chats is not None and (arguments.system is not None or arguments.plain):
+        raise ConfigError("--chats has whole chats: leave out --system and --plain")
     generator = Generator(arguments.run, not arguments.uncompressed)
+    prompts = _prompts(generator.text, arguments)
     _ = generator.stages  # what is said while they are read stands before the text
-    between = "\n" if generator.text.learns_chats else ""  # question and answer
-    for text in arguments.text:
+    is_chat = generator.text.learns_chats and not arguments.plain
+    for shown, given in prompts:
         choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
-        print(text, end=between, flush=True)
+        print(shown, end="\n" if is_chat else "", flush=True)
         cached = not arguments.no_cache
-        for piece in generator.pieces(text, arguments.max_new_tokens, choice, cached):
+        for piece in generator.after(given, arguments.max_new_tokens, choice, cached):
             print(piece, end="", flush=True)
         print(flush=True)
+
+
+def _prompts(text: Any, arguments: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    """Return what is shown of each prompt, and its tokens."""
+    if arguments.chats is None:
+        of = {"system": arguments.system, "plain": arguments.plain}
+        return [(prompt, text.prompt(prompt, **of)) for prompt in arguments.text]
+    if not text.learns_chats:
+        raise ConfigError("--chats needs a model that has learned chats; this one has plain texts")
+    found = []
+    for number, messages in enumerate(read_chats(arguments.chats), start=1):
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not asked:
+            raise DataError(f"{arguments.chats.name}, chat {number}: there is no question in it")
+        found.append((asked[-1]["content"], text.asked(asked, f"chat {number}")))
+    return found

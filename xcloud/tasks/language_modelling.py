@@ -8,6 +8,7 @@ documents a token belongs to; "label" the token to be guessed at each place, of 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,6 +25,7 @@ from xcloud.base.settings import settings
 from xcloud.base.wording import quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores, Split, TokenIds
 from xcloud.demo import stories
+from xcloud.hub import generation_config, resolve
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
@@ -42,6 +44,7 @@ Chat = Sequence[Mapping[str, str]]
 
 TEXT, MESSAGES = "text", "messages"
 FOLDER_NAME = "tokenizer"
+GENERATION_FILE = "generation_config.json"
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
 OPEN = 64  # samples that a document is tried in; more fill little better
@@ -106,6 +109,7 @@ class CausalTokenizer:
             raise DataError(f"tokenizer {name} has no end-of-text token (eos_token): use another")
         self._pretrained, self._name = pretrained, name
         self.learns_chats = False  # or it did: a prompt is then a question
+        self._generation: dict[str, Any] = {}  # the checkpoint's generation_config.json
         bos, eos = pretrained.bos_token_id, pretrained.eos_token_id
         self._first = [] if bos is None else [bos]
         first = eos if bos is None else bos
@@ -117,7 +121,7 @@ class CausalTokenizer:
     def of(choice: TokenizerChoice, cache_dir: str) -> CausalTokenizer:
         """A pretrained model's, or one trained on public sentences. Raises DataError."""
         if isinstance(choice, PretrainedTokenizer):
-            return CausalTokenizer(choice.load(), choice.name_or_path)
+            return CausalTokenizer._of_checkpoint(choice)
         from transformers import PreTrainedTokenizerFast
 
         pad, bos, eos, _, unknown = SPECIAL_TOKENS
@@ -129,15 +133,48 @@ class CausalTokenizer:
         return CausalTokenizer(made, repr(choice))
 
     @staticmethod
+    def _of_checkpoint(choice: PretrainedTokenizer) -> CausalTokenizer:
+        found = CausalTokenizer(choice.load(), choice.name_or_path)
+        found._generation = generation_config(resolve(choice.name_or_path))
+        return found
+
+    @staticmethod
     def load(folder: Path) -> CausalTokenizer:
-        found = CausalTokenizer(PretrainedTokenizer(str(folder)).load(), str(folder))
+        found = CausalTokenizer._of_checkpoint(PretrainedTokenizer(str(folder)))
         found.learns_chats = (folder / CHATS_FILE).exists()
         return found
 
     def save(self, folder: Path) -> None:
+        """Write it for transformers, with the tokens at which a model that learned by it ends."""
         self._pretrained.save_pretrained(folder)
+        generation = {**self._generation, "eos_token_id": sorted(self.ends)}
+        (folder / GENERATION_FILE).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
         if self.learns_chats:
             (folder / CHATS_FILE).touch()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens at which a text ends: the end token, those that the checkpoint names, and what
+        ends an answer in its chat template, if chats are learned."""
+        named = self._generation.get("eos_token_id")
+        found = [self.token_ids.eos, *(named if isinstance(named, list) else [named])]
+        if self.learns_chats:
+            found.append(self._end_of_turn())
+        return frozenset(token for token in found if isinstance(token, int))
+
+    def _end_of_turn(self) -> int | None:
+        """Return the first special token that the template writes behind an answer, if any."""
+        content = "7"
+        question = {"role": "user", "content": content}
+        answer = {"role": "assistant", "content": content}
+        try:
+            written = self._render([question, answer], False, "end of a turn")
+        except DataError:  # it wants other turns: then the end of a text has to do
+            return None
+        after = self._reader.encode_written([written.rpartition(content)[2]])[0]
+        added = self._pretrained.added_tokens_decoder
+        special = {*self._pretrained.all_special_ids, *(n for n, t in added.items() if t.special)}
+        return next((token for token in after if token in special), None)
 
     def samples(self, rows: Rows, max_length: int, where: str) -> list[list[Document]]:
         """Documents packed. Raises DataError if none is to be guessed. where: for messages."""
@@ -183,13 +220,22 @@ class CausalTokenizer:
         ]
         return Document([token for token, _ in tokens], [learned for _, learned in tokens])
 
-    def prompt(self, text: str) -> list[int]:
-        """What a model is given to go on from: a chat with one question if it has learned chats,
-        else the begin token and the text."""
-        if not self.learns_chats:
+    def prompt(self, text: str, system: str | None = None, plain: bool = False) -> list[int]:
+        """Return what a model is given to go on from: a chat with one question if it has learned
+        chats and `plain` is not asked for, else the begin token and the text.
+
+        system: the chat's first message, as in training.
+        """
+        if not self.learns_chats or plain:
+            if system is not None:
+                raise DataError("a system message needs a chat: this prompt is plain text")
             return [*self._first, *self._reader.encode([text])[0]] or [self.token_ids.eos]
-        asked = self._render([{"role": "user", "content": text}], True, "prompt")
-        return self._reader.encode_written([asked])[0]
+        first = [] if system is None else [{"role": "system", "content": system}]
+        return self.asked([*first, {"role": "user", "content": text}])
+
+    def asked(self, messages: Chat, where: str = "prompt") -> list[int]:
+        """Return a chat up to the place where the assistant is to answer."""
+        return self._reader.encode_written([self._render(messages, True, where)])[0]
 
     @cached_property
     def digest(self) -> int:
@@ -372,6 +418,24 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
 def _column(file: TextFile) -> str:
     return MESSAGES if file.kind == "json" and MESSAGES in file.columns() else TEXT
+
+
+def read_chats(path: Path) -> list[Chat]:
+    """Return the chats of a file, one {"messages": […]} a line. Raises DataError."""
+    chats = []
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.strip():
+            try:
+                messages = json.loads(line)["messages"]
+            except (ValueError, LookupError, TypeError):
+                messages = None
+            if not _is_chat(messages):
+                said = 'expected {"messages": [{"role": …, "content": …}]}'
+                raise DataError(f"{path.name}, line {number}: {said}")
+            chats.append(messages)
+    if not chats:
+        raise DataError(f"{path}: there is no chat in it")
+    return chats
 
 
 def _is_chat(messages: Any) -> bool:
