@@ -1,4 +1,29 @@
-"""Train language models whose parts sit in different clouds joined by a slow link."""
+"""Train language models whose parts sit in different clouds joined by a slow link.
+
+    result = xcloud.run("abnet_iwslt", "compression=int8")
+    result.scores, result.step_s, result.bytes_per_step, result.folder
+
+`xcloud/api.py` documents every name. It is imported at the first use of one, so that commands and
+ranks, which do not need it, start without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xcloud.api import (
+        ConfigError,
+        Result,
+        RunFailed,
+        XcloudError,
+        compress_ddp,
+        compression,
+        compressions,
+        load,
+        run,
+        sweep,
+    )
 
 import sys as _sys
 
@@ -9,3 +34,23 @@ if _sys.argv[:1] == ["-m"] and not _sys.flags.safe_path:  # python -m xcloud, wh
         del _sys.path[0]
 
 __version__ = "0.1.0"
+__all__ = [
+    "ConfigError",
+    "Result",
+    "RunFailed",
+    "XcloudError",
+    "compress_ddp",
+    "compression",
+    "compressions",
+    "load",
+    "run",
+    "sweep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'xcloud' has no attribute {name!r}")
+    from xcloud import api
+
+    return getattr(api, name)

@@ -1,4 +1,4 @@
-"""`python -m xcloud COMMAND`: what can be done beside running an experiment (run.py does that).
+"""`python -m xcloud COMMAND`, or `xcloud COMMAND` where the package is installed.
 
 A command's module is imported when it is called, so that the list appears at once.
 """
@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 
 TABLE = """
+entry.main | run +exp=abnet_iwslt | run an experiment, as python run.py does
 record.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
 sweep.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
 claims.pages.main | claims | list what is claimed with its state; write docs/paper.md
@@ -84,7 +85,7 @@ def overview() -> str:
         "usage: python -m xcloud COMMAND [...]",
         "",
         "  python -m xcloud COMMAND --help   explains a command",
-        "  python run.py +exp=NAME           runs an experiment (python run.py --help)",
+        "  python -m xcloud run --help       explains the settings of an experiment",
         "",
     ]
     for name, command in COMMANDS.items():

@@ -50,6 +50,17 @@ def module_paths() -> dict[str, str]:
     return {"PYTHONPATH": paths} if paths else {}
 
 
+def conf_dir() -> Path:
+    """Return the folder of Hydra's groups: `conf/` of a checkout, which wheels carry too."""
+    return (Path(__file__).parent.parent / "conf").resolve()
+
+
+def run_command() -> str:
+    """Return what a user types before the settings of a run: "python run.py" in a checkout,
+    "xcloud run" where only the package is installed."""
+    return "python run.py" if _checkout() else "xcloud run"
+
+
 def in_project(path: str) -> Path:
     return project_root() / Path(path).expanduser()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.project import MODEL_DIR
+from xcloud.base.project import MODEL_DIR, run_command
 from xcloud.base.settings import settings
 from xcloud.comm.ids import IdPacking
 from xcloud.contracts.model import BuildContext, BuildPlace
@@ -120,7 +120,7 @@ class MultilingualElectra:
         """Command to fine-tune the discriminator; the user supplies inference pairs."""
         encoder = " ".join(f"{key}={value}" for key, value in self.leaves(run_dir).items())
         files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
-        return f"python run.py +exp=xnli_zero_shot {encoder}{files}"
+        return f"{run_command()} +exp=xnli_zero_shot {encoder}{files}"
 
     def _tokenizer(self, context: OneWayContext) -> Tokenizer:
         tokenizer = self.text.load_tokenizer(context.cache_dir)

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -140,6 +140,38 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
     if read_summary(run_dir).get("status") == "finished":
         return config, job.max_steps > read_job(file).max_steps
     return config, True
+
+
+def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
+    """Compose a config from the words of a command line. Raises ConfigError with one line for each
+    word that is wrong."""
+    try:
+        with _composing(conf_dir):
+            return compose("config", overrides=list(words))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("\n".join(explained(error, words, conf_dir))) from error
+
+
+def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the words of every point of a sweep: "seed=1,2" stands for "seed=1" and "seed=2"."""
+    try:
+        parsed = _parsed(words)
+    except HydraException as error:
+        raise ConfigError(in_one_line(error)) from error
+    choices = []
+    for override in parsed:
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([str(override.input_line)])
+    return list(product(*choices))
+
+
+def option(group: str, name: str, conf_dir: Path) -> Any:
+    """Build what an option of a group in conf_dir describes. Raises ConfigError if unknown."""
+    config = composed([f"{group}={name}"], conf_dir)
+    return instantiate(OmegaConf.select(config, group), _convert_="all")
 
 
 def explained(error: Exception, overrides: Sequence[str], conf_dir: Path) -> list[str]:

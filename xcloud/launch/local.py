@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.base.project import run_command
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import compared_settings
@@ -88,7 +89,7 @@ def _checked_job(config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> 
     if has_events(run_dir) and not resumes:
         raise ConfigError(
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
-            f"with it: python run.py resume={run_dir}"
+            f"with it: {run_command()} resume={run_dir}"
         )
     for name, cloud in job.cluster.clouds.items():
         if cloud.device == "cuda":
@@ -126,7 +127,7 @@ def _cause(error: BaseException, run_dir: Path) -> str:
         agreed = CheckpointSteps(run_dir).agreed_steps()
         rest = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
         if agreed:
-            rest = f"go on from step {agreed[0]}: python run.py resume={run_dir}"
+            rest = f"go on from step {agreed[0]}: {run_command()} resume={run_dir}"
         return f"interrupted (Ctrl+C{other}); {rest}"
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"

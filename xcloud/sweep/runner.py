@@ -28,7 +28,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
-from xcloud.base.project import module_paths, python_command
+from xcloud.base.project import module_paths, python_command, run_command
 from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
@@ -184,8 +184,10 @@ class Sweep:
     def command(self) -> str:
         """The command that continues this sweep."""
         words = [word for word in sys.argv if not word.startswith("sweep=")]
-        script = os.path.relpath(words[0]) if os.path.exists(words[0]) else words[0]
-        return shlex.join(["python", script, *words[1:], f"sweep={self.name}"])
+        program = run_command()
+        if Path(words[0]).name == "run.py":
+            program = f"python {shlex.quote(os.path.relpath(words[0]))}"
+        return f"{program} {shlex.join([*words[1:], f'sweep={self.name}'])}"
 
     @property
     def _num_left(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from xcloud.base.errors import XcloudError
+from xcloud.base.project import run_command
 from xcloud.base.units import human_duration
 from xcloud.job.given import check_is_run
 from xcloud.record.events import EVENTS_FILE, EventReader
@@ -166,7 +167,7 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
         return "this cloud's part is done; the first cloud has the summary"
     if any(one.by_torchrun for one in ranks):
         return "ended before its time; to resume, give the same torchrun command again"
-    return f"ended without a summary; to resume: python run.py resume={run_dir.resolve()}"
+    return f"ended without a summary; to resume: {run_command()} resume={run_dir.resolve()}"
 
 
 def _between_attempts(

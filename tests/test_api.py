@@ -1,0 +1,106 @@
+"""The functions that `import xcloud` offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import xcloud
+from xcloud.job.given import grid
+
+TINY = (
+    "model=transformer", "tracker=none",
+    "task.num_pairs=60", "+task.num_dev=10", "+task.num_test=10",
+    "task.source_tokenizer.vocab_size=400", "task.target_tokenizer.vocab_size=400",
+    "model.hidden=16", "model.feed_forward=32", "model.num_heads=2", "model.num_encoder_layers=1",
+    "model.num_decoder_layers=1", "training.batch_size=8", "training.max_steps=3",
+    "training.optimizer.warmup_steps=1", "cluster/wan=free",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_gives_the_figures_of_its_summary_and_can_be_loaded_again(tmp_path: Path) -> None:
+    result = xcloud.run(
+        "abnet_iwslt", *TINY, "compression=int8", f"cache_dir={tmp_path}", folder=tmp_path / "run"
+    )
+
+    assert result.status == "finished"
+    assert set(result.scores) == {"bleu", "chrf"}
+    assert result.step_s is not None and result.step_s > 0
+    assert result.compression_ratio is not None and 2 < result.compression_ratio < 4
+    assert result.bytes_per_step > result.summary["wan_bytes_per_step"]["forward"] > 0
+    assert any(result.model_dir.iterdir())
+    assert xcloud.load(result.folder) == result
+
+
+@pytest.mark.slow
+def test_a_sweep_gives_the_result_of_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    results = xcloud.sweep("abnet_iwslt", *TINY, "compression=none,int8", name="two")
+
+    assert [result.summary["compression"] for result in results] == ["none", "int8+int8"]
+    assert {result.folder.parent for result in results} == {tmp_path / "multirun" / "two"}
+    assert results[0].bytes_per_step > 2 * results[1].bytes_per_step
+
+
+def test_a_wrong_word_is_refused_in_one_line_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(xcloud.ConfigError, match="did you mean 'compression'"):
+        xcloud.run("abnet_iwslt", "compresion=int8", folder=tmp_path / "run")
+    with pytest.raises(xcloud.ConfigError, match="there is no exp/abnet_iwsl; did you mean"):
+        xcloud.run("abnet_iwsl", folder=tmp_path / "run")
+    with pytest.raises(xcloud.ConfigError, match="holds no run"):
+        xcloud.load(tmp_path)
+    with pytest.raises(xcloud.ConfigError, match="did you mean 'int8'"):
+        xcloud.compression("int5")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_points_of_a_sweep_are_every_combination() -> None:
+    assert grid(["+exp=a", "compression=none,int8", "x=[1,2]", "seed=1,2", "~y"]) == [
+        ("+exp=a", f"compression={name}", "x=[1,2]", f"seed={seed}", "~y")
+        for name in ("none", "int8")
+        for seed in (1, 2)
+    ]
+
+
+def test_every_compression_that_ships_can_be_had_by_name() -> None:
+    assert {"fp16", "int8", "int4", "none", "powersgd"} <= set(xcloud.compressions())
+    for name in xcloud.compressions():
+        assert xcloud.compression(name).label
+
+
+def test_gradients_of_ddp_are_compressed_by_name(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(64, 64))
+        state = xcloud.compress_ddp(model, "int8")
+        data = torch.randn(8, 64)
+        model(data).square().sum().backward()
+        plain = nn.Linear(64, 64)
+        plain.load_state_dict(model.module.state_dict())
+        plain(data).square().sum().backward()
+
+        assert plain.weight.grad is not None
+        error = (model.module.weight.grad - plain.weight.grad).abs().max()
+        assert 0 < error < plain.weight.grad.abs().max() / 100
+        assert 3.5 < state.raw_bytes / state.num_bytes < 4
+        with pytest.raises(xcloud.ConfigError, match="DistributedDataParallel"):
+            xcloud.compress_ddp(nn.Linear(2, 2), "int8")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    program = "import sys, xcloud; assert 'torch' not in sys.modules; assert xcloud.run"
+    subprocess.run([sys.executable, "-c", program], check=True)

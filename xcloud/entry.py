@@ -1,0 +1,157 @@
+"""From a command line or a call to a run: compose, plan if asked, run, run what follows.
+
+`run.py`, `xcloud run` and `xcloud.run(...)` all end in `carry_out`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.project import conf_dir, run_command
+
+# Before hydra looks for plugins: our launcher of sweeps.
+sys.path.append(str(Path(__file__).parent / "_hydra"))
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+RESUME = "resume="
+ANEW = "resume_anew=true"
+MULTIRUN_FLAGS = ("-m", "--multirun")
+composed = False  # whether Hydra has composed a config: until then its errors are the user's
+
+
+def main(words: Sequence[str]) -> None:
+    """Run what a command line asks for, and exit with its code.
+
+    1: failed. 75: stopped, start it again (EX_TEMPFAIL). 130: interrupted.
+    """
+    if any(word.startswith(RESUME) for word in words):
+        with exit_codes():
+            resume(words)
+        sys.exit()
+    flags = [word for word in words if word in MULTIRUN_FLAGS]
+    others = [word for word in words if word not in MULTIRUN_FLAGS]
+    sys.argv[1:] = [*flags, *others]  # argparse knows them at either end only
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here
+    try:
+        run_composed()
+    except (HydraException, OmegaConfBaseException) as error:
+        if composed:
+            raise
+        from xcloud.job.given import explained
+
+        overrides = [word for word in words if not word.startswith("-")]
+        for line in explained(error, overrides, conf_dir()):
+            print(f"xcloud: {line}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except OSError as error:  # such as a folder that Hydra cannot make
+        if composed or not error.filename:
+            raise
+        print(f"xcloud: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:  # before a run began, or after a sweep's last
+        print("xcloud: interrupted; nothing was running", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn what a run may raise into one line and an exit code (see `main`)."""
+    from xcloud.base.errors import XcloudError
+    from xcloud.launch.failures import EXIT_START_AGAIN
+    from xcloud.launch.processes import RunStopped
+
+    try:
+        yield
+    except (XcloudError, OSError) as error:
+        if isinstance(error, OSError) and not error.filename:
+            raise
+        print(f"xcloud: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except RunStopped as stopped:
+        print(f"xcloud: {stopped}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_START_AGAIN)
+    except KeyboardInterrupt:
+        print("xcloud: interrupted; every rank has ended", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+@hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")
+def run_composed(config: DictConfig) -> None:
+    """Run the config that Hydra has composed from sys.argv."""
+    global composed
+    composed = True
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from xcloud.launch.local import run
+        from xcloud.survive.resume import check_can_go_on
+
+        # Hydra's own launcher; ours starts a process for each point (xcloud/sweep/runner.py).
+        run(config, run_dir, resumes=check_can_go_on, more_follows=True)
+        return
+    with exit_codes():
+        chosen = with_plan(config, run_dir)
+        if chosen is not None:  # else it was only to be shown
+            carry_out(chosen, run_dir)
+
+
+def with_plan(config: DictConfig, run_dir: Path) -> DictConfig | None:
+    """Return the config with the best plan put in, if `plan` asks for one; None if the plans were
+    only to be shown."""
+    if str(config.plan._target_).endswith(".nothing"):
+        return config
+    from xcloud.planner.planning import planned
+
+    chosen: DictConfig | None = planned(config, run_dir)
+    return chosen
+
+
+def resume(words: Sequence[str]) -> None:
+    """Resume a run, and the one that follows it. words: resume=FOLDER and changed settings."""
+    from xcloud.base.errors import ConfigError
+    from xcloud.job.given import resumed
+    from xcloud.survive.resume import check_can_go_on
+
+    asked = [word for word in words if word.startswith(RESUME)]
+    overrides = [word for word in words if word not in (*asked, ANEW)]
+    if len(asked) > 1 or any(word.startswith("-") for word in overrides):
+        raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
+    run_dir = Path(asked[0].removeprefix(RESUME))
+    config, has_more = resumed(run_dir, overrides, conf_dir())
+    carry_out(config, run_dir, partial(check_can_go_on, anew=ANEW in words), has_more)
+
+
+def carry_out(
+    config: DictConfig, run_dir: Path, resumes: Any = None, has_more: bool = True
+) -> None:
+    """Run a config, or the rest of it, and the run that follows it.
+
+    resumes: as in `launch.local.run`. has_more: whether the first run has steps left.
+    """
+    from xcloud.base.errors import ConfigError
+    from xcloud.launch.local import run
+
+    following = None
+    if config.get("follow_up"):
+        from xcloud.job.given import compose_follow_up
+
+        following = compose_follow_up(config, conf_dir(), run_dir, own=resumes is None)
+    if has_more:
+        run(config, run_dir, resumes, more_follows=following is not None)
+    elif following is None:
+        raise ConfigError(
+            f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
+        )
+    if following is not None:
+        run(following, run_dir / "follow_up", resumes)
