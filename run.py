@@ -7,7 +7,9 @@ From Python:        xcloud.run("abnet_iwslt", "compression=int8")
 
 import sys
 
+from xcloud.base.terminal import prepare_process
 from xcloud.entry import main
 
 if __name__ == "__main__":
+    prepare_process()
     main(sys.argv[1:])

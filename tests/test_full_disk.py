@@ -63,12 +63,10 @@ def lost(folder: Path) -> Any:
     return json.loads((folder / LOST_LINES_FILE).read_text())
 
 
-@full_device
 def test_a_full_disk_costs_lines_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / EVENTS_FILE).symlink_to("/dev/full")
-    events = EventFile(tmp_path / EVENTS_FILE)
+    events = on(SmallDisk(tmp_path / EVENTS_FILE, room=0), tmp_path / EVENTS_FILE)
     reporter = Reporter(0, "a", events.append)
     for text in ("one", "two", "three"):
         reporter.note(text)

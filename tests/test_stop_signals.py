@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
+from xcloud.base.terminal import signals_to_stop
 from xcloud.launch import local
 from xcloud.launch.processes import RunStopped
 
@@ -80,3 +81,33 @@ def test_what_would_have_followed_does_not_begin(
     with pytest.raises(RunStopped, match="rank 1 is gone" if error else "The run finished"):
         run(signals=1, error=error, more_follows=True)
     assert (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_terminal_that_closes_ends_a_run_but_not_one_under_nohup(
+    is_ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    asked: list[bool] = []
+    try:
+        signals = local.StopSignals(lambda: asked.append(True))
+        with signals.handled():
+            signal.raise_signal(signal.SIGHUP) if not is_ignored else None
+            taken = signal.getsignal(signal.SIGHUP)
+        assert asked == [True] * (not is_ignored)
+        assert (taken is signal.SIG_IGN) == is_ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_every_command_that_waits_takes_every_signal_to_stop(number: signal.Signals) -> None:
+    """Each of them asks the same function, so a signal that is added there is added everywhere."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert number in signals_to_stop()
+    finally:
+        signal.signal(number, before)

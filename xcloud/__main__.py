@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from xcloud.base.errors import XcloudError
+from xcloud.base.terminal import prepare_process, say
 
 
 class Command(NamedTuple):
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         if len(words) < 2:
-            print(overview())
+            say(overview())
             return 0
         words = [words[1], "--help"]
     name, *rest = words
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from xcloud.base.wording import meant  # which takes a while
 
         hint = meant(name.replace("_", "-"), [*COMMANDS])
-        print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
+        say(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", error=True)
         return 2
     module, _, function = COMMANDS[name].function.rpartition(".")
     run = getattr(importlib.import_module(f"xcloud.{module}"), function)
@@ -73,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (XcloudError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
             raise
-        print(f"xcloud: {error}", file=sys.stderr)
+        say(f"xcloud: {error}", error=True)
         return 1
     except KeyboardInterrupt:
-        print("xcloud: interrupted", file=sys.stderr)
+        say("xcloud: interrupted", error=True)
         return 130
 
 
@@ -97,4 +98,5 @@ def overview() -> str:
 
 
 if __name__ == "__main__":
+    prepare_process()
     sys.exit(main())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.project import conf_dir, run_command
+from xcloud.base.terminal import say
 
 # Before hydra looks for plugins: our launcher of sweeps.
 sys.path.append(str(Path(__file__).parent / "_hydra"))
@@ -53,15 +54,15 @@ def main(words: Sequence[str]) -> None:
 
         overrides = [word for word in words if not word.startswith("-")]
         for line in explained(error, overrides, conf_dir()):
-            print(f"xcloud: {line}", file=sys.stderr, flush=True)
+            say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except OSError as error:  # such as a folder that Hydra cannot make
         if composed or not error.filename:
             raise
-        print(f"xcloud: {error}", file=sys.stderr, flush=True)
+        say(f"xcloud: {error}", error=True)
         sys.exit(1)
     except KeyboardInterrupt:  # before a run began, or after a sweep's last
-        print("xcloud: interrupted; nothing was running", file=sys.stderr, flush=True)
+        say("xcloud: interrupted; nothing was running", error=True)
         sys.exit(130)
 
 
@@ -77,13 +78,13 @@ def exit_codes() -> Iterator[None]:
     except (XcloudError, OSError) as error:
         if isinstance(error, OSError) and not error.filename:
             raise
-        print(f"xcloud: {error}", file=sys.stderr, flush=True)
+        say(f"xcloud: {error}", error=True)
         sys.exit(1)
     except RunStopped as stopped:
-        print(f"xcloud: {stopped}", file=sys.stderr, flush=True)
+        say(f"xcloud: {stopped}", error=True)
         sys.exit(EXIT_START_AGAIN)
     except KeyboardInterrupt:
-        print("xcloud: interrupted; every rank has ended", file=sys.stderr, flush=True)
+        say("xcloud: interrupted; every rank has ended", error=True)
         sys.exit(130)
 
 

@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock
 from safetensors import safe_open
 from torch import Tensor
 
 from xcloud.base.errors import DataError
+from xcloud.base.locks import locked
 from xcloud.contracts.model import BuildContext
 
 TIMEOUT_S = 5.0
@@ -147,10 +147,11 @@ def make_once(path: Path, make: Callable[[Path], None]) -> bool:
     name when it is whole.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    with locked(path.with_name(f"{path.name}.lock")):
         if path.exists():
             return False
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = path.with_name(f"{path.name}.part")
+        _remove(part)  # of a process that was killed while it wrote
         make(part)
         part.replace(path)
         return True
@@ -177,6 +178,13 @@ def made_once(
             "wrote: the ranks of a stage must share one cache folder"
         )
     return path, made
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def key_of(described: Mapping[str, object], *data: Iterable[bytes]) -> str:

@@ -6,6 +6,7 @@ compressors that the run ended with.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import MODEL_DIR, project_root
+from xcloud.base.run_folder import owned
 from xcloud.base.settings import NotNegativeFloat, Positive, Rate
+from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Message
@@ -64,7 +67,7 @@ class TrainedRun:
             vocabularies=self.text.vocabularies,
             sentences=lambda name: [],
             max_length=self.experiment.task.max_length,
-            report=lambda line: print(line, file=sys.stderr),
+            report=lambda line: say(line, error=True),
         )
 
     def parts(self) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
@@ -119,7 +122,7 @@ class Translator(TrainedRun):
         table, ids = self.text.table("source", lines), torch.arange(len(lines))
         if table.num_cut:
             most = f"{self.experiment.task.max_length} tokens (task.max_length)"
-            print(f"{table.num_cut} of {len(lines)} lines cut to {most}", file=sys.stderr)
+            say(f"{table.num_cut} of {len(lines)} lines cut to {most}", error=True)
         batch = {"ids": ids, "source": table.padded(ids)}
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
@@ -231,7 +234,7 @@ def translate(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     translator = Translator(arguments.run, not arguments.uncompressed)
     for lines in [arguments.text] if arguments.text else ([line.strip()] for line in sys.stdin):
-        print("\n".join(translator.translate(lines)), flush=True)
+        say("\n".join(translator.translate(lines)))
 
 
 def export(words: Sequence[str]) -> None:
@@ -245,9 +248,14 @@ def export(words: Sequence[str]) -> None:
     parser = parser_of(export)
     parser.add_argument("--out", type=Path, help="where to write (default: RUN/joined)")
     arguments = parser.parse_args(words)
-    out: Path = arguments.out or arguments.run / "joined"
-    Generator(arguments.run).join(out)
-    print(out)
+    run: Path = arguments.run
+    out: Path = arguments.out or run / "joined"
+    generator = Generator(run)
+    with contextlib.ExitStack() as held:
+        if out.resolve().is_relative_to(run.resolve()):
+            held.enter_context(owned(run))
+        generator.join(out)
+    say(out)
 
 
 def generate(words: Sequence[str]) -> None:
@@ -291,11 +299,11 @@ def generate(words: Sequence[str]) -> None:
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
         choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
-        print(shown, end="\n" if is_chat else "", flush=True)
+        say(shown, end="\n" if is_chat else "")
         cached = not arguments.no_cache
         for piece in generator.after(given, arguments.max_new_tokens, choice, cached):
-            print(piece, end="", flush=True)
-        print(flush=True)
+            say(piece, end="")
+        say("")
 
 
 def _prompts(text: Any, arguments: argparse.Namespace) -> list[tuple[str, list[int]]]:

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from xcloud.base.project import project_root
+from xcloud.base.terminal import say
 from xcloud.base.units import SCORE_NAMES
 from xcloud.claims.claims import (
     FILE,
@@ -137,12 +138,12 @@ def main(words: Sequence[str] | None = None) -> int:
         paper.write_text(paper_page(claims, records), encoding="utf-8")
         for name, record in records.items():
             record.write(project_root() / FOLDER / name, claims[name])
-        print(paper)
+        say(paper)
         return 0
-    print(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
+    say(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
-        print(f"{name:<16} {_state(claim, records.get(name)):<28} {minutes:<16} {claim.title}")
+        say(f"{name:<16} {_state(claim, records.get(name)):<28} {minutes:<16} {claim.title}")
     return 0
 
 
@@ -210,7 +211,7 @@ def site(words: Sequence[str] | None = None) -> int:
     drawn = {n: path for n, path in pictures.items() if draw(claims[n], records[n], path)}
     pages = [study_page(one, records.get(name), drawn.get(name)) for name, one in claims.items()]
     pages.append(paper_of_site(claims, records))
-    print(write_site(front_page(claims, records, drawn), pages, given.out).absolute())
+    say(write_site(front_page(claims, records, drawn), pages, given.out).absolute())
     return 0
 
 

@@ -33,6 +33,7 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.project import checkout, commit, module_paths, project_root, python_command
+from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.wording import meant
 from xcloud.claims.claims import (
     FILE,
@@ -86,19 +87,19 @@ def main(words: Sequence[str] | None = None) -> int:
 
     write()  # so that whatever ends the run, its rows are known as those of a quick one
     minutes = "minutes" if given.quick else f"about {claim.machine_minutes} minutes"
-    print(f"{claim.title}: {minutes} on two idle cores", flush=True)
+    say(f"{claim.title}: {minutes} on two idle cores")
     try:
         _run(claim, folder, out, given.quick)
     except SystemExit:
-        print("\ninterrupted; the same command goes on with what is missing", file=sys.stderr)
+        say("\ninterrupted; the same command goes on with what is missing", error=True)
         raise
     finally:
         record = write()
     shutil.rmtree(out / "made", ignore_errors=True)
-    print((out / "README.md").read_text(encoding="utf-8"))
-    print(f"record: {out}")
+    say((out / "README.md").read_text(encoding="utf-8"))
+    say(f"record: {out}")
     if before:
-        print(f"{before} rows were there before and did not run now (another --out: all do)")
+        say(f"{before} rows were there before and did not run now (another --out: all do)")
     return 0 if given.quick or record.verdict == "reproduced" else 1
 
 
@@ -129,9 +130,13 @@ def _run(claim: Claim, data: Path | None, out: Path, quick: bool) -> None:
 
 
 def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
-    """Run it in the project's folder; its exit code. Raises SystemExit at Ctrl+C, which reaches it
-    as well, or SIGTERM, which is passed on, once it has saved what it can."""
-    usual = signal.signal(signal.SIGTERM, lambda *given: sys.exit(143))
+    """Run a command in the project's folder and return its exit code.
+
+    Raises SystemExit at Ctrl+C, which reaches it as well, or another signal to stop, which is
+    passed on as SIGTERM, once it has saved what it can.
+    """
+    ends = [one for one in signals_to_stop() if one is not signal.SIGINT]
+    usual = {one: signal.signal(one, lambda number, _: sys.exit(128 + number)) for one in ends}
     with subprocess.Popen(
         command, cwd=project_root(), stdout=output, stderr=output,
         env={**os.environ, **module_paths()},
@@ -146,7 +151,8 @@ def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
             process.terminate()
             raise
         finally:
-            signal.signal(signal.SIGTERM, usual)
+            for one, handler in usual.items():
+                signal.signal(one, handler)
 
 
 class Rows:
@@ -179,7 +185,7 @@ class Rows:
         if self.has(about):
             return
         folder = self.work / _name_of(about)
-        print(f"{folder.name}: {' '.join(words)}\n  what it says: {folder}.log", flush=True)
+        say(f"{folder.name}: {' '.join(words)}\n  what it says: {folder}.log")
         self.keep(words, folder)
         found = figures_of(read_summary(folder))
         self.keep_files(about, folder)

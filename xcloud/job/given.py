@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.run_folder import check_is_folder
 from xcloud.base.wording import meant, unknown_key
 from xcloud.job.config import (
     EXPERIMENT_FILE,
@@ -314,7 +315,6 @@ def _check_reading(job: PipelineJob, first: OneWayExperiment) -> None:
 
 def check_is_run(folder: Path, *files: str) -> None:
     """Raise ConfigError unless the folder has one of these files (patterns), which runs have."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
+    check_is_folder(folder)
     if not any(any(folder.glob(file)) for file in files):
         raise ConfigError(f"{folder} holds no run: there is no {files[0].rstrip('*')} in it")

@@ -8,7 +8,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.base.terminal import say
 from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1
@@ -56,7 +56,7 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
         error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
     with contextlib.suppress(OSError):
         said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
-        print(said, end="", file=sys.stderr, flush=True)
+        say(said, error=True, end="")
     return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +17,18 @@ from omegaconf import DictConfig
 
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import run_command
+from xcloud.base.run_folder import owned
+from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.join.agreement import compared_settings
 from xcloud.launch.failures import check_gpu, named_failures
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import CheckpointSteps, forget_launcher, has_events, note_attempt
-from xcloud.record.summary import SUMMARY_FILE
+from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
 from xcloud.watch.monitor import Monitor
 
 CanGoOn = Callable[[Job, Path, Mapping[str, str]], None]
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run(
@@ -35,23 +37,34 @@ def run(
     resumes: CanGoOn | None = None,
     more_follows: bool = False,
 ) -> dict[str, Any]:
-    """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
-    cause when a rank fails, RunStopped on the first Ctrl+C, SIGTERM or SIGUSR1, once the ranks
-    have saved the step under way, KeyboardInterrupt on the second; every rank is gone by then and
-    summary.json says what happened. A first signal after the ranks have ended waits until the
-    record is written, and changes nothing else; a second one ends that too.
+    """Run an experiment on this machine, in a folder that nobody else writes to meanwhile, and
+    return its summary.
 
     resumes: an earlier run in run_dir goes on, if there is one and this check of it raises nothing
-    (survive/resume.py). more_follows: this process has more to run, so a signal while
-    the record is written raises RunStopped as well.
+        (survive/resume.py).
+    more_follows: this process has more to run, so a signal while the record is written raises
+        RunStopped as well.
+
+    Raises ConfigError before anything starts, RunFailed naming the first cause when a rank fails,
+    RunStopped on the first Ctrl+C, SIGTERM, SIGUSR1 or SIGHUP, once the ranks have saved the step
+    under way, KeyboardInterrupt on the second; every rank is gone by then and summary.json says
+    what happened. A first signal after the ranks have ended waits until the record is written,
+    and changes nothing else; a second one ends that too.
     """
-    job = _checked_job(config, run_dir, resumes)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    job = _checked_job(config)
+    with owned(run_dir):
+        _check_folder(job, config, run_dir, resumes)
+        return _run(job, config, run_dir, resumes is not None, more_follows)
+
+
+def _run(
+    job: Job, config: DictConfig, run_dir: Path, resumes: bool, more_follows: bool
+) -> dict[str, Any]:
     file = run_dir / configs.EXPERIMENT_FILE
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
     configs.write(config, asked)
-    print(job.headline, flush=True)
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # how an earlier attempt ended
+    say(job.headline)
+    drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
     monitor, ranks = Monitor(job, configs.flatten(config), run_dir), _ranks(job, run_dir, asked)
@@ -76,27 +89,32 @@ def run(
             forget_launcher(run_dir)
             if signals.came_late and more_follows:
                 raise RunStopped(cause or "The run finished; the runs after it were cancelled.")
-    print(run_dir / SUMMARY_FILE, flush=True)
+    say(run_dir / SUMMARY_FILE)
     return summary
 
 
-def _checked_job(config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> Job:
-    """Raises ConfigError for what cannot run here."""
+def _checked_job(config: DictConfig) -> Job:
+    """Return the job that a config describes. Raises ConfigError for what cannot run here."""
     job = configs.job_from_config(config)
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     job.check()
-    if has_events(run_dir) and not resumes:
-        raise ConfigError(
-            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
-            f"with it: {run_command()} resume={run_dir}"
-        )
     for name, cloud in job.cluster.clouds.items():
         if cloud.device == "cuda":
             check_gpu(name)
-    if resumes is not None and has_events(run_dir):
-        resumes(job, run_dir, compared_settings(configs.plain_settings(config)))
     return job
+
+
+def _check_folder(job: Job, config: DictConfig, run_dir: Path, resumes: CanGoOn | None) -> None:
+    """Raise ConfigError if the job can neither begin in the folder nor go on from it."""
+    if not has_events(run_dir):
+        return
+    if resumes is None:
+        raise ConfigError(
+            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
+            f"with it: {run_command()} {shlex.quote(f'resume={run_dir}')}"
+        )
+    resumes(job, run_dir, compared_settings(configs.plain_settings(config)))
 
 
 def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
@@ -123,11 +141,14 @@ def _cause(error: BaseException, run_dir: Path) -> str:
     if isinstance(error, RunFailed):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        other = ", SIGTERM or SIGUSR1" if isinstance(error, RunStopped) else " or SIGTERM"
+        other = " or SIGTERM"
+        if isinstance(error, RunStopped):
+            other = ", SIGTERM, SIGUSR1 or a terminal that has closed"
         agreed = CheckpointSteps(run_dir).agreed_steps()
         rest = "it has no checkpoint to go on from (of pretraining the cache has what was done)"
         if agreed:
-            rest = f"go on from step {agreed[0]}: {run_command()} resume={run_dir}"
+            command = f"{run_command()} {shlex.quote(f'resume={run_dir}')}"
+            rest = f"go on from step {agreed[0]}: {command}"
         return f"interrupted (Ctrl+C{other}); {rest}"
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
@@ -149,13 +170,15 @@ def _train(
             # An error that a rank itself has named comes again.
             if number == most or not agreed or named_failures(ranks.run_dir, ranks.failed):
                 raise
-            print(f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
-                  f"at most {most}: launch.max_restarts)", flush=True)  # fmt: skip
+            say(
+                f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
+                f"at most {most}: launch.max_restarts)"
+            )
             monitor.next_attempt()
 
 
 class StopSignals:
-    """While `handled` lasts, the first of STOP_SIGNALS calls on_first, any later one raises
+    """While `handled` lasts, the first signal to stop calls on_first, any later one raises
     KeyboardInterrupt. writes_record: only the record of the run is left to be written. came_late:
     the first signal came after that."""
 
@@ -168,7 +191,7 @@ class StopSignals:
         """Outside the main thread nothing is: Python gives it no signals."""
         before: dict[int, Any] = {}
         with contextlib.suppress(ValueError):
-            for number in STOP_SIGNALS:
+            for number in signals_to_stop():
                 before[number] = signal.signal(number, self._take)
         try:
             yield

@@ -38,7 +38,8 @@ LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has w
 
 
 class RunStopped(KeyboardInterrupt):
-    """The run has ended before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1)."""
+    """The run has ended before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1,
+    SIGHUP)."""
 
 
 def start_process(
@@ -103,11 +104,12 @@ class LocalRanks:
         environment = {
             **LIBRARY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             **os.environ,
             **module_paths(),
+            # Whatever the shell has set for runs over several machines.
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "LOCAL_RANK": str(rank),
         }
         return start_process(command, environment, self.log(rank))

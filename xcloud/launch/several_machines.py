@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.base.project import MODEL_DIR, module_paths, python_command
+from xcloud.base.run_folder import check_owned_by_parent, owned
+from xcloud.base.terminal import say, signals_to_stop
 from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job import given
@@ -28,7 +31,7 @@ from xcloud.launch.failures import EXIT_START_AGAIN, failed, write_failure
 from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.rank.role import Role, is_needed
-from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.record.summary import SUMMARY_FILE, drop_unfinished, read_summary
 
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 TABLE_WITHIN_S = 30.0  # of a run that has failed
@@ -38,10 +41,11 @@ class TorchrunProcess(RankProcess):
     """is_first_here: of the ranks of its machine. The monitor reports rank 0; in every other cloud
     the first rank says what it does."""
 
-    stop_signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self, file: Path, run_dir: Path, rank: int, cloud: str | None) -> None:
-        self.is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    def __init__(
+        self, file: Path, run_dir: Path, rank: int, cloud: str | None, is_first_here: bool
+    ) -> None:
+        self.is_first_here = is_first_here
+        self.stop_signals = tuple(signals_to_stop())
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
         self._cloud = cloud
         self._monitor: subprocess.Popen[bytes] | None = None
@@ -78,22 +82,24 @@ class TorchrunProcess(RankProcess):
         _check_unfinished(job, self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
-            print(job.headline, flush=True)
+            say(job.headline)
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, self.file)
         is_stopped = super().play(job, config, *agreed)
         model = self.run_dir / MODEL_DIR
         if self.is_first_here and self.rank and not is_stopped and model.is_dir():
-            print(f"this cloud's part of the model: {model.resolve()}", flush=True)
+            say(f"this cloud's part of the model: {model.resolve()}")
         for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
             clock.unlink(missing_ok=True)
         if self._monitor is not None:
             self.state.enter("waiting for the monitor")
             if await_monitor(self._monitor) < 0:
-                print(
-                    "the monitor was killed; to write the run's record: python -m xcloud monitor "
-                    f"{self.run_dir} --experiment {self.file} --again", flush=True,
-                )  # fmt: skip
+                (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier attempt
+                again = ["monitor", str(self.run_dir), "--experiment", str(self.file), "--again"]
+                say(
+                    "the monitor was killed; to write the run's record: "
+                    f"python -m xcloud {shlex.join(again)}"
+                )
         return is_stopped
 
     def fail(self, error: BaseException) -> int:
@@ -127,7 +133,7 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """On several machines no launcher watches the run: rank 0's machine follows its events."""
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # how an earlier attempt ended
+    drop_unfinished(run_dir)
     words = ["monitor", str(run_dir), "--experiment", str(file), "--parent", str(os.getpid())]
     return subprocess.Popen(python_command("xcloud", *words), env={**os.environ, **module_paths()})
 
@@ -139,7 +145,7 @@ def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE
         try:
             return monitor.wait(note_s)
         except subprocess.TimeoutExpired:
-            print(f"the run is done; process {monitor.pid} still writes its record", flush=True)
+            say(f"the run is done; process {monitor.pid} still writes its record")
 
 
 def _check_started(job: Job) -> None:
@@ -178,7 +184,13 @@ def live(file: Path, run_dir: Path, cloud: str | None) -> None:
     """The rank that torchrun has started. Ends the process itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
         end_with_parent()
-    TorchrunProcess(file, run_dir, int(os.environ["RANK"]), cloud).main()
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.ExitStack() as held:
+        if is_first_here:
+            held.enter_context(owned(run_dir))
+        else:
+            check_owned_by_parent(run_dir)
+        TorchrunProcess(file, run_dir, int(os.environ["RANK"]), cloud, is_first_here).main()
 
 
 def torchrun(words: Sequence[str]) -> int:
@@ -199,19 +211,22 @@ def torchrun(words: Sequence[str]) -> int:
 
     parser = get_args_parser()
     parser.prog, parser.description = "python -m xcloud torchrun", torchrun.__doc__
+    # Passed on to the ranks, which save and end; torchrun would take SIGHUP back from nohup.
+    handled = [one.name for one in signals_to_stop() if one is not signal.SIGUSR1]
+    parser.set_defaults(signals_to_handle=",".join(handled))
     given = parser.parse_args(words)
     logging.disable(logging.ERROR)  # of torchrun, which repeats what its ranks have said
     if given.nproc_per_node.isdigit():
         threads = (os.cpu_count() or 1) // int(given.nproc_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or 29500}"
-    print(f"waiting for all machines at {place}", flush=True)
+    say(f"waiting for all machines at {place}")
     try:
         run(given)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0:  # it could say nothing
-                print(f"xcloud: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+                say(f"xcloud: rank {rank} was ended by {failure.signal_name()}", error=True)
         codes = {failure.exitcode for failure in error.failures.values()}
         return EXIT_START_AGAIN if codes == {EXIT_START_AGAIN} else 1
     except SignalException:  # the ranks were given the signal, and have said what they did
@@ -219,6 +234,6 @@ def torchrun(words: Sequence[str]) -> int:
     except DistNetworkError as error:
         why = "the port is taken" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
         advice = "Give all clouds the address and one free port of the first one's machine"
-        print(f"xcloud: nobody can meet at {place}: {why}. {advice}", file=sys.stderr)
+        say(f"xcloud: nobody can meet at {place}: {why}. {advice}", error=True)
         return 1
     return 0

@@ -11,6 +11,8 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
+from xcloud.base.run_folder import owned
+from xcloud.base.terminal import say
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.job import config as configs
@@ -38,17 +40,24 @@ PICTURE = "plan.png"
 
 
 def planned(config: Any, run_dir: Path) -> Any:
-    """The config to run, of one with a plan: that of the best plan with plan=apply, None with
-    plan=show. Leaves plan.json and plan.png in run_dir. Raises ConfigError."""
+    """Plan a run; return the config of the best plan with plan=apply, None with plan=show.
+
+    Leaves plan.json and plan.png in run_dir. Raises ConfigError.
+    """
     planner = Planner(config)
     planner.job.check()
-    print(planner.job.headline, flush=True)
+    with owned(run_dir):
+        return _planned(planner, run_dir)
+
+
+def _planned(planner: Planner, run_dir: Path) -> Any:
+    say(planner.job.headline)
     report = planner.report(*planner.profile())
     print_plans(report)
     chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
     write_plan(run_dir, report, chosen)
     is_drawn = write_plan_picture(run_dir / PICTURE, report)
-    print(run_dir / PICTURE if is_drawn else run_dir, flush=True)
+    say(run_dir / PICTURE if is_drawn else run_dir)
     if chosen is None:
         return None
     layout = planner.arranged[chosen.plan.strategy].layout

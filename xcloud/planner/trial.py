@@ -29,6 +29,7 @@ from torch import nn
 
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.base.terminal import say
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.transport import num_cores
 from xcloud.comm.compression import Compression
@@ -84,12 +85,12 @@ class TrialRun:
         digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
         file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
         if file.exists():
-            print(f"trial of before: {file} (delete it to try again)", flush=True)
+            say(f"trial of before: {file} (delete it to try again)")
             return read_profile(file)
         num_steps = sum(each._num_updates for each in runs)
-        print(f"trial: {num_steps} updates of the job over a free line …", flush=True)
+        say(f"trial: {num_steps} updates of the job over a free line …")
         write_profile(file, found := self.measured())
-        print(f"profile: {file}", flush=True)
+        say(f"profile: {file}")
         return found
 
     def measured(self) -> Profile:
@@ -111,9 +112,7 @@ class TrialRun:
                 f"{error}; that was the trial run of plan; plan.profile=FILE plans without one"
             ) from None
         except RunStopped:
-            raise RunStopped(
-                "the trial run was interrupted (Ctrl+C, SIGTERM or SIGUSR1), so nothing is planned"
-            ) from None
+            raise RunStopped("the trial run was interrupted, so nothing is planned") from None
         finally:
             if not is_kept:
                 shutil.rmtree(folder, ignore_errors=True)

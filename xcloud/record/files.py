@@ -13,6 +13,7 @@ import re
 import socket
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -71,10 +72,17 @@ def forget_launcher(run_dir: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Of what one of these files holds; empty if it is missing or no object."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        with open(path, encoding="utf-8", opener=no_link) as file:
+            found = json.load(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file as `open` does, whose opener this is, but never through a symbolic link: in a
+    folder from elsewhere it would lead to a file that is none of the run's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def has_events(run_dir: Path) -> bool:
@@ -140,8 +148,13 @@ def _finished(path: Path, number: int) -> Path | None:
     return next((f for f in (plain, plain.with_name(f"{plain.name}.gz")) if f.exists()), None)
 
 
-def _open(file: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    with open(file, "rb", opener=no_link) as opened:
+        if file.suffix == ".gz":
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=opened))
+        else:
+            yield opened
 
 
 def replace_text(path: Path, text: str) -> None:

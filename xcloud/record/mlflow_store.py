@@ -32,14 +32,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.base.locks import locked
 from xcloud.base.project import project_root, python_command
+from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.units import LESS_IS_BETTER
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
 COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 VIEW_TAG = "mlflow.sharedViewState."
 
 # Of summary.json, what has the same name in a table of runs.
@@ -199,13 +200,11 @@ class Store:
 
     def open(self) -> tuple[Any, str]:
         """A client and the experiment's id; creates both if missing."""
-        from filelock import FileLock
-
         if self.uri is not None:  # two runs may race; the loser's next attempt finds all there
             return self._opened(None)
         self.artifacts().mkdir(parents=True, exist_ok=True)
         # Without the lock, three of four runs that created the tables concurrently crashed.
-        with FileLock(self.root.absolute() / ".store.lock", timeout=120.0):
+        with locked(self.root.absolute() / ".store.lock", wait_s=120.0):
             if not self.database.exists():  # MLflow refuses a store with half of its tables
                 new = replace(self, root=self.root / ".new")
                 shutil.rmtree(new.root, ignore_errors=True)
@@ -334,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:
         other = f"choose another: --port {store.port + 1}"
         raise ConfigError(f"Port {store.port} is in use; {other}") from None
-    for number in STOP_SIGNALS:
+    stops = signals_to_stop()
+    for number in stops:
         signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     prepare_environment()
     command = python_command("mlflow", "server", "--host", UI_HOST, "--workers", "1")
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cwd=store.root, env=own, start_new_session=True,
         )  # fmt: skip
     try:
-        print("Starting MLflow's server ...", flush=True)
+        say("Starting MLflow's server ...")
         lines = list(links(store, given.sweep))  # imports MLflow while the server does
         if not lines:
             what = f"sweep {given.sweep!r}" if given.sweep else "run"
@@ -357,13 +357,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _answers(server, store.port):
             end = "\n".join(log_file.read_text().splitlines()[-20:])
             raise RunFailed(f"It did not start; the end of {log_file}:\n{end}")
-        print("\n".join([*lines, "Ctrl+C ends it."]), flush=True)
+        say("\n".join([*lines, "Ctrl+C ends it."]))
         return server.wait()
     except KeyboardInterrupt:
-        print("\nStopping.", flush=True)
+        say("\nStopping.")
         return 0
     finally:
-        for number in STOP_SIGNALS:  # a second Ctrl+C must not leave the server running
+        for number in stops:  # a second Ctrl+C must not leave the server running
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

@@ -20,6 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from xcloud.base.terminal import say
 from xcloud.cluster.link_end import PeerLife
 from xcloud.record import files, segments
 from xcloud.record.events import LOST_LINES_FILE
@@ -45,7 +46,7 @@ class EventFile:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._path = path
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=files.no_link)
         self._num_bytes, self._finish_at = self._file.tell(), files.SEGMENT_BYTES
         self._is_torn = _ends_inside_a_line(path)
         self._finishing = threading.Thread()
@@ -127,7 +128,7 @@ class RankState:
     def enter(self, phase: str) -> None:
         self._facts |= {"phase": phase, "phase_since": time.time()}
         if self.says:
-            print(f"rank {self._rank}: {phase}", flush=True)
+            say(f"rank {self._rank}: {phase}")
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "phase":

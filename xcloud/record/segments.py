@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
-from xcloud.record.files import numbers, segment
+from xcloud.record.files import no_link, numbers, segment
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def finish(path: Path) -> FileIO:
     plain = segment(path, 1 + max(_numbers(path), default=0))
     path.rename(plain)
     try:
-        return open(path, "ab", buffering=0)
+        return open(path, "ab", buffering=0, opener=no_link)
     except OSError:
         plain.rename(path)
         raise

@@ -29,7 +29,7 @@ from xcloud.record.events import (
     StepCollector,
     StepTotals,
 )
-from xcloud.record.files import read_json, replace_text
+from xcloud.record.files import has_events, read_json, replace_text
 
 Summary = dict[str, Any]
 
@@ -288,6 +288,12 @@ def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Empty if the run was killed before writing one."""
     return read_json(run_dir / SUMMARY_FILE)
+
+
+def drop_unfinished(run_dir: Path) -> None:
+    """Remove the summary of an earlier attempt, but for that of a run here that has finished."""
+    if not (has_events(run_dir) and read_summary(run_dir).get("status") == "finished"):
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def ratio(above: float | None, below: float, digits: int = 3) -> float | None:

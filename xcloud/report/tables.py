@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xcloud.base.terminal import printable
 from xcloud.base.units import (
     UNKNOWN,
     human_bytes,
@@ -59,7 +60,7 @@ def say(console: Console, text: str, style: str = "") -> None:
     """A line of its own, never wrapped: a wrapped path cannot be copied."""
     from rich.text import Text
 
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def print_table(
@@ -81,14 +82,14 @@ def print_table(
         if isinstance(column, str):
             column = Column(column, right=index > 0)
         table.add_column(
-            Text(column.heading),
+            Text(printable(column.heading)),
             justify="right" if column.right else "left",
             no_wrap=not column.wraps,
             overflow="fold" if column.wraps else "ellipsis",
             style="dim" if column.dim else None,
         )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
 
 

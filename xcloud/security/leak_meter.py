@@ -35,7 +35,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xcloud.base.errors import DataError
+from xcloud.base.run_folder import check_is_folder, owned
 from xcloud.base.settings import Positive, settings
+from xcloud.base.terminal import say
 from xcloud.security.defences import LABEL
 
 OBSERVATIONS_DIR = "observations"
@@ -380,10 +382,12 @@ def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None)
     parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
     parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir
-    leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
-    print(json.dumps(leakage, indent=2, ensure_ascii=False))
-    summary_path = run_dir / SUMMARY_FILE
-    if summary_path.is_file():
-        summary = json.loads(summary_path.read_text("utf-8"))
-        text = json.dumps({**summary, **leakage}, indent=2, ensure_ascii=False)
-        summary_path.write_text(text + "\n", encoding="utf-8")
+    check_is_folder(run_dir)
+    with owned(run_dir):
+        leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
+        summary_path = run_dir / SUMMARY_FILE
+        if summary_path.is_file():
+            summary = json.loads(summary_path.read_text("utf-8"))
+            text = json.dumps({**summary, **leakage}, indent=2, ensure_ascii=False)
+            summary_path.write_text(text + "\n", encoding="utf-8")
+    say(json.dumps(leakage, indent=2, ensure_ascii=False))

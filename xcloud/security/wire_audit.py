@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import DataError
+from xcloud.base.run_folder import check_is_folder, owned
+from xcloud.base.terminal import say
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.link import LinkRecord
 
@@ -185,5 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
     parser.add_argument("--json", action="store_true", help="print JSON (wire_audit.json has all)")
     given = parser.parse_args(arguments)
-    audit = join_audit(given.run_dir)
-    print(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))
+    check_is_folder(given.run_dir)
+    with owned(given.run_dir):
+        audit = join_audit(given.run_dir)
+    say(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))

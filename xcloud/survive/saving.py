@@ -34,7 +34,7 @@ _PIECE_PAGES = 4096  # touched before looking whether to stop
 
 class StopSignal:
     """Whether this process was asked to end. SIGUSR1 asks, and in ranks that no launcher watches
-    (torchrun) SIGTERM and SIGINT do; while nothing can be saved, and for the second time, the
+    (torchrun) all signals to stop do; while nothing can be saved, and for the second time, the
     process ends at once."""
 
     _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C

@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeGuard
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import code_digests, commit
+from xcloud.base.run_folder import LOCK_FILE, owned
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
 from xcloud.job.given import settings_of
 from xcloud.job.job import Job
@@ -40,7 +41,6 @@ Settings = Mapping[str, object]
 Overrides = tuple[str, ...]
 
 STATE_FILE = "sweep.json"
-LOCK_FILE = ".lock"
 EARLIER_DIR = "earlier"
 # Code that arranges and shows runs; it cannot change what a run computes.
 BESIDE_CODE = ("sweep", "_hydra", "report", "claims", "__main__.py")
@@ -235,15 +235,9 @@ class SweepState:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Raises ConfigError if another process is running this sweep."""
-        from filelock import FileLock, Timeout
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(self.folder / LOCK_FILE, timeout=0):
-                yield
-        except Timeout:
-            why = f"another process runs the sweep in {self.folder}"
-            raise ConfigError(f"{why}; wait for it, or choose another sweep=NAME") from None
+        advice = "another process runs the sweep; wait for it, or choose another sweep=NAME"
+        with owned(self.folder, advice):
+            yield
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
         """Skip finished, unchanged points; resume interrupted, unchanged ones; run failed and
@@ -273,9 +267,13 @@ class SweepState:
         """Make an empty folder for the point, unless it resumes in its own; an existing one moves
         to `earlier/`, and its run in MLflow to the deleted ones: a point is one row."""
         run_dir = self.folder / decision.folder
+        with owned(run_dir):  # else it is a point that somebody has resumed by hand
+            return self._emptied(run_dir, decision, parallel)
+
+    def _emptied(self, run_dir: Path, decision: Decision, parallel: int) -> Path:
         if decision.verdict == "resume":
             return run_dir
-        if run_dir.exists():
+        if {*os.listdir(run_dir)} - {LOCK_FILE}:
             earlier = self.folder / EARLIER_DIR
             earlier.mkdir(exist_ok=True)
             left = run_dir.rename(earlier / _free_name(run_dir.name, os.listdir(earlier)))

@@ -20,6 +20,7 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.terminal import printable, say
 from xcloud.base.units import (
     UNKNOWN,
     human_percent,
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
     given = parser.parse_args(arguments)
     if not given.sweep:
-        print("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
+        say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
     store = Store(project_root() / given.root, given.experiment, given.uri)
     opened = dict(open_sweep(name, store) for name in given.sweep)
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, title = Results(list(chain(*opened.values()))), " and ".join(names)
     written = report(results, given.to or next(iter(opened)).parent / "+".join(names), title)
     if given.site:
-        print(write_sweep_site(results, written, f"Sweep {title}", given.site))
+        say(write_sweep_site(results, written, f"Sweep {title}", given.site))
     if len(opened) > 1:
         _compare(results)
     return 0
@@ -119,7 +120,7 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
     reference, curves = pictures.curves_of(results)
     if curves:
         written.append(pictures.write_losses(folder, reference, curves, title))
-    print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
+    say(f"in {folder}: {', '.join(path.name for path in written)}")
     return written
 
 
@@ -130,7 +131,7 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
         written = report(results, folder, f"sweep {folder.name}")
         score, all_settings = [*results.scores, "bleu"][0], [run.settings for run in results.runs]
         for line in page_in_mlflow(results.sweeps[0], tracker, all_settings, score, written):
-            print(line, flush=True)
+            say(line)
 
 
 # Tables on the screen and as CSV.
@@ -144,7 +145,8 @@ def print_sweep(results: Results, console: Console | None = None) -> None:
     print_table(console, heads, cells.itertuples(index=False))
     width = min(console.width, WIDTH_OF_A_FILE)
     for line in remarks_of(results):
-        console.print(line, style="dim", width=width, markup=False, highlight=False)
+        text = printable(line)
+        console.print(text, style="dim", width=width, markup=False, highlight=False)
 
 
 def cells_of(results: Results) -> pd.DataFrame:
@@ -318,7 +320,7 @@ def _compare(results: Results) -> None:
         both = [f"  {key}: {old} | {new}" for key, (old, new) in found
                 if key in shared[first] and key in shared[sweep]]  # fmt: skip
         heading = "settings that differ" if both else "no common setting differs"
-        print("\n".join([f"{first} | {sweep}: {heading}", *both[:MOST_DIFFERENCES]]))
+        say("\n".join([f"{first} | {sweep}: {heading}", *both[:MOST_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
     bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
     others_scored = scored[scored.sweep != first]
@@ -331,7 +333,7 @@ def _compare(results: Results) -> None:
             line += f", step time x{slower:.2f}"
             if drift := drift_of(row, base):
                 line += f", but {drift}"
-        print(line)
+        say(line)
 
 
 # Pages.

@@ -29,14 +29,15 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
 from xcloud.base.project import module_paths, python_command, run_command
+from xcloud.base.run_folder import LOCK_FILE
 from xcloud.base.settings import Positive, settings
+from xcloud.base.terminal import prepare_process, say
 from xcloud.base.units import human_duration, human_seconds, score_name, score_text
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, load, write
 from xcloud.record.mlflow_store import final_metrics
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (
-    LOCK_FILE,
     Decision,
     Overrides,
     Point,
@@ -263,7 +264,7 @@ class Sweep:
 
 def refuse(*reasons: str) -> int:
     for reason in reasons:
-        print(f"xcloud: {reason}", file=sys.stderr, flush=True)
+        say(f"xcloud: {reason}", error=True)
     return REFUSED
 
 
@@ -323,10 +324,6 @@ def start_point(run_dir: Path, threads: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def say(text: str) -> None:
-    print(f"{text}\n", end="", flush=True)  # one write: lines of concurrent points stay whole
-
-
 def main() -> int:
     """Run one point. Ctrl+C is handled by the sweep."""
     parser = argparse.ArgumentParser("python -m xcloud.sweep.runner", description=__doc__)
@@ -344,7 +341,7 @@ def main() -> int:
         file = arguments.run_dir / EXPERIMENT_FILE
         run(load(file), arguments.run_dir, resumes=check_can_go_on)  # a point may
     except XcloudError as error:
-        print(f"xcloud: {error}", flush=True)
+        say(f"xcloud: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -352,4 +349,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    prepare_process()
     sys.exit(main())

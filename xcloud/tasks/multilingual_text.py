@@ -25,6 +25,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import key_of, make_once
@@ -233,7 +234,7 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = choice.prepare(chosen, Path(scratch))
     tokenizer.save(asked.out)
-    print(
+    say(
         f"{asked.out}: {tokenizer.token_ids.size:,} pieces, digest {tokenizer.digest:08x}; "
         "copy it to every cloud"
     )

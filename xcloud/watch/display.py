@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from xcloud.base.project import MODEL_DIR
+from xcloud.base.terminal import printable
 from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.job.job import Job
 from xcloud.record import timeline as timelines
@@ -82,7 +83,7 @@ class ProgressLine:
             from rich.text import Text
 
             self._live.start()
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+            self._live.update(Text(printable(line), no_wrap=True, overflow="ellipsis"))
             return
         self._unprinted = line
         if self._clock() - self._printed_at_s >= PRINT_S:
@@ -116,7 +117,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

@@ -5,6 +5,7 @@ which no launcher follows. Rank 0's machine starts it as a separate process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -14,15 +15,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from xcloud.base.errors import XcloudError
+from xcloud.base.run_folder import owned
+from xcloud.base.terminal import printable, say
 from xcloud.job.config import flatten
-from xcloud.job.given import read_config, shared_job
+from xcloud.job.given import check_is_run, read_config, shared_job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file, failure_of
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.watch.monitor import Monitor
 
 RECORD_WITHIN_S = 10.0
-STOPPED = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C) and saved; the same command resumes it"
+STOPPED = (
+    "interrupted (Ctrl+C, SIGTERM, SIGUSR1 or a terminal that has closed) and saved; the same "
+    "command resumes it"
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,24 +61,32 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud monitor", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
-    parser.add_argument(
-        "--parent", type=int, default=os.getppid(), help="process to end with, set by rank 0"
-    )
+    parser.add_argument("--parent", type=int, help="process to end with, set by rank 0")
     parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # as well, but for its own children
+    run_dir: Path = arguments.run_dir
+    with contextlib.ExitStack() as held:
+        if arguments.parent is None:  # else rank 0 owns the folder
+            check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
+            held.enter_context(owned(run_dir))
+        return _monitor(run_dir, arguments.experiment, arguments.parent, arguments.again)
+
+
+def _monitor(run_dir: Path, experiment: Path, parent: int | None, is_again: bool) -> int:
     try:
-        monitor = monitor_of(arguments.run_dir, arguments.experiment)
+        monitor = monitor_of(run_dir, experiment)
     except XcloudError as error:
-        sys.exit(f"xcloud: {error}")
+        sys.exit(f"xcloud: {printable(error)}")
     try:
-        return _follow(monitor, arguments.parent, arguments.again)
+        return _follow(monitor, os.getppid() if parent is None else parent, is_again)
     except Exception as error:  # without a summary the run would seem to be running still
-        log.exception("the monitor of %s has failed", arguments.run_dir)
+        log.exception("the monitor of %s has failed", run_dir)
         failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
         cause = f"its monitor failed: {error!r:.300}; {EVENTS_FILE} has what the ranks reported"
-        write_summary(arguments.run_dir / SUMMARY_FILE, {**failed, "cause": cause})
+        write_summary(run_dir / SUMMARY_FILE, {**failed, "cause": cause})
         return 1
 
 
@@ -99,5 +113,5 @@ def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
     if attempt.is_stopped and cause is None:
         cause = STOPPED
     monitor.finish(cause, attempt.is_stopped and not lost)
-    print(run_dir / SUMMARY_FILE)
+    say(run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -22,6 +22,7 @@ from xcloud.record.events import (
     EventReader,
 )
 from xcloud.record.files import SAMPLES_FILE, read_json
+from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.record.tracking import Recording, TrackedRun
 from xcloud.watch.display import ProgressLine, write_record
 
@@ -67,9 +68,15 @@ class Monitor:
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self._progress: ProgressLine | None = None
         self._recording = Recording()  # until the start
+        self._keeps_earlier = False  # the record of an earlier attempt has not been touched yet
 
     def start(self, is_again: bool = False) -> None:
-        """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
+        """Read what there is and begin the record.
+
+        The record of a finished run stays as it is until the ranks have taken over its state: one
+        that cannot be trained longer is no worse for the attempt.
+        is_again: in place of a monitor that was lost; else events are of earlier attempts.
+        """
         logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         # Of earlier attempts ranks may have stopped; a run that has finished never resumes, so
         # "finish" is of this attempt, which may be ahead of this monitor.
@@ -79,6 +86,14 @@ class Monitor:
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
+        has_record = (self.run.run_dir / SUMMARY_FILE).exists()
+        self._keeps_earlier = has_record and not is_again
+        if not self._keeps_earlier:
+            self._begin_record()
+
+    def _begin_record(self) -> None:
+        self._keeps_earlier = False
+        (self.run.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         self._recording = self.experiment.tracker.start(self.run)
         self.keep(self.run.run_dir / EXPERIMENT_FILE)
 
@@ -92,6 +107,8 @@ class Monitor:
         for event in self._reader:
             self.attempt.reports = True
             self._take(event)
+        if self._keeps_earlier and self.attempt.trains:
+            self._begin_record()
         return self.attempt.reports
 
     def next_attempt(self) -> None:
@@ -133,12 +150,17 @@ class Monitor:
         return int(lost.get("lines", 0))
 
     def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
-        """Write summary.json, end the tracker's run, print the table. cause: why it ended before
-        its time. is_stopped: as it was asked to."""
+        """Write summary.json, end the tracker's run, print the table; return the summary.
+
+        An attempt that never came to train leaves a finished run's record, and returns that.
+        cause: why it ended before its time. is_stopped: as it was asked to.
+        """
         self.poll()
         if self._progress is not None:
             with contextlib.suppress(OSError):
                 self._progress.close()
+        if self._keeps_earlier:
+            return read_summary(self.run.run_dir)
         status = "finished" if cause is None else "stopped" if is_stopped else "failed"
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
                  "lost_event_lines": self.lost_lines() + self.num_malformed}  # fmt: skip

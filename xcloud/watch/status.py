@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import run_command
+from xcloud.base.terminal import printable, say
 from xcloud.base.units import human_duration
 from xcloud.job.given import check_is_run
 from xcloud.record.events import EVENTS_FILE, EventReader
@@ -82,7 +82,7 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
             state = json.loads(path.read_text("utf-8"))
             ranks.append(RankStatus(state, time.time() if now is None else now))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            print(f"{path} cannot be read: {error!r}", file=sys.stderr)
+            say(f"{path} cannot be read: {error!r}", error=True)
     return sorted(ranks, key=lambda status: status.rank)
 
 
@@ -149,7 +149,7 @@ def describe(run_dir: Path) -> str:
     for step in checkpoints.agreed_steps()[:1]:
         agreed_at = (checkpoints.step_dir(step) / AGREED_FILE).stat().st_mtime
         last = f"last checkpoint: step {step}, {human_duration(now - agreed_at)} ago"
-    return "\n".join([*lines, last])
+    return printable("\n".join([*lines, last]))
 
 
 def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
@@ -189,8 +189,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud status", description=__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
     try:
-        print(describe(parser.parse_args(words).run_dir))
+        say(describe(parser.parse_args(words).run_dir))
     except XcloudError as error:
-        print(f"xcloud: {error}", file=sys.stderr)
+        say(f"xcloud: {error}", error=True)
         return 1
     return 0

@@ -66,6 +66,7 @@ class SweepLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
+        from xcloud.base.terminal import signals_to_stop
         from xcloud.sweep.points import with_also
         from xcloud.sweep.runner import Processes, Sweep
 
@@ -76,7 +77,7 @@ class SweepLauncher(Launcher):
         asked = with_also([tuple(overrides) for overrides in job_overrides], also)
         name = self.config.get("sweep") or folder.name
         sweep = Sweep(name, folder, self.settings, Processes(self.settings.parallel))
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # as Ctrl+C does
+        for number in signals_to_stop():  # as Ctrl+C does
             signal.signal(number, signal.default_int_handler)
         if code := sweep.run(asked, self._compose):
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1

@@ -1,0 +1,86 @@
+"""What a process needs before it says or writes anything: output that no terminal can break, text
+that cannot steer one, and files that are private.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import signal
+import sys
+from typing import Any, TextIO, cast
+
+# A newline and a tab are the only control characters that belong into a text.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: object) -> str:
+    """Return a text with every control character but newline and tab written out.
+
+    Whatever came from a file or from another rank goes through this on its way to a terminal,
+    where an escape sequence would set the title, write over lines, or worse.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def say(text: object, error: bool = False, end: str = "\n") -> None:
+    """Print a text that may hold what came from elsewhere, in one write."""
+    stream = sys.stderr if error else sys.stdout
+    print(printable(text) + end, end="", file=stream, flush=True)
+
+
+def prepare_process() -> None:
+    """Prepare a command, before it imports or writes anything else.
+
+    Standard streams that are closed lead nowhere; what a terminal's encoding lacks is shown by its
+    number; files are the user's own alone; pictures need no screen, whatever a notebook has set.
+    """
+    for number in range(3):  # in this order: a new descriptor is the lowest free one
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = _lasting(sys.stdout, 1)
+    sys.stderr = _lasting(sys.stderr, 2)
+    os.umask(0o077)
+    os.environ["MPLBACKEND"] = "agg"
+
+
+class _Lasting(io.FileIO):
+    """An output whose reader may go away (a closed terminal, `| head`): the rest is dropped."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return memoryview(data).nbytes
+
+
+def _lasting(stream: TextIO | None, number: int) -> TextIO:
+    if stream is not None:
+        stream.flush()
+    given = cast(io.TextIOWrapper, stream)
+    raw = io.BufferedWriter(_Lasting(number, "wb", closefd=False))
+    return io.TextIOWrapper(
+        raw,
+        encoding="utf-8" if stream is None else stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream is not None and given.line_buffering,
+        write_through=stream is not None and given.write_through,
+    )
+
+
+def signals_to_stop() -> list[signal.Signals]:
+    """Return the signals that ask a command to save what there is and to end.
+
+    SIGHUP, which the terminal sends when it closes, is not one of them in a command that was
+    started to outlive its terminal (nohup).
+    """
+    found = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        found.append(signal.SIGHUP)
+    return found
