@@ -19,6 +19,7 @@ from tests.nightly import each_once
 from tests.resumable_jobs import CODECS, SHAPES, job
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.parallel.part import Part, StepReport
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.common_step import newest_common
 
 
@@ -117,6 +118,18 @@ def test_training_longer_or_with_another_rate_is_said_and_goes_on(tmp_path: Path
     assert found.price(True) == "nothing is lost by this"
     longer.train()
     assert same_state(longer.state, undisturbed(shape))
+
+
+def test_a_run_that_is_to_have_fewer_steps_than_are_done_is_refused_and_loses_none(
+    tmp_path: Path,
+) -> None:
+    shape = "two clouds, GPipe"
+    Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"])).train(4)
+    kept = CheckpointFolder(tmp_path).steps()
+    with pytest.raises(ConfigError, match=r"4 steps are done, and training.max_steps is 3"):
+        changed(tmp_path, shape, "plain", training__max_steps="3")
+    assert CheckpointFolder(tmp_path).steps() == kept
+    assert changed(tmp_path, shape, "plain", training__max_steps="4").from_step == 4
 
 
 def test_parts_of_ranks_that_are_no_more_keep_nobody_from_going_on_and_are_pruned(

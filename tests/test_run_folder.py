@@ -133,7 +133,9 @@ def test_nobody_follows_a_link_in_a_run_folder(
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize("words", [("status", "RUN"), ("translate", "RUN", "a"), ("export", "RUN")])
+@pytest.mark.parametrize(
+    "words", [("status", "RUN"), ("translate", "RUN", "a"), ("export", "RUN")]
+)
 def test_who_only_reads_follows_no_link_either(
     words: tuple[str, ...], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,7 +161,11 @@ def become_process(
     command: list[str], environment: dict[str, str], cwd: str, log: str
 ) -> NoReturn:
     def body() -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # a launcher's child has its handlers
+        for number in (
+            signal.SIGTERM,
+            signal.SIGUSR1,
+            signal.SIGHUP,
+        ):  # a launcher's child has its handlers
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(cwd)

@@ -127,9 +127,9 @@ class StageRank(Role[Experiment]):
         if self.context.asked.was_asked:  # while the last step was saved
             return self.stop(trainer, parts)
         self.reporter.event("phase", now=True, name="evaluation")
-        evaluator.evaluate("test", self.job.max_steps)
+        evaluator.evaluate("test", trainer.num_updates)
         parts.close(is_finished=True)
-        self.reporter.event("finish", num_steps=self.job.max_steps)
+        self.reporter.event("finish", num_steps=trainer.num_updates)
 
     def stop(self, trainer: Trainer, parts: Parts) -> None:
         """Before the end, as asked, with a checkpoint of the last step."""

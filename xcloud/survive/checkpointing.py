@@ -123,6 +123,7 @@ class Checkpointer(Part):
         self._control, self._among, self._parts = control, among, parts
         self._notes, self._asked = Notes(reporter), asked or StopSignal()
         self._ledger, self._stops, self._is_told = Ledger(), False, is_told
+        self._num_updates = timing.saved_step  # that the state which is saved next has
         if control is not None:
             control.listen(self._hear)
 
@@ -162,6 +163,7 @@ class Checkpointer(Part):
 
     def after(self, step: int, signal: Signal) -> bool:
         """Between two updates; whether this rank ends here."""
+        self._num_updates = step
         is_last = step >= self.timing.final_step
         self._notes.flush()
         if self._asked.was_asked and not self._asked.is_reported:
@@ -209,9 +211,8 @@ class Checkpointer(Part):
 
     def finish(self) -> None:
         """Save the state after the last update, however short the run."""
-        timing = self.timing
-        if timing.settings.are_made and timing.saved_step != timing.final_step:
-            self.save(timing.final_step)
+        if self.timing.settings.are_made and self.timing.saved_step != self._num_updates:
+            self.save(self._num_updates)
 
     @property
     def is_pending(self) -> bool:

@@ -6,6 +6,7 @@ else that they compare before the start (join/agreement.py), and common_step.py 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.common_step import newest_common
 from xcloud.survive.saving import Facts
 
+MAX_STEPS = "training.max_steps"
 _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"
 
@@ -214,6 +216,19 @@ class RankCheckpoints:
         about = self.folder.about(step, self.rank if self.rank in parts else parts[0])
         return changes(about["settings"], self.settings, Places.read(about["places"]), self.places)
 
+    def done_beyond(self, max_steps: int | None) -> str:
+        """Say that more steps are done than a run is to have; empty if they are not.
+
+        Going on from an earlier one would delete what came after it.
+        """
+        done = max(self.folder.agreed_steps(), default=0)
+        if max_steps is None or done <= max_steps:
+            return ""
+        return (
+            f"{done} steps are done, and training.max_steps is {max_steps}; give at least {done}, "
+            "or start a new run"
+        )
+
     def own_step(self, step: int) -> int:
         """The newest step up to this one of which this rank has what it needs: an earlier one, or
         0, where it was lost before and the run went on without it."""
@@ -281,6 +296,8 @@ class RankCheckpoints:
             raise DataError("; ".join(changed.refused))
         if changed.moves and len({about["attempt"] for about in abouts.values()}) > 1:
             raise DataError("its parts are of different attempts at this step")
+        if too_short := self.done_beyond(json.loads(self.settings.get(MAX_STEPS, "null"))):
+            raise DataError(too_short)
         needed = self._needed(step)
         for rank in needed if is_thorough else ():
             self.folder.check(step, rank)
@@ -356,6 +373,8 @@ def check_can_go_on(
         rank: RankCheckpoints.of(job, rank, run_dir, settings) for rank in job.roster.saving
     }
     first = holders[min(holders)]
+    if too_short := first.done_beyond(job.max_steps):
+        raise ConfigError(f"{run_dir} cannot go on. {too_short}")
     with contextlib.suppress(DataError, IndexError):  # damaged or not here: ranks say so of each
         if refused := first.changes(first.folder.agreed_steps()[0]).refused:
             raise ConfigError(f"{run_dir} cannot go on. {'. '.join(refused)}")

@@ -49,7 +49,7 @@ class ConsumerRun(StatefulParts):
         self._intake = Intake(job, rank.reporter, self.plan, rank.inbox, own, self._clock)
         self._buffer = FlatBuffer(part.module.parameters())
         self._guard = rank.divergence_guard()
-        self._step = 0
+        self.num_updates = 0
 
     def parts(self) -> dict[str, Stateful]:
         return {
@@ -59,11 +59,11 @@ class ConsumerRun(StatefulParts):
     def own(self) -> Saved:
         """Between two steps, once every batch that was ordered is here."""
         taken = [self._intake.taken[p] for p in range(len(self._names))]
-        return {"step": self._step, "taken": packed(taken)}
+        return {"step": self.num_updates, "taken": packed(taken)}
 
     def take(self, own: Saved) -> None:
         self._intake.taken = Counter(dict(enumerate(unpacked(own, "taken"))))
-        self._step = whole_number(own, "step")
+        self.num_updates = whole_number(own, "step")
 
     def load_state_dict(self, state: Saved) -> None:
         """Before anything arrives. Producers that were lost are there again."""
@@ -71,7 +71,7 @@ class ConsumerRun(StatefulParts):
         for p in self.plan.readmit_lost():
             self._rank.inbox.readmit(p)
             what = "was lost and may take its share again once it is ready"
-            self._intake.producer(self._step, p, State.ABSENT, what)
+            self._intake.producer(self.num_updates, p, State.ABSENT, what)
 
     def train(self, checkpoints: Checkpointer) -> bool:
         """To the end; whether it ended before, as it was asked to. Raises LinkClosed when no
@@ -79,8 +79,8 @@ class ConsumerRun(StatefulParts):
         job, last = self._rank.job, self._rank.job.max_steps
         wanted = job.feed.min_producers or len(self._names)
         self._intake.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
-        for step in range(self._step + 1, last + 1):
-            self._step = step
+        for step in range(self.num_updates + 1, last + 1):
+            self.num_updates = step
             self._clock.begin_step(step)
             signal = self._update(step, checkpoints)
             if step == last and signal is Signal.GO_ON and job.checkpoint.are_made:
@@ -168,7 +168,7 @@ class ConsumerRun(StatefulParts):
     def _wait_for_user(self, file: Path) -> None:
         file.unlink(missing_ok=True)
         self._intake.note(
-            f"paused at step {self._step} (feed.on_dead=pause); to continue without it make the "
+            f"paused at step {self.num_updates} (feed.on_dead=pause); to continue without it make the "
             f"file {file}, to end the run press Ctrl+C"
         )
         while not file.exists():
@@ -180,15 +180,15 @@ class ConsumerRun(StatefulParts):
         """Between two steps; whether the run ends here. All that was ordered arrives first, and
         the producers save once they have made it."""
         if signal is Signal.GO_ON:
-            return checkpoints.after(self._step, signal)
+            return checkpoints.after(self.num_updates, signal)
         if self._leads:
             self._rank.send_orders(self.plan.levelling_orders())
-            self._rank.send_save(self._step, signal is Signal.STOP)
+            self._rank.send_save(self.num_updates, signal is Signal.STOP)
         if missing := self._intake.await_ordered():
             names = ", ".join(self._names[p] for p in missing)
-            checkpoints.fail(self._step, f"batches of {names} are missing")
+            checkpoints.fail(self.num_updates, f"batches of {names} are missing")
         else:
-            checkpoints.after(self._step, signal)
+            checkpoints.after(self.num_updates, signal)
         # What is ordered next must not come before every rank has copied its inbox.
         self._rank.group.barrier()
         return signal is Signal.STOP
@@ -298,8 +298,8 @@ class ConsumerRank(OneWayRank):
             self.reporter.event("stop")
         else:
             if self.group.leads:
-                self._evaluate(part)
-            self.reporter.event("finish", num_steps=job.max_steps)
+                self._evaluate(part, run.num_updates)
+            self.reporter.event("finish", num_steps=run.num_updates)
         self.leave(checkpoints)
 
     def _await_checkpoint(self, checkpoints: Checkpointer, plan: ConsumptionPlan) -> None:
@@ -325,13 +325,13 @@ class ConsumerRank(OneWayRank):
                     f"exported ({self.inbox.end_of(p) or 'it was silent'})"
                 )
 
-    def _evaluate(self, part: Consumer) -> None:
+    def _evaluate(self, part: Consumer, step: int) -> None:
         self._phase("evaluation")
         started = time.perf_counter()
         with self.computing:
             scores = part.evaluate()
         if scores.values:
-            report_scores(self.reporter, "test", self.job.max_steps, scores, {}, started)
+            report_scores(self.reporter, "test", step, scores, {}, started)
 
     def _phase(self, name: str) -> None:
         if self.rank == 0:
