@@ -168,8 +168,8 @@ class ConsumerRun(StatefulParts):
     def _wait_for_user(self, file: Path) -> None:
         file.unlink(missing_ok=True)
         self._intake.note(
-            f"paused at step {self.num_updates} (feed.on_dead=pause); to continue without it make the "
-            f"file {file}, to end the run press Ctrl+C"
+            f"paused at step {self.num_updates} (feed.on_dead=pause); to continue without it make "
+            f"the file {file}, to end the run press Ctrl+C"
         )
         while not file.exists():
             time.sleep(POLL_S)
