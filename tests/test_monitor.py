@@ -209,6 +209,6 @@ def test_no_earlier_summary_stands_for_a_run_whose_monitor_is_lost_at_once(
 ) -> None:
     summary, seen = tmp_path / SUMMARY_FILE, []
     summary.write_text('{"status": "failed"}')
-    monkeypatch.setattr(subprocess, "Popen", lambda command: seen.append(summary.exists()))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: seen.append(summary.exists()))
     several_machines._start_monitor(tmp_path, tmp_path / configs.EXPERIMENT_FILE)
     assert seen == [False]
