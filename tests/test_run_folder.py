@@ -73,8 +73,8 @@ WRITERS: dict[str, Writer] = {
 }
 # export needs a trained language model: tests/test_causal_run.py.
 READERS = {
-    "ui", "report", "claims", "reproduce", "site", "translate", "generate", "export", "torchrun",
-    "status", "train-tokenizer",
+    "run", "ui", "report", "claims", "reproduce", "site", "translate", "generate", "export",
+    "torchrun", "status", "train-tokenizer",
 }  # fmt: skip
 
 

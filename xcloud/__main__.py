@@ -54,6 +54,8 @@ COMMANDS = {row.example.split()[0]: row for row in ROWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if arguments is None:  # a process of its own
+        prepare_process()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         if len(words) < 2:
@@ -98,5 +100,4 @@ def overview() -> str:
 
 
 if __name__ == "__main__":
-    prepare_process()
     sys.exit(main())
