@@ -19,8 +19,8 @@ from xcloud.tasks.language_modelling import (
     FolderLanguageModelling,
     LanguageData,
     columns_of,
+    fitted,
     pack,
-    pieces_of,
     read_chats,
 )
 from xcloud.tasks.scores import ratio_error
@@ -183,7 +183,7 @@ def document(size: int, first: int = 0) -> Document:
 
 def test_no_token_is_lost_or_doubled_and_no_sample_is_longer_than_asked() -> None:
     documents = [document(size, 100 * n) for n, size in enumerate((5, 17, 8, 2, 9, 3, 30, 1))]
-    samples = pack(pieces_of(documents, 10, split=True), 10)
+    samples = pack(fitted(documents, 10, split=True).pieces, 10)
 
     tokens = [token for sample in samples for d in sample for token in d.ids]
     assert sorted(tokens) == sorted(token for d in documents[:7] for token in d.ids)
@@ -194,8 +194,12 @@ def test_no_token_is_lost_or_doubled_and_no_sample_is_longer_than_asked() -> Non
 def test_a_chat_that_is_too_long_loses_its_end_and_one_without_an_answer_is_left_out() -> None:
     long = Document(list(range(20)), [False] * 5 + [True] * 15)
     prompt_only = Document(list(range(20)), [False] * 12 + [True] * 8)
-    found = list(pieces_of([long, prompt_only], 10, split=False))
-    assert found == [Document(list(range(10)), [False] * 5 + [True] * 5)]
+    short = Document([1, 2], [False, True])
+    found = fitted([long, prompt_only, short], 10, split=False)
+    assert found.pieces == [
+        Document(list(range(10)), [False] * 5 + [True] * 5), Document([1, 2], [False, True], 2)
+    ]  # fmt: skip
+    assert found[1:] == (3, 1, 1)
 
 
 def test_padding_is_no_token_of_any_vocabulary() -> None:

@@ -53,11 +53,13 @@ def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
     return statistics.summary(**{"name": "a", "status": "finished", "commit": "1a2b3c4", **fields})
 
 
-def test_texts_that_were_cut_are_counted_by_field() -> None:
+def test_texts_that_were_cut_are_counted_by_what_became_of_them_and_by_split() -> None:
     statistics = RunStatistics(2)
     for _ in range(2):  # loaded again after a resume
-        statistics.feed({"event": "cut", "rank": 0, "cloud": "a", "field": "source", "num": 248})
-    assert summarise(statistics)["num_cut"] == {"source": 248}
+        for split, num in (("train", 248), ("dev", 3)):
+            cut = {"field": "source texts cut", "split": split, "num": num, "of": 300}
+            statistics.feed({"event": "cut", "rank": 0, "cloud": "a", **cut})
+    assert summarise(statistics)["num_cut"] == {"source texts cut": {"train": 248, "dev": 3}}
     assert summarise(RunStatistics(2))["num_cut"] == {}
 
 

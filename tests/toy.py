@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Boundary, BoundaryField, Message
-from xcloud.contracts.model import Batch, BuildContext, Scores, Stage, StageOutput, TokenIds
+from xcloud.contracts.model import (
+    Batch,
+    BuildContext,
+    Cut,
+    Scores,
+    Split,
+    Stage,
+    StageOutput,
+    TokenIds,
+)
 
 VOCABULARY = 16
 LENGTH = 6
@@ -51,7 +60,7 @@ class ToyData:
         return dict.fromkeys(self.fields, TokenIds(VOCABULARY, 0, 1, 2, 3))
 
     @property
-    def num_cut(self) -> dict[str, int]:
+    def num_cut(self) -> dict[str, dict[Split, Cut]]:
         return {}
 
     @property

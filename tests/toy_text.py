@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from tests.toy import toy_config
 from xcloud.comm.channel import Boundary, BoundaryField, Message
-from xcloud.contracts.model import Batch, BuildContext, Head, Scores, Stage, StageOutput, TokenIds
+from xcloud.contracts.model import (
+    Batch,
+    BuildContext,
+    Cut,
+    Head,
+    Scores,
+    Split,
+    Stage,
+    StageOutput,
+    TokenIds,
+)
 
 FIRST, NUM_WORDS, LONGEST = 20_011, 40, 10
 PAD, BOS, EOS = 0, 19_001, 19_002
@@ -68,7 +78,7 @@ class ToyTextData:
         return dict.fromkeys(self.fields & {"text"}, TokenIds(FIRST + NUM_WORDS, PAD, BOS, EOS, 1))
 
     @property
-    def num_cut(self) -> dict[str, int]:
+    def num_cut(self) -> dict[str, dict[Split, Cut]]:
         return {}
 
     @property

@@ -194,6 +194,15 @@ class Scores:
     samples: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
 
 
+class Cut(NamedTuple):
+    """How many of the texts of a split did not fit, and were shortened or left out. setting: what
+    they did not fit."""
+
+    num: int
+    of: int
+    setting: str
+
+
 class TaskData(Protocol):
     """One rank's view of a task: only the fields visible to its cloud are read.
 
@@ -222,8 +231,9 @@ class TaskData(Protocol):
         """Of the visible fields that hold token ids."""
 
     @property
-    def num_cut(self) -> Mapping[str, int]:
-        """Samples whose text was cut to max_length, by visible text field."""
+    def num_cut(self) -> Mapping[str, Mapping[Split, Cut]]:
+        """Return what did not fit, of visible fields: by what became of it ("source texts cut",
+        "chats left out"), then by split. What does not occur is not in it."""
 
     @property
     def head(self) -> Head | None:

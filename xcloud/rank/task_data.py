@@ -71,23 +71,29 @@ def load(
 
 
 def note_data(context: RankContext[Experiment], data: TaskData) -> None:
-    """Say which data these are and which texts were too long. What a cloud's texts are like is
+    """Say which data these are and what of them did not fit. What a cloud's texts are like is
     nobody else's matter: only rank 0 reports it, others write it to their own log."""
     job, rank, reporter = context.job, context.rank, context.reporter
-    if rank == 0:
-        reporter.note(data.describe())
-        rows = {split: data.num_samples(split) for split in SPLITS}
-        digest = data.fingerprint()[:16]
-        reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
-    for name, num in data.num_cut.items():
-        of = sum(map(data.num_samples, SPLITS))
-        text = f"{num:,} of {of:,} {name} texts are longer than {job.task.max_length} tokens and "
-        text += "were cut (task.max_length)"
-        if num and rank == 0:
-            reporter.note(text)
-            reporter.event("cut", field=name, num=num)
-        elif num:
+    cuts = [
+        (what, split, cut)
+        for what, by_split in data.num_cut.items()
+        for split, cut in by_split.items()
+    ]
+    texts = [
+        f"{split}: {cut.num:,} of {cut.of:,} {what} ({cut.setting})" for what, split, cut in cuts
+    ]
+    if rank != 0:
+        log.info(data.describe())
+        for text in texts:
             log.warning(text)
+        return
+    reporter.note(data.describe())
+    rows = {split: data.num_samples(split) for split in SPLITS}
+    digest = data.fingerprint()[:16]
+    reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
+    for text, (what, split, cut) in zip(texts, cuts, strict=True):
+        reporter.note(text)
+        reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)
 
 
 def context_of(

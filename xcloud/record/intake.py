@@ -68,7 +68,7 @@ _TIMES = " ".join(f"{name}:number" for name in TIMES)
 _TABLE = {
     "note": "text:text",
     "phase": "name:text",
-    "cut": "field:text num:whole",
+    "cut": "field:text split:text num:whole of:whole",
     "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:whole learned:number "
     "sent:numbers raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
     "values:figures taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",

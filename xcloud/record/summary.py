@@ -235,7 +235,7 @@ class RunStatistics:
             ],
             "num_lost_checkpoints": len(lost),
             "privacy": None,
-            "num_cut": {str(e["field"]): int(e["num"]) for e in self.events("cut")},
+            "num_cut": self._num_cut(),
             "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
         }
         for event in self.events("data")[-1:]:
@@ -244,6 +244,13 @@ class RunStatistics:
             if found := self.events(*entry.kinds):
                 summary |= entry.make(found)
         return summary
+
+    def _num_cut(self) -> dict[str, dict[str, int]]:
+        """Return what did not fit, by what became of it and by split."""
+        found: dict[str, dict[str, int]] = {}
+        for event in self.events("cut"):
+            found.setdefault(str(event["field"]), {})[str(event["split"])] = int(event["num"])
+        return found
 
     def _quality(self) -> Summary:
         latest = {event["split"] if event["step"] else "before": event

@@ -55,7 +55,7 @@ from xcloud.tasks.sources import (
     load_hub,
     local_folder,
 )
-from xcloud.tasks.text_task import PairTable, TextTask, View, public_tokenizer
+from xcloud.tasks.text_task import PairTable, TextTask, View, cuts_of, public_tokenizer
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
 
 Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
@@ -185,7 +185,8 @@ class ClassificationData(View[Classification]):
             remarks += [
                 f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
             ]
-        super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks)
+        cuts = {"texts cut": cuts_of(columns["text"])} if "text" in fields else {}
+        super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.base.wording import quoted
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores, Split, TokenIds
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
 from xcloud.demo import stories
 from xcloud.hub import generation_config, resolve
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
@@ -64,14 +65,33 @@ class Document(NamedTuple):
         return [*(token if learned else NO_LABEL for token, learned in following), NO_LABEL]
 
 
-def pieces_of(documents: Iterable[Document], max_length: int, split: bool) -> Iterator[Document]:
-    """Documents of at most max_length tokens with something to guess. split: a longer one becomes
-    several; else its end is lost, as a chat's second half is no chat."""
+class Fitted(NamedTuple):
+    """What of a split's documents fits into samples. num: documents. num_cut: of them, those that
+    lost a part. num_left_out: those of which nothing is to be guessed."""
+
+    pieces: list[Document]
+    num: int
+    num_cut: int
+    num_left_out: int
+
+
+def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitted:
+    """Return pieces of at most max_length tokens with something to guess. split: a longer document
+    becomes several; else its end is lost, as a chat's second half is no chat."""
+    pieces: list[Document] = []
+    num_cut = num_left_out = 0
     for number, (ids, learned, _) in enumerate(documents):
-        for start in range(0, len(ids) if split else 1, max_length):
-            piece = slice(start, start + max_length)
-            if any(learned[piece][1:]):
-                yield Document(ids[piece], learned[piece], number)
+        places = [
+            slice(start, start + max_length)
+            for start in range(0, len(ids) if split else 1, max_length)
+        ]
+        kept = [place for place in places if any(learned[place][1:])]
+        pieces += [Document(ids[place], learned[place], number) for place in kept]
+        if not kept:
+            num_left_out += 1
+        elif sum(len(ids[place]) for place in kept) < len(ids):
+            num_cut += 1
+    return Fitted(pieces, len(documents), num_cut, num_left_out)
 
 
 def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
@@ -176,16 +196,21 @@ class CausalTokenizer:
         special = {*self._pretrained.all_special_ids, *(n for n, t in added.items() if t.special)}
         return next((token for token in after if token in special), None)
 
-    def samples(self, rows: Rows, max_length: int, where: str) -> list[list[Document]]:
-        """Documents packed. Raises DataError if none is to be guessed. where: for messages."""
+    def samples(
+        self, rows: Rows, max_length: int, where: str
+    ) -> tuple[list[list[Document]], Fitted]:
+        """Return the documents packed, and what of them fitted. Raises DataError if none is to be
+        guessed. where: for messages."""
         chats = rows.texts.get(MESSAGES, ())
         self.learns_chats |= bool(chats)
         documents = self.texts(rows.texts.get(TEXT, ()))
         documents += [self.chat(c, f"{where}, chat {n}") for n, c in enumerate(chats, start=1)]
-        samples = pack(pieces_of(documents, max_length, split=not chats), max_length)
-        if not samples:
-            raise DataError(f"{where}: nothing to guess; are its texts empty or its prompts long?")
-        return samples
+        found = fitted(documents, max_length, split=not chats)
+        if not found.pieces:
+            said = f"nothing to guess in {found.num:,} {'chats' if chats else 'texts'}: "
+            said += "their prompts fill" if chats else "they are too short for"
+            raise DataError(f"{where}: {said} task.max_length={max_length}")
+        return pack(found.pieces, max_length), found
 
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Begin token (where there is one), text, end token: all to be guessed."""
@@ -280,7 +305,8 @@ class LanguageModelling(TextTask):
     def rows_of(self, table: Table) -> Rows:
         """A row is a document; empty ones are left out."""
         rows = read(table, {TEXT: self.column}, "task.column")
-        return rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
+        kept = rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
+        return replace(kept, num_empty=rows.num_rows - kept.num_rows)
 
     def read(self, fields: frozenset[str]) -> Corpus:
         tables = self.find()
@@ -301,19 +327,33 @@ class LanguageData(View[LanguageModelling]):
         self._tokenizer: CausalTokenizer | None = None
         self._documents: dict[Split, list[list[int]]] = {}  # their numbers, by sample
         columns: dict[str, dict[Split, TokenTable]] = {name: {} for name in task.fields}
+        packed: list[str] = []
+        cuts: dict[str, dict[Split, Cut]] = {}
         if corpus.splits["train"].texts:
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
+            name = "chats" if MESSAGES in corpus.splits["train"].texts else "texts"
             for split, rows in corpus.splits.items():
-                samples = self._tokenizer.samples(
+                samples, found = self._tokenizer.samples(
                     rows, task.max_length, f"{task.describe()}, {split}"
                 )
                 self._documents[split] = [[document.number for document in of] for of in samples]
-                for name, table in columns_of(samples).items():
-                    columns[name][split] = table
-        num = sum(table.num_tokens for table in columns["text"].values())
-        remarks = [f"{num:,} tokens in samples of {task.max_length}"] if num else []
+                for field, table in columns_of(samples).items():
+                    columns[field][split] = table
+                num_tokens = columns["text"][split].num_tokens
+                full = num_tokens / (len(samples) * task.max_length)
+                packed.append(
+                    f"{split} {found.num - found.num_left_out:,} {name} packed into "
+                    f"{len(samples):,} samples of {task.max_length} ({num_tokens:,} tokens, "
+                    f"{100 * full:.0f} % full)"
+                )
+                for what, num in (("left out", found.num_left_out), ("cut", found.num_cut)):
+                    by_split = cuts.setdefault(f"{name} {what}", {})
+                    by_split[split] = Cut(num, found.num, "task.max_length")
         sizes = {split: len(samples) for split, samples in self._documents.items()}
-        super().__init__(task, corpus, fields, {"text": self._tokenizer}, columns, sizes, remarks)
+        super().__init__(
+            task, corpus, fields, {"text": self._tokenizer}, columns, sizes,
+            in_words=", ".join(packed), cuts=cuts,
+        )  # fmt: skip
 
     @property
     def _tokenizer_digests(self) -> dict[str, str]:
@@ -400,8 +440,8 @@ class FolderLanguageModelling(Folder, LanguageModelling):
             if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
                 said = 'neither "text" nor "messages" with role and content as text'
                 raise DataError(f"{file.where}, row {number}: {said}")
-        cells = [cell for cell in cells if column == MESSAGES or cell.strip()]
-        return Rows(len(cells), {column: cells})
+        kept = [cell for cell in cells if column == MESSAGES or cell.strip()]
+        return Rows(len(kept), {column: kept}, num_empty=len(cells) - len(kept))
 
     def check_tables(self, tables: SplitTables) -> None:
         files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]

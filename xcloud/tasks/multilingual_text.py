@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import random
 import tempfile
 from collections import Counter
@@ -33,7 +34,7 @@ from xcloud.tasks.text_sources import FolderText, TextSource, languages_of
 from xcloud.tasks.text_task import TokenTable, write_table
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
-FORMAT = "xcloud tokens 1"
+FORMAT = "xcloud tokens 2"
 CHUNK = 1000  # texts tokenised at a time
 POWER = 0.7  # the recipes' language_power
 
@@ -96,24 +97,36 @@ class MultilingualText:
     def table(
         self, part: str, tokenizer: Tokenizer, cache_dir: Path, report: Callable[[str], None]
     ) -> TokenTable:
-        """Samples of a part without their outer special ids. Tokenised once, then memory-mapped
-        from cache_dir/tokens. report: may be shown in another cloud, so it must not name
-        folders."""
+        """Return the samples of a part without their outer special ids. They are tokenised once,
+        then memory-mapped from cache_dir/tokens.
+
+        report: may be shown in another cloud, so it must not name folders.
+        """
         limits = f"{tokenizer.digest} {self.max_length} {self.max_texts}"
         key = key_of({"format": FORMAT, "texts": self.source.identity(part), "limits": limits})
         folder = cache_dir / "tokens"
         tokens, offsets = folder / f"{key}.tokens", folder / f"{key}.offsets"
+        counts = folder / f"{key}.counts"
 
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
-            write_table(self._samples(part, tokenizer), tokens, offsets_part)
+            found = Counter(num_cut=0, num_left_out=0)
+            write_table(self._samples(part, tokenizer, found), tokens, offsets_part)
+            counts.write_text(json.dumps(found))
 
         make_once(offsets, make)  # the last to be written: they mark the table complete
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
-        return TokenTable.mapped(tokens, offsets)
+        table = TokenTable.mapped(tokens, offsets)
+        found = json.loads(counts.read_text())
+        table.num_cut, table.num_left_out = found["num_cut"], found["num_left_out"]
+        return table
 
-    def _samples(self, part: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    def _samples(
+        self, part: str, tokenizer: Tokenizer, found: Counter[str]
+    ) -> Iterator[list[int]]:
+        """Yield the samples of a part. found: is told how many pairs are cut, and how many texts
+        are left out because they are empty, or one of a pair is."""
         rows = islice(self.source.read(part), self.max_texts)
         room = self.max_length - 2
         eos = tokenizer.token_ids.eos
@@ -121,13 +134,17 @@ class MultilingualText:
             if len(languages_of(part)) == 1:
                 lines = [line for (text,) in chunk for line in text.split("\n")]
                 for ids in tokenizer.encode(lines):
+                    found["num_left_out"] += not ids
                     yield from (ids[start : start + room] for start in range(0, len(ids), room))
                 continue
             first, second = (tokenizer.encode(side) for side in zip(*chunk, strict=True))
             for a, b in zip(first, second, strict=True):
-                if a and b:
-                    cut = a[: max((room - 1) // 2, room - 1 - len(b))]
-                    yield [*cut, eos, *b[: room - 1 - len(cut)]]
+                if not (a and b):
+                    found["num_left_out"] += 1
+                    continue
+                found["num_cut"] += len(a) + 1 + len(b) > room
+                cut = a[: max((room - 1) // 2, room - 1 - len(b))]
+                yield [*cut, eos, *b[: room - 1 - len(cut)]]
 
 
 @dataclass
@@ -152,10 +169,15 @@ class TextStream:
 
     def describe(self) -> str:
         shares = zip(self.tables.items(), self._shares_L.tolist(), strict=True)
-        return ", ".join(
-            f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
-            for (name, table), share in shares
-        )
+        lines = []
+        for (name, table), share in shares:
+            line = f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
+            if table.num_cut:
+                line += f", {table.num_cut:,} pairs cut (model.text.max_length)"
+            if table.num_left_out:
+                line += f", {table.num_left_out:,} empty texts left out"
+            lines.append(line)
+        return ", ".join(lines)
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """int64 [R], each sample as bos, tokens, eos; and int64 [B], their lengths."""

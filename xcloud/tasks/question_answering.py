@@ -28,7 +28,7 @@ import torch
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.base.wording import quoted
-from xcloud.contracts.model import SPLITS, Answers, Head, Scores, Split
+from xcloud.contracts.model import SPLITS, Answers, Cut, Head, Scores, Split
 from xcloud.demo import STORY_QUESTIONS, stories
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
@@ -101,6 +101,7 @@ class Windows:
 
     asked: the questions. question_of: [N], of each window. starts: [N], number of its first
     paragraph token. offsets: the half-open character span of every token, by paragraph.
+    num_long: questions that were cut.
     """
 
     table: PairTable
@@ -108,6 +109,7 @@ class Windows:
     question_of: Sequence[int]
     starts: Sequence[int]
     offsets: Mapping[str, Sequence[tuple[int, int]]]
+    num_long: int
 
     @staticmethod
     def of(
@@ -132,7 +134,8 @@ class Windows:
         special, separators = tokenizer.token_ids, tokenizer.num_separators
         table = PairTable(heads, parts, max_length, special, separators)
         offsets = {context: spans for context, (_, spans) in encoded.items()}
-        return Windows(table, asked, question_of, starts, offsets)
+        num_long = sum(len(question) > max_question for question in questions)
+        return Windows(table, asked, question_of, starts, offsets, num_long)
 
     def label(self, window: int) -> tuple[int, int, int]:
         """Positions of the first answer's first and last token in this window (0 and 0 if not
@@ -231,15 +234,24 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             windows = {s: Windows.of(corpus.splits[s], tokenizer, *lengths) for s in SPLITS}
         sizes = {split: len(made.starts) for split, made in windows.items()}
         columns: dict[str, dict[Split, Any]] = {name: {} for name in task.fields}
+        cuts: dict[str, dict[Split, Cut]] = {"questions cut": {}, "answers in no window": {}}
         for split, made in windows.items():
             labels = [made.label(i) for i in range(sizes[split])]
+            num = made.asked.num_rows
+            cuts["questions cut"][split] = Cut(made.num_long, num, "task.max_question")
+            seen = {q for q, (first, *_) in zip(made.question_of, labels, strict=True) if first}
+            if num and not seen:
+                said = f"the answers to all {num:,} questions of {split} lie in no window whole"
+                raise DataError(f"{task.describe()}: {said}; raise task.max_length")
+            outside = Cut(num - len(seen), num, "task.max_length, task.stride")
+            cuts["answers in no window"][split] = outside
             found = (made.table.tokens, made.table.types(), torch.tensor(labels))
             for column, cells in zip(columns.values(), found, strict=True):
                 column[split] = cells
         self._windows = windows if fields else {}
         self.head = Head("span", 2) if "label" in fields else None
         remarks = [f"windows of the questions {counted(corpus.counts)}"] if self._windows else []
-        super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks)
+        super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""

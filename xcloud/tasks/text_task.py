@@ -29,7 +29,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.model import SPLITS, Batch, Head, Scores, Split, TokenIds
+from xcloud.contracts.model import SPLITS, Batch, Cut, Head, Scores, Split, TokenIds
 from xcloud.demo import public_sentences
 from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
@@ -167,7 +167,9 @@ class Tokenized:
 class View(Tokenized, Generic[T]):
     """One rank's view of a task: what all of them share (TaskData). tokenizers: of text fields.
     columns: of each field, what a batch is made of. What is not visible is not kept. sizes:
-    samples by split, where they are no rows. remarks: beside those of the corpus."""
+    samples by split, where they are no rows; in_words: what is said of them then. remarks: beside
+    those of the corpus. cuts: what did not fit (TaskData.num_cut); whoever shortens a text or
+    leaves one out says so here."""
 
     head: Head | None = None
 
@@ -180,6 +182,8 @@ class View(Tokenized, Generic[T]):
         columns: Mapping[str, Mapping[Split, TokenTable | Tensor]],
         sizes: Mapping[Split, int] | None = None,
         remarks: Sequence[str] = (),
+        in_words: str | None = None,
+        cuts: Mapping[str, Mapping[Split, Cut]] = {},
     ) -> None:
         self._task, self._fields, self._rows = task, fields, dict(sizes or corpus.counts)
         self._columns = {name: column for name, column in columns.items() if name in fields}
@@ -187,9 +191,15 @@ class View(Tokenized, Generic[T]):
         task.check_rows(self._rows)
         self._remarks, self._agreed = [*corpus.remarks, *remarks], corpus.agreed
         self._digests = corpus.digests() if fields else {}
+        self._in_words = in_words if in_words and fields else counted(self._rows)
+        found = {
+            what: {split: cut for split, cut in by_split.items() if cut.num and fields}
+            for what, by_split in cuts.items()
+        }
+        self.num_cut = {what: by_split for what, by_split in found.items() if by_split}
 
     def describe(self) -> str:
-        return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
+        return ", ".join([f"{self._task.describe()}: {self._in_words}", *self._remarks])
 
     def fingerprint(self) -> str:
         shared = {"task": self._task.name, "max_length": self._task.max_length}
@@ -209,11 +219,6 @@ class View(Tokenized, Generic[T]):
 
     def num_samples(self, split: Split) -> int:
         return self._rows[split]
-
-    @property
-    def num_cut(self) -> Mapping[str, int]:
-        tables = {name: self._columns[name].values() for name in self._tokenizers}
-        return {name: sum(getattr(t, "num_cut", 0) for t in of) for name, of in tables.items()}
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}
@@ -260,6 +265,11 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     return choice.prepare(texts, in_project(cache_dir))
 
 
+def cuts_of(tables: Mapping[Split, TokenTable]) -> dict[Split, Cut]:
+    """Return how many rows of each table were longer than max_length."""
+    return {s: Cut(table.num_cut, len(table), "task.max_length") for s, table in tables.items()}
+
+
 def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:
     """Stream a table to two files: int32 tokens, int64 offsets."""
     ends = array("q", [0])
@@ -273,9 +283,10 @@ def write_table(rows: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> N
 
 class TokenTable:
     """Rows of tokens; `pad` fills up the shorter ones of a batch. 4 bytes per token, 8 per row.
-    num_cut: texts that were longer than a row may be."""
+    num_cut: texts that were longer than a row may be. num_left_out: texts that gave no row."""
 
     num_cut = 0
+    num_left_out = 0
 
     def __init__(self, rows: Iterable[Sequence[int]], pad: int = 0) -> None:
         flat, ends = array("i"), [0]

@@ -18,12 +18,12 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, Positive, settings
-from xcloud.contracts.model import SPLITS, Scores, Split
+from xcloud.contracts.model import SPLITS, Cut, Scores, Split
 from xcloud.demo import NUM_ROWS, pairs
 from xcloud.tasks.rows import Corpus, Demo, Form, SplitTables, Text, check_columns, read
 from xcloud.tasks.scores import Vector, bootstrap_error
 from xcloud.tasks.sources import Folder, Hub, read_lines
-from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View
+from xcloud.tasks.text_task import PairTable, SourceTask, Tokenized, TokenTable, View, cuts_of
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
 
 KEYS = "task.source, task.target, task.source_column or task.target_column"
@@ -172,7 +172,11 @@ class TranslationData(View[Translation], TranslationText):
         self._further = {key: self.table(key, corpus.further[key]) for key in tokenizers}
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references = texts.get("target", {})
-        View.__init__(self, task, corpus, fields, tokenizers, self._tables)
+        cuts = {f"{key} texts cut": cuts_of(tables) for key, tables in self._tables.items()}
+        for key, table in self._further.items():
+            further = Cut(table.num_cut, len(table), "task.max_length")
+            cuts[f"further {key} texts cut"] = {"train": further}
+        View.__init__(self, task, corpus, fields, tokenizers, self._tables, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Of the training pairs, and further texts."""

@@ -1,0 +1,182 @@
+"""Whatever a task shortens or leaves out is counted by split: in the first lines of a run and in
+num_cut of its summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from xcloud.base.errors import DataError
+from xcloud.tasks.classification import FolderClassification
+from xcloud.tasks.language_modelling import FolderLanguageModelling
+from xcloud.tasks.multilingual_text import MultilingualText, TextStream
+from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.text_sources import FolderText
+from xcloud.tasks.text_task import SourceTask
+from xcloud.tasks.tokenizer import PretrainedTokenizer
+from xcloud.tasks.translation import FolderTranslation
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} "
+    "{% if m['role'] == 'assistant' %}[EOS] {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LENGTH = 40  # tokens in a sample
+NUM_LONG = {"train": 3, "dev": 2, "test": 1}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> PretrainedTokenizer:
+    """A token for each word."""
+    pieces = ["[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]", "user:", "assistant:"]
+    pieces += [f"w{i}" for i in range(200)]
+    backend = Tokenizer(models.WordLevel({p: n for n, p in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="[BOS]", eos_token="[EOS]", pad_token="[PAD]",
+        unk_token="[UNK]", mask_token="[MASK]", cls_token="[BOS]", sep_token="[EOS]",
+    )  # fmt: skip
+    made.chat_template = TEMPLATE
+    folder = tmp_path_factory.mktemp("words")
+    made.save_pretrained(folder)
+    return PretrainedTokenizer(str(folder))
+
+
+def text(length: int, first: int = 0) -> str:
+    return " ".join(f"w{i}" for i in range(first, first + length))
+
+
+def chat(asked: int, answered: int) -> dict[str, object]:
+    said = {"user": text(asked), "assistant": text(answered)}
+    return {"messages": [{"role": role, "content": content} for role, content in said.items()]}
+
+
+def question(length: int, answer: int) -> dict[str, object]:
+    """The answer has so many words, from the 30th word of a paragraph of 120 on."""
+    asked = {"question": text(length), "answers": [text(answer, first=30)]}
+    return {"context": text(120), "qas": [asked]}
+
+
+Make = Callable[[str, PretrainedTokenizer], SourceTask]
+
+
+def chats(path: str, words: PretrainedTokenizer) -> SourceTask:
+    return FolderLanguageModelling(path=path, tokenizer=words, max_length=LENGTH)
+
+
+def questions(path: str, words: PretrainedTokenizer) -> SourceTask:
+    return FolderQuestionAnswering(
+        path=path, tokenizer=words, max_length=LENGTH, max_question=8, stride=16
+    )
+
+
+def labelled(path: str, words: PretrainedTokenizer) -> SourceTask:
+    return FolderClassification(path=path, tokenizer=words, max_length=LENGTH)
+
+
+def pairs(path: str, words: PretrainedTokenizer) -> SourceTask:
+    both: dict[str, Any] = {"source_tokenizer": words, "target_tokenizer": words}
+    return FolderTranslation(path=path, max_length=LENGTH, **both)
+
+
+CASES: dict[str, tuple[Make, object, object, str]] = {
+    "chats without an answer in reach": (chats, chat(3, 3), chat(50, 3), "chats left out"),
+    "chats whose answer is long": (chats, chat(3, 3), chat(3, 50), "chats cut"),
+    "questions": (questions, question(3, 2), question(20, 2), "questions cut"),
+    "answers longer than a window": (
+        questions, question(3, 2), question(3, 60), "answers in no window",
+    ),
+    "answers between windows": (
+        questions, question(3, 2), question(3, 33), "answers in no window",
+    ),
+    "labelled texts": (
+        labelled, {"text": "w1", "label": "0"}, {"text": text(50), "label": "1"}, "texts cut",
+    ),
+    "pairs of texts": (
+        labelled, {"text1": text(9), "text2": text(9), "label": "0"},
+        {"text1": text(20), "text2": text(20), "label": "1"}, "texts cut",
+    ),
+    "sources": (pairs, {"es": "w1", "en": "w1"}, {"es": text(50), "en": "w1"},
+                "source texts cut"),
+    "targets": (pairs, {"es": "w1", "en": "w1"}, {"es": "w1", "en": text(50)},
+                "target texts cut"),
+}  # fmt: skip
+
+
+def write(folder: Path, split: str, rows: Sequence[object]) -> None:
+    (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_counted_by_split(
+    case: str, tmp_path: Path, words: PretrainedTokenizer
+) -> None:
+    make, short, long, what = CASES[case]
+    for split, num in NUM_LONG.items():
+        write(tmp_path, split, [short] * 4 + [long] * num)
+    task = make(str(tmp_path), words)
+    found = task.load(frozenset(task.fields), 0).num_cut
+    assert found.keys() == {what}
+    assert {split: cut[:2] for split, cut in found[what].items()} == {
+        split: (num, num + 4) for split, num in NUM_LONG.items()
+    }
+    assert not task.load(frozenset(), 0).num_cut, "of private texts a rank knows nothing"
+
+
+def test_a_set_whose_answers_all_lie_in_no_window_is_refused(
+    tmp_path: Path, words: PretrainedTokenizer
+) -> None:
+    for split in NUM_LONG:
+        write(tmp_path, split, [question(3, 60 if split == "dev" else 2)] * 4)
+    task = questions(str(tmp_path), words)
+    with pytest.raises(DataError, match=r"all 4 questions of dev lie in no window.*max_length"):
+        task.load(frozenset(task.fields), 0)
+
+
+def test_chats_and_samples_are_told_apart(tmp_path: Path, words: PretrainedTokenizer) -> None:
+    for split in NUM_LONG:
+        write(tmp_path, split, [chat(3, 3)] * 6 + [chat(50, 3)])
+    task = chats(str(tmp_path), words)
+    # user: w0 w1 w2 assistant: w0 w1 w2 [EOS] are 9 tokens, and four times 9 fit into 40.
+    assert task.load(frozenset(task.fields), 0).describe().endswith(
+        "test 6 chats packed into 2 samples of 40 (54 tokens, 68 % full)"
+    )  # fmt: skip
+
+
+def test_a_set_of_chats_without_an_answer_in_reach_says_so(
+    tmp_path: Path, words: PretrainedTokenizer
+) -> None:
+    for split in NUM_LONG:
+        write(tmp_path, split, [chat(50 if split == "dev" else 3, 3)])
+    task = chats(str(tmp_path), words)
+    with pytest.raises(DataError, match=r"dev: nothing to guess in 1 chats: their prompts fill "):
+        task.load(frozenset(task.fields), 0)
+
+
+def test_empty_texts_are_said_to_be_left_out(tmp_path: Path, words: PretrainedTokenizer) -> None:
+    for split in NUM_LONG:
+        write(tmp_path, split, [{"text": "w1 w2"}, {"text": " "}, {"text": "w3 w4"}])
+    task = chats(str(tmp_path), words)
+    corpus = task.read(frozenset(task.fields))
+    assert corpus.remarks == [f"{split}: 1 empty texts left out" for split in NUM_LONG]
+    assert task.load(frozenset(task.fields), 0).describe().count("1 empty texts left out") == 3
+
+
+def test_pairs_of_a_multilingual_text_are_counted_also_from_the_cache(
+    tmp_path: Path, words: PretrainedTokenizer
+) -> None:
+    (tmp_path / "train.es").write_text("\n".join(["w1", text(30), "", "w2"]))
+    (tmp_path / "train.en").write_text("\n".join(["w1", text(30), "w1", "w2"]))
+    source = MultilingualText(FolderText(str(tmp_path)), words, max_length=LENGTH)
+    tokenizer = source.load_tokenizer(tmp_path)
+    for _ in range(2):
+        table = source.table("es-en", tokenizer, tmp_path, lambda line: None)
+        assert (len(table), table.num_cut, table.num_left_out) == (3, 1, 1)
+    stream = TextStream({"es-en": table}, tokenizer.token_ids, 1.0, 0, 2)
+    assert "1 pairs cut (model.text.max_length), 1 empty texts left out" in stream.describe()
