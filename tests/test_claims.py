@@ -20,9 +20,9 @@ from benchmarks import machine
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import project_root
 from xcloud.claims import pages, reproduce
+from xcloud.claims.archive import RunArchive, figures_of, mismatches
 from xcloud.claims.claims import (
     FILE,
-    REPEATS,
     Cell,
     Claim,
     Figure,
@@ -31,8 +31,7 @@ from xcloud.claims.claims import (
     judge,
     read_claims,
 )
-from xcloud.claims.reproduce import Record, _name_of, figures_of, made, page, verdict_of
-from xcloud.record.summary import read_summary
+from xcloud.claims.reproduce import Record, made, page, verdict_of
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -168,37 +167,41 @@ def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
         assert kept == page(claims[name], record)
 
 
-OF_THE_STUDY = {"formulas": {"step_s", "bytes"}}  # its own: of the events, over one boundary
-ABOUT = ("task", "corpus", "row", "line", *REPEATS)
-
-
 @pytest.mark.parametrize("name", [path.parent.name for path in RECORDS])
 def test_every_row_of_a_record_is_what_its_run_came_to(name: str) -> None:
     folder = project_root() / "records" / name
     record = Record.read(folder)
     assert record is not None
-    kept = {path.name for path in (folder / "runs").glob("*")}
-    without = 0
-    for row in record.rows:
-        about = {key: value for key, value in row.items() if key in ABOUT}
-        run = _name_of(about)
-        without += run not in kept
-        if run not in kept:
-            continue
-        summary = read_summary(folder / "runs" / run)
-        came_to = figures_of(summary) | {"commit": summary["commit"]}
-        for key in row.keys() & came_to.keys() - OF_THE_STUDY.get(name, set()):
-            value, wanted = row[key], came_to[key]
-            if key == "commit":  # one that is dirty only by a link says so in its note
-                value, wanted = (text.removesuffix("-dirty") for text in (value, wanted))
-            assert value == wanted, f"{run}: {key}"
-        kept.remove(run)
-        if "seed" in row and "accuracy_es" not in row:
-            assert summary["seed"] == row["seed"]
-    assert all(run in record.note for run in kept), (
-        "runs of no row, of which the note says nothing"
-    )
-    assert not without or "log" in record.note or "No folder" in record.note, "rows without a run"
+    assert mismatches(name, record.rows, record.note, folder) == []
+
+
+def test_a_row_that_its_run_does_not_bear_out_is_named(tmp_path: Path) -> None:
+    summary = {**SUMMARY, "quality": {"bleu": 30.0}, "seed": 1, "commit": "1a2b3c4"}
+    for name in ("ours-seed1", "theirs-seed1"):
+        RunArchive(tmp_path).add(name, {"summary.json": json.dumps(summary), "run.log": "é"})
+    rows = [
+        {"row": "ours", "seed": 1, "bleu": 31.0, "ratio": 2.0, "commit": "1a2b3c4"},
+        {"row": "ours", "seed": 2, "bleu": 30.0, "ratio": 2.0, "commit": "1a2b3c4"},
+    ]
+    assert mismatches("front", rows, "", tmp_path) == [
+        "ours-seed1: bleu is 31.0, its summary has 30.0",
+        "theirs-seed1 is the run of no row",
+        "1 rows have no run, and the note does not say so",
+    ]
+    assert RunArchive(tmp_path).read()["theirs-seed1"]["run.log"] == "é"
+
+
+def test_an_archive_of_equal_files_has_equal_bytes_in_whatever_order_they_came(
+    tmp_path: Path,
+) -> None:
+    for folder, names in (("a", ("x-seed1", "y-seed1")), ("b", ("y-seed1", "x-seed1"))):
+        for name in names:
+            RunArchive(tmp_path / folder).add(name, {"run.log": name})
+    first, second = (RunArchive(tmp_path / folder).file.read_bytes() for folder in "ab")
+    assert first == second
+    (tmp_path / "a" / "runs.tar.gz").write_bytes(first[:20])
+    with pytest.raises(DataError, match="is no archive of runs"):
+        RunArchive(tmp_path / "a").read()
 
 
 def test_rows_and_rules_have_the_same_losses() -> None:
@@ -306,10 +309,9 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
     assert "**Verdict.** Reproduced." in capsys.readouterr().out
-    kept = sorted(path.name for path in (tmp_path / "runs" / "ours-seed1").iterdir())
-    assert kept == ["experiment.yaml", "run.log", "summary.json"]
-    said = (tmp_path / "runs" / "ours-seed1" / "run.log").read_text()
-    assert said == "RUN/model, OUT, PROJECT/.cache"
+    kept = RunArchive(tmp_path).read()["ours-seed1"]
+    assert sorted(kept) == ["experiment.yaml", "run.log", "summary.json"]
+    assert kept["run.log"] == "RUN/model, OUT, PROJECT/.cache"
     assert not (tmp_path / "made").exists()
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"

@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 from xcloud.base.project import project_root
 from xcloud.base.terminal import say
 from xcloud.base.units import SCORE_NAMES
+from xcloud.claims.archive import mismatches
 from xcloud.claims.claims import (
     FILE,
     UNKNOWN,
@@ -131,6 +132,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m xcloud claims", description=about)
     pages = f"write {PAPER}, and the README of every record, from the records"
     parser.add_argument("--paper", action="store_true", help=pages)
+    check = "hold every row of every record to the summary of its run, and say what differs"
+    parser.add_argument("--check", action="store_true", help=check)
     given = parser.parse_args(words)
     claims = read_claims(project_root() / FILE)
     records, paper = read_records(claims), project_root() / PAPER
@@ -140,11 +143,24 @@ def main(words: Sequence[str] | None = None) -> int:
             record.write(project_root() / FOLDER / name, claims[name])
         say(paper)
         return 0
+    if given.check:
+        return _check(records)
     say(f"{'name':<16} {'state':<28} {'yours + machine':<16} claim")
     for name, claim in claims.items():
         minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
         say(f"{name:<16} {_state(claim, records.get(name)):<28} {minutes:<16} {claim.title}")
     return 0
+
+
+def _check(records: Mapping[str, Record]) -> int:
+    """Print what rows and runs differ in, a line each. Return 1 if anything does."""
+    wrong = []
+    for name, record in records.items():
+        folder = project_root() / FOLDER / name
+        wrong += [f"{name}: {line}" for line in mismatches(name, record.rows, record.note, folder)]
+    num_rows = sum(len(record.rows) for record in records.values())
+    say("\n".join(wrong) or f"all {num_rows} rows are what their runs came to")
+    return int(bool(wrong))
 
 
 def _state(claim: Claim, record: Record | None) -> str:

@@ -4,7 +4,7 @@ with everything that one reproduction of a claim was and came to.
 OUT/record.json   claim, verdict, rows, commit, environment, digests of data
 OUT/README.md     the same to read: question, command, table, verdict, what is missing
 OUT/rows.jsonl    what has run; a command that was interrupted goes on with the other rows
-OUT/runs/ROW-seedN/   (or ROW-roundN) experiment.yaml, summary.json and run.log of each run
+OUT/runs.tar.gz   ROW-seedN/ (or ROW-roundN/): experiment.yaml, summary.json, run.log of each run
 
 The project's own records, which docs/paper.md and the site show, are in records/CLAIM.
 """
@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -35,9 +34,9 @@ from xcloud.base.errors import ConfigError, DataError, RunFailed
 from xcloud.base.project import checkout, commit, module_paths, project_root, python_command
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.wording import meant
+from xcloud.claims.archive import RunArchive, figures_of, run_name
 from xcloud.claims.claims import (
     FILE,
-    REPEATS,
     Claim,
     ResultRow,
     judge,
@@ -50,7 +49,6 @@ from xcloud.report.tables import cell_text, rendered
 FOLDER, RECORD_FILE = "records", "record.json"
 README = Path(__file__).with_name("record.md")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sacrebleu", "numpy")
-LEAKS = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
 
 
@@ -156,8 +154,8 @@ def ended(command: Sequence[str], output: IO[str] | None = None) -> int:
 
 
 class Rows:
-    """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs/NAME, what is kept of
-    that run. OUT/made is for what a study makes on its way; a record does not keep it."""
+    """OUT/rows.jsonl, a line of JSON for each run of a study, and OUT/runs.tar.gz, what is kept of
+    these runs. OUT/made is for what a study makes on its way; a record does not keep it."""
 
     def __init__(self, out: Path, data: Path | None = None) -> None:
         self._out, self._file = out.resolve(), out.resolve() / "rows.jsonl"
@@ -184,7 +182,7 @@ class Rows:
         mean something here, all by default. Raises RunFailed."""
         if self.has(about):
             return
-        folder = self.work / _name_of(about)
+        folder = self.work / run_name(about)
         say(f"{folder.name}: {' '.join(words)}\n  what it says: {folder}.log")
         self.keep(words, folder)
         found = figures_of(read_summary(folder))
@@ -192,15 +190,16 @@ class Rows:
         self.write({**about, **{name: found[name] for name in figures or found if name in found}})
 
     def keep_files(self, about: ResultRow, folder: Path) -> None:
-        """Of a finished run, without the machine's folders in them, and remove its folder."""
-        kept = self._out / "runs" / _name_of(about)
-        kept.mkdir(parents=True, exist_ok=True)
+        """Keep the files of a finished run, without the machine's folders in them, and remove its
+        folder."""
+        texts = {}
         for file in KEPT_FILES:
             if (folder / file).exists():
                 text = (folder / file).read_text(encoding="utf-8")
                 for word, path in {"RUN": folder.resolve(), **self._folders}.items():
                     text = text.replace(str(path), word)
-                (kept / file).write_text(text, encoding="utf-8")
+                texts[file] = text
+        RunArchive(self._out).add(run_name(about), texts)
         shutil.rmtree(folder)
 
     def keep(self, words: Sequence[str], folder: Path) -> None:
@@ -217,28 +216,6 @@ class Rows:
             end = said.read_text("utf-8", errors="replace").strip()[-2000:]
             raise RunFailed(f"{' '.join(command)}\n{end}")
         said.replace(folder / "run.log")  # Hydra's own holds warnings only
-
-
-def _name_of(about: ResultRow) -> str:
-    named = "-".join(f"{k}{v}" if k in REPEATS else str(v) for k, v in about.items())
-    return re.sub(r"[^\w.-]+", "_", named)  # also a value of Hydra's command line
-
-
-def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Of summary.json, the figures that rules speak of, by flat names."""
-    sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
-    return {
-        **summary["quality"],
-        **{f"{name}_error": error for name, error in summary.get("quality_error", {}).items()},
-        "step_s": summary["step_time_s"]["median"],
-        "final_loss": summary["final_loss"],
-        "bytes_forward": sent["forward"],
-        "bytes_backward": sent["backward"],
-        "bytes": sum(value or 0 for value in sent.values()),
-        "ratio": ratio["total"],
-        "wall_s": summary["wall_s"],
-        **{name: value for name, value in summary.items() if name in LEAKS},
-    }
 
 
 @dataclass(frozen=True)
