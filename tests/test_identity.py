@@ -4,14 +4,34 @@ of its clouds."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import HashStore
 
+from tests.causal_models import saved, where
+from tests.combinations import FIRST, STEPS, experiment, run
+from tests.pipelines import in_threads
+from tests.understanding_models import backbone
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.cluster.transport import Meeting
+from xcloud.contracts.model import BASES, Stage
+from xcloud.hub import kept_digest
+from xcloud.join.agreement import agree_where_shared, compared_settings
+from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Lora
+from xcloud.models.split_point import Split
+from xcloud.rank.parts import Features
 from xcloud.tasks.classification import FolderClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.rows import digest_of
 from xcloud.tasks.text_task import SourceTask
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import FolderTranslation
@@ -122,8 +142,6 @@ def test_data_of_equal_size_are_told_apart_here_and_not_shown_to_others(
 
 
 def test_the_order_of_rows_and_where_one_ends_are_part_of_a_digest() -> None:
-    from xcloud.tasks.rows import digest_of
-
     columns = [["ab", "c"], ["a", "bc"], ["c", "ab"], ["abc"], ["ab", "c", ""], [["ab", "c"]]]
     assert len({digest_of(cells) for cells in columns}) == len(columns)
 
@@ -135,3 +153,238 @@ def test_a_rank_that_reads_nothing_has_nothing_to_compare(name: str, tmp_path: P
         write(tmp_path, "cat", "yes", split)
     data = task_of(str(tmp_path), str(tmp_path / "cache")).load(frozenset(), 1)
     assert data.own_digests() == {} == data.shared_digests()
+
+
+# --- what every cloud has: compared by contents ---
+
+
+def refusals(*facts: Mapping[str, str]) -> list[str]:
+    """Of each rank that compares what it has: why it is refused, or ""."""
+    store = HashStore()
+
+    def one(rank: int) -> str:
+        try:
+            agree_where_shared(Meeting(rank, len(facts), store, within_s=20.0), facts[rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return in_threads([partial(one, rank) for rank in range(len(facts))])
+
+
+@pytest.mark.parametrize(
+    ("facts", "refused"),
+    [
+        (({"base": "a"}, {"base": "a"}), set()),
+        (({"base": "a"}, {"base": "b"}), {0, 1}),
+        (({"base": "a", "shard 1": "x"}, {"base": "a", "shard 2": "y"}), set()),
+        (({}, {"base": "a"}, {"base": "b"}), {2}),
+        (({"base": "a"}, {}, {"base": "a"}), set()),
+        (({"base": "a"}, {}, {"base": "b"}), {0, 2}),
+    ],
+)
+def test_what_two_ranks_have_of_one_thing_must_be_equal(
+    facts: tuple[Mapping[str, str], ...], refused: set[int]
+) -> None:
+    said = refusals(*facts)
+    assert {rank for rank, text in enumerate(said) if text} == refused
+    assert all("base" in text and "two networks" in text for text in said if text)
+
+
+def bases(stage: Stage) -> dict[str, str]:
+    return dict(stage.architecture[BASES])
+
+
+def changed(file: Path, name: str) -> None:
+    """One value of one tensor, in a file of as many bytes."""
+    tensors = load_file(file)
+    tensors[name].flatten()[0] += 1
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_a_stage_names_the_whole_base_and_not_only_its_part(tmp_path: Path) -> None:
+    """The upper half is another in one cloud, which holds the lower one only."""
+    model = CausalLM(str(tmp_path / "a"), lora=Lora(r=2))
+    saved("llama", tmp_path / "a")
+    at = where(tmp_path / "cache")
+    lower, upper = (model.build_stage(n, 2, at) for n in range(2))
+    assert bases(lower) == bases(upper) and len(bases(lower)) == 3
+
+    saved("llama", tmp_path / "b")
+    changed(tmp_path / "b" / "model.safetensors", "model.layers.3.mlp.up_proj.weight")
+    other = replace(model, checkpoint=str(tmp_path / "b")).build_stage(0, 2, at)
+    assert all(
+        torch.equal(a, b) for a, b in zip(lower.parameters(), other.parameters(), strict=True)
+    )
+    (said, _) = refusals(bases(lower), bases(other))
+    assert "base model: model.safetensors" in said
+
+
+@pytest.mark.parametrize("what", ["the base", "the text of the cut"])
+def test_public_text_that_differs_in_one_cloud_is_refused(what: str, tmp_path: Path) -> None:
+    """Its own copy of a file, with as many lines: no setting differs."""
+    from tests.understanding_models import RandomText
+    from xcloud.models.low_rank_split import LowRankSplit
+
+    def stage(seed: int, cloud: str) -> Stage:
+        own, text = backbone(), RandomText()
+        if what == "the base":
+            own = replace(own, text=RandomText(seed))
+        else:
+            text = RandomText(seed)
+        split = Split(1, rank=2, method="pca", calibration="public", calibration_texts=8)
+        model = LowRankSplit(own, split, public_text=text)
+        at = where(tmp_path / cloud)
+        return model.build_stage(
+            0, 2, replace(at, vocabularies={"text": text.token_ids(tmp_path)})
+        )
+
+    first, same, other = stage(0, "a"), stage(0, "b"), stage(1, "c")
+    assert bases(first) == bases(same) and len(bases(first)) == 2
+    assert not any(refusals(bases(first), bases(same)))
+    assert all(refusals(bases(first), bases(other)))
+
+
+def test_a_public_base_is_made_on_the_processor_that_all_have(tmp_path: Path) -> None:
+    """Nothing can be learned on this device; and the number of threads changes no bit."""
+    at = where(tmp_path / "a", device=torch.device("meta"))
+    before, threads = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        own = backbone()
+        first = own.weights("text", replace(at, report=lambda _: threads.append(
+            torch.get_num_threads()
+        )))  # fmt: skip
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert 1 in threads, "while it was made"
+    second = own.weights("text", where(tmp_path / "b"))
+    assert first.bases == second.bases != {}
+
+
+@pytest.mark.parametrize(
+    ("key", "is_compared"),
+    [
+        ("model.public_text", True),
+        ("model.own.text", True),
+        ("model.backbone.text", True),
+        ("task.tokenizer", True),
+        ("task", False),
+        ("model.text.source", False),
+    ],
+)
+def test_public_files_are_compared_by_contents_and_private_ones_not(
+    key: str, is_compared: bool, tmp_path: Path
+) -> None:
+    found = []
+    for name in ("a", "b", "a again"):
+        (file := tmp_path / f"{name}.txt").write_text(f"a line of {name[0]}\n" * 5)
+        settings: dict[str, Any] = {"path": str(file)}
+        for part in reversed(key.split(".")):
+            settings = {part: settings}
+        found.append(compared_settings(settings))
+    first, other, again = found
+    assert (first != other) == is_compared and first == again
+    assert str(tmp_path) not in str(found)
+
+
+def test_a_digest_is_kept_until_the_file_changes(tmp_path: Path) -> None:
+    """Whatever its size and the time that somebody gives it."""
+    import os
+
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    first = kept_digest(file, tmp_path)
+    times = file.stat()
+    assert kept_digest(file, tmp_path) == first
+    file.write_bytes(b"two")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert kept_digest(file, tmp_path) != first
+
+
+def test_adapters_are_used_beside_the_base_that_they_were_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    saved("llama", folder)
+    at = where(tmp_path / "cache")
+    model = CausalLM(str(folder), lora=Lora(r=2))
+    about = json.loads(json.dumps(dict(model.build_stage(0, 2, at).architecture)))
+    used = replace(at, architecture=about)
+    model.build_stage(0, 2, used)
+    changed(folder / "model.safetensors", "model.layers.3.mlp.up_proj.weight")
+    for use in (
+        lambda: model.build_stage(0, 2, used),
+        lambda: model.join({}, about, at, tmp_path / "out"),
+    ):
+        with pytest.raises(DataError, match=r"trained adapters beside: base model: model\.saf"):
+            use()
+
+
+def test_a_base_that_the_run_made_is_never_made_again(tmp_path: Path) -> None:
+    import shutil
+
+    from tests.test_causal_base import own
+
+    at = where(tmp_path / "cache")
+    model = CausalLM(own=own(), lora=Lora(r=2))
+    about = json.loads(json.dumps(dict(model.build_stage(1, 2, at).architecture)))
+    used = replace(at, architecture=about)
+    model.build_stage(1, 2, used)
+    shutil.rmtree(tmp_path / "cache" / "causal")
+    for use in (
+        lambda: model.build_stage(1, 2, used),
+        lambda: model.join({}, about, at, tmp_path / "out"),
+    ):
+        with pytest.raises(DataError, match=r"is not here: there is no .*causal"):
+            use()
+    assert not (tmp_path / "cache" / "causal").exists()
+
+
+def test_peft_finds_the_base_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("llama", tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    at = where(tmp_path / "cache")
+    model = CausalLM("base", lora=Lora(r=2))
+    stage = model.build_stage(0, 1, at)
+    about = json.loads(json.dumps(dict(stage.architecture)))
+    model.join(dict(stage.exported()), about, at, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+def toy_run(
+    run_dir: Path,
+    patch: pytest.MonkeyPatch,
+    digest_of: Callable[[int], str],
+    max_steps: int = STEPS,
+) -> None:
+    """Of two clouds, in threads. digest_of: what a rank has built its stage from."""
+    build = Features.stage
+
+    def stage(features: Features, *of: Any) -> Any:
+        made = build(features, *of)
+        made.architecture = {**made.architecture, BASES: {"base model": digest_of(features.rank)}}
+        return made
+
+    with patch.context() as patched:
+        patched.setattr(Features, "stage", stage)
+        run(experiment(FIRST, max_steps), run_dir, patched)
+
+
+def test_a_run_of_two_bases_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="different copies of the same thing: base model"):
+        toy_run(tmp_path, monkeypatch, str)
+
+
+def test_a_run_goes_on_with_the_base_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy_run(tmp_path, monkeypatch, lambda rank: "a")
+    longer = STEPS + 2
+    with pytest.raises(DataError, match=rf"checkpoint of step {STEPS} was made with: base model"):
+        toy_run(tmp_path, monkeypatch, lambda rank: "b", longer)
+    toy_run(tmp_path, monkeypatch, lambda rank: "a", longer)

@@ -79,6 +79,30 @@ class WeightFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
 
+    def digests(self, cache_dir: Path) -> dict[str, str]:
+        """Return the SHA-256 of each file of the whole checkpoint that is on this machine, where
+        some shards may be missing, and of its config, by name."""
+        config = {k: v for k, v in raw_config(self._name).items() if k not in _UNREAD_CONFIG}
+        found = {
+            "config.json": _sha256([json.dumps(config, sort_keys=True, default=str).encode()]),
+            "list of weights": _sha256([json.dumps(self._shards, sort_keys=True).encode()]),
+        }
+        for name in sorted({*self._shards.values()}):
+            if (path := self._here(name)) is not None:
+                found[name] = kept_digest(path, cache_dir)
+        return found
+
+    def _here(self, name: str) -> Path | None:
+        """Return the path of a file if it is on this machine."""
+        from transformers.utils.hub import cached_file
+
+        folder = Path(self._name).expanduser()
+        where = str(folder) if folder.is_dir() else self._name
+        try:
+            return Path(str(cached_file(where, name, local_files_only=True)))
+        except OSError:
+            return None
+
     def first_of(self, *names: str) -> str:
         """The first name that there is a tensor of. DataError if there is none."""
         found = next((name for name in names if name in self._shards), None)
@@ -138,6 +162,33 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
     except OSError as error:
         why = str(error).partition("\n")[0]
         raise DataError(f"the hub has no such checkpoint: {why}; {wanted}") from error
+
+
+# What a config.json says of who wrote it and where, not of the network.
+_UNREAD_CONFIG = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+
+
+def _sha256(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def kept_digest(path: Path, cache_dir: Path) -> str:
+    """Return the SHA-256 of a file. It is computed once: checkpoints have many gigabytes. Whatever
+    changes a file changes its ctime, which no copy with the old times can set back."""
+    real = path.resolve()
+    stat = real.stat()
+    seen = [str(real), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    kept = cache_dir / "digests" / key_of({"file": seen})
+
+    def make(part: Path) -> None:
+        with open(real, "rb") as file:
+            part.write_text(hashlib.file_digest(file, "sha256").hexdigest())
+
+    make_once(kept, make)
+    return kept.read_text()
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> bool:

@@ -24,6 +24,9 @@ Batch = Samples
 Architecture = Mapping[str, Any]
 """JSON values from which a stage can be built again without its weights."""
 
+BASES = "bases"
+"""Key of an Architecture: digests of base models and public texts, by a name for messages."""
+
 
 class StageOutput(NamedTuple):
     """What a stage sends on and what it loses. The last stage has a loss and sends nothing.
@@ -39,8 +42,11 @@ class StageOutput(NamedTuple):
 class Stage(nn.Module, ABC):
     """One part of a split model.
 
-    architecture: empty where the model's settings say all. handed_over: what the next stage must
-    have before the first step, as its boundary's `start` says. frozen: it has no dropout.
+    architecture: empty where the model's settings say all. Under BASES it has digests of what the
+        stage was built from, whole and not only of its part: every cloud must have the same.
+    handed_over: what the next stage must have before the first step, as its boundary's `start`
+        says.
+    frozen: it has no dropout.
     """
 
     def __init__(

@@ -46,6 +46,7 @@ MAX_VALUE = 160
 """Characters; a longer value is cut and followed by its digest."""
 
 _DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
+_PUBLIC_TEXT = re.compile(r"(.*\.)?(public_)?text\.path")  # of which all build the same
 _PLACE = re.compile(r"(.*_)?(path|paths|file|files|folder|folders|dir|dirs)")
 _LOOKS_LIKE_PATH = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]|file:")
 
@@ -141,6 +142,28 @@ def agree_on(
         theirs = decode_facts(meeting.read(f"{what}.{peer}", peer), peer)
         compare_facts(facts, theirs, peer, left_out.get(max(peer, meeting.rank), ()))
     return facts if meeting.rank == 0 else theirs
+
+
+def agree_where_shared(meeting: Meeting, facts: Mapping[str, str]) -> None:
+    """Compare what several ranks have built a part of, each from its own copy: what two of them
+    have must be equal. Every rank calls it; one that has none of it has no facts.
+
+    facts: digests of base models and public texts, by a name for messages. Raises ConfigError.
+    """
+    rank = meeting.rank
+    meeting.write(f"shared.{rank}", json.dumps(dict(facts)))
+    for peer in range(meeting.num_ranks) if rank == 0 else range(rank):
+        theirs = decode_facts(meeting.read(f"shared.{peer}", peer), peer)
+        both = sorted(facts.keys() & theirs.keys())
+        if differing := [name for name in both if facts[name] != theirs[name]]:
+            name = differing[0]
+            raise ConfigError(
+                f"this rank and rank {peer} build on different copies of the same thing: {name} "
+                f"is {facts[name][:16]} here, {theirs[name][:16]} there, so they would train "
+                "halves of two networks. Copy it from one cloud to the others: the checkpoint, "
+                "the tokenizer or the public text; or, where a run made it, backbones/ or causal/ "
+                "of its cache_dir, as another kind of processor makes another one"
+            )
 
 
 def decode_facts(text: str, peer: int) -> dict[str, str]:
@@ -313,7 +336,7 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
         leaf = key.rsplit(".", 1)[-1]
         if key in _UNCOMPARED or leaf == "cache_dir" or _DEVICE.fullmatch(key):
             return
-        if key.endswith("tokenizer.path"):
+        if key.endswith("tokenizer.path") or _PUBLIC_TEXT.fullmatch(key):
             found[key] = _contents(node)
         elif leaf == "name_or_path":
             found[key] = PATH if _is_place(node) else _text_of(node)

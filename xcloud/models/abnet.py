@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.comm.channel import Boundary
-from xcloud.contracts.model import BuildContext, Stage
+from xcloud.contracts.model import BASES, BuildContext, Stage
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.encoder import (
     Cache,
@@ -163,7 +163,8 @@ class AbNet(EncoderDecoder):
                 cross = CrossAttention(hidden, width, heads) if is_last else None
                 adapter = Adapter(hidden, self.adapter_size, self.dropout, cross)
             layers[str(i)] = AdaptedLayer(frozen.layer(i), adapter)
-        made: dict[str, Any] = {"backbone": asdict(weights.config)}
+        bases = dict(weights.bases if about is None else about[BASES])
+        made: dict[str, Any] = {"backbone": asdict(weights.config), BASES: bases}
         embeddings, head = frozen.embeddings, frozen.head
         if head is None or embeddings is None:
             if self.word_adapters and embeddings is not None:

@@ -21,9 +21,22 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
-from xcloud.hub import WeightFiles, bytes_of, key_of, made_once, raw_config, resolve
+from xcloud.hub import (
+    WeightFiles,
+    bytes_of,
+    key_of,
+    made_once,
+    raw_config,
+    resolve,
+)
 from xcloud.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_heads
-from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, PublicTexts, pretrain
+from xcloud.models.pretraining import (
+    HeldOutScore,
+    MaskedLanguageModelling,
+    PublicTexts,
+    pretrain,
+    same_arithmetic,
+)
 from xcloud.models.stages import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.
@@ -64,10 +77,12 @@ HEAD_NAMES = (  # dense layer, norm, bias
 
 @dataclass(frozen=True)
 class Weights:
-    """An architecture and tensors named as in Encoder's state dict (None: no weights yet)."""
+    """An architecture and tensors named as in Encoder's state dict (None: no weights yet). bases:
+    digests of what they were read from, for Stage.architecture."""
 
     config: EncoderConfig
     tensors: Mapping[str, Tensor] | None
+    bases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def have_head(self) -> bool:
@@ -87,6 +102,10 @@ class Source:
 
     def check_length(self, max_length: int) -> None:
         """Raise ConfigError if it is known here to have fewer positions."""
+
+    def digests(self, name: str, context: BuildContext) -> dict[str, str]:
+        """Return digests of what every cloud that builds a part of it must have."""
+        return {}
 
     def pooler(self) -> Mapping[str, Tensor] | None:
         """ "weight" and "bias" of the pooler's dense layer, if there is one."""
@@ -153,7 +172,8 @@ class OwnBackbone(OwnSizes):
             with seeded(settings.seed, "backbone"):
                 encoder = Encoder(config).to(context.device)
             setting = f"{context.setting}.pretraining"
-            score = pretrain(encoder, sentences, ids, settings, report, unfinished, setting)
+            with same_arithmetic():
+                score = pretrain(encoder, sentences, ids, settings, report, unfinished, setting)
             tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
             save_file(tensors, path, {k: str(v) for k, v in asdict(score).items()})
 
@@ -167,7 +187,10 @@ class OwnBackbone(OwnSizes):
             with safe_open(path, framework="pt") as kept:
                 score = HeldOutScore(**{k: float(v) for k, v in kept.metadata().items()})
             context.report(f"{whose}: {score}, {'kept as' if made else 'from'} {path}")
-        return Weights(config, load_file(path))
+        tensors = load_file(path)
+        values = (tensors[key].numpy().tobytes() for key in sorted(tensors))
+        # Not of the file: safetensors writes its metadata in any order.
+        return Weights(config, tensors, {f"backbone for {name!r}": key_of({}, values)})
 
 
 @settings("SeededBackbone")
@@ -210,7 +233,12 @@ class PublicBackbone(OwnBackbone):
                 f"has {seen}: give both the same tokenizer"
             )
         texts = self.text.sentences(self.num_texts, context.cache_dir)
-        public = replace(context, vocabularies={PUBLIC: ids}, sentences=lambda of: texts)
+        public = replace(
+            context,
+            vocabularies={PUBLIC: ids},
+            sentences=lambda of: texts,
+            device=torch.device("cpu"),  # where every cloud can compute the same
+        )
         return super().weights(PUBLIC, public)
 
 
@@ -258,7 +286,13 @@ class PretrainedBackbone(Source):
                 f"{self.name_or_path!r} has {config.vocab_size} token ids and pads with {pad}, "
                 f"the task's has {ids.size} and {ids.pad}: use the checkpoint's own tokenizer"
             )
-        return read_weights(resolve(self.name_or_path))
+        found = read_weights(resolve(self.name_or_path))
+        return replace(found, bases=self.digests(name, context))
+
+    def digests(self, name: str, context: BuildContext) -> dict[str, str]:
+        """Return digests of the whole checkpoint, for Stage.architecture."""
+        files = WeightFiles(resolve(self.name_or_path)).digests(context.cache_dir)
+        return {f"checkpoint for {name!r}: {file}": digest for file, digest in files.items()}
 
     def pooler(self) -> Mapping[str, Tensor] | None:
         files, (_, theirs) = WeightFiles(resolve(self.name_or_path)), self._read()

@@ -12,7 +12,7 @@ hidden rows [R, H]; back come their gradients, where something below them is tra
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.comm.channel import Boundary, BoundaryField
-from xcloud.contracts.model import Architecture, BuildContext, Stage
+from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
+from xcloud.hub import WeightFiles
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
@@ -47,6 +48,7 @@ from xcloud.models.split_point import Split, projection_at
 from xcloud.models.stages import TEXT, TextModel, rows_boundary
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+OWN_BASE = "own_base"  # of an architecture: the folder in the cache that the run has made
 MAX_LENGTH = 2**15 - 1  # places cross as int16
 
 
@@ -150,10 +152,11 @@ class CausalLM(TextModel):
             if self.lora is None:
                 config = config_of(about["config"])
                 part = self._parts(config, num_stages)[stage]
-                return self._stage(network_of(config, part), part, stage, "", context)
+                network = network_of(config, part)
+                return self._stage(network, part, stage, "", about[BASES], context)
         # Checked before anything is made.
         self._parts(self._config(context.max_length), num_stages)
-        name = str(self.checkpoint if self.own is None else self.own.folder(context))
+        name = self._base(context)
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
         config = read_config(name)
@@ -165,7 +168,7 @@ class CausalLM(TextModel):
             )
         part = self._parts(config, num_stages)[stage]
         network = laid_out(config, part)
-        built = self._stage(network, part, stage, name, context)
+        built = self._stage(network, part, stage, name, {}, context)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
@@ -173,7 +176,37 @@ class CausalLM(TextModel):
             context.deal(block)
 
         load_weights(network, name, end_block)
+        built.architecture[BASES].update(self._digests(name, context))
         return built
+
+    def _base(self, context: BuildContext) -> str:
+        """Return the checkpoint that stages are built from: of an exported run the one that it was
+        trained on, which is never made again. Raises DataError if it is another or is not here."""
+        about = context.architecture
+        if about is None:
+            return str(self.checkpoint if self.own is None else self.own.folder(context))
+        name = str(self.checkpoint)
+        if self.own is not None:
+            folder = context.cache_dir / about[OWN_BASE]
+            if not folder.is_dir():
+                raise DataError(
+                    f"the base model that this run trained adapters beside is not here: there is "
+                    f"no {folder}. Copy that folder from a cloud that ran it; a base that is made "
+                    "anew on another processor is another one"
+                )
+            name = str(folder)
+        now = self._digests(name, context)
+        differing = [f for f in now.keys() & about[BASES].keys() if now[f] != about[BASES][f]]
+        if differing:
+            raise DataError(
+                f"{name} is not what this run trained adapters beside: {sorted(differing)[0]} "
+                "differs. Put that checkpoint back; adapters of one network are noise in another"
+            )
+        return name
+
+    def _digests(self, name: str, context: BuildContext) -> dict[str, str]:
+        digests = WeightFiles(name).digests(context.cache_dir)
+        return {f"base model: {file}": digest for file, digest in digests.items()}
 
     def join(
         self,
@@ -201,12 +234,15 @@ class CausalLM(TextModel):
             write_checkpoint(network, out)
             return [out]
         save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
-        folders, base = [out], self.checkpoint
+        base = self._base(replace(context, architecture=architecture))
+        folders = [out]
         if self.own is not None:
             folders.append((out / "base").resolve())
-            shutil.copytree(self.own.folder(context), folders[-1], dirs_exist_ok=True)
+            shutil.copytree(base, folders[-1], dirs_exist_ok=True)
             base = str(folders[-1])
-        self.lora.adapter_config(config, str(base)).save_pretrained(out)
+        elif Path(base).expanduser().is_dir():  # peft may be started in another folder
+            base = str(Path(base).expanduser().resolve())
+        self.lora.adapter_config(config, base).save_pretrained(out)
         return folders
 
     def _lower(self, name: str) -> Stage:
@@ -216,9 +252,19 @@ class CausalLM(TextModel):
         return CausalStage(network, part, self.vocabulary_chunk, {"lora": False})
 
     def _stage(
-        self, network: Any, part: Part, stage: int, name: str, context: BuildContext
+        self,
+        network: Any,
+        part: Part,
+        stage: int,
+        name: str,
+        bases: Mapping[str, str],
+        context: BuildContext,
     ) -> CausalStage:
-        """name: of the checkpoint, or "" if all will come from a file."""
+        """Build a stage whose weights are not set yet.
+
+        name: of the checkpoint, or "" if all will come from a file.
+        bases: digests that are known of it.
+        """
         config = network.config
         sizes, lower = (config.vocab_size, config.hidden_size), partial(self._lower, name)
         cut, handed = projection_at(self.split, stage, sizes, lower, self._public_text, context)
@@ -237,7 +283,10 @@ class CausalLM(TextModel):
         if self.activation_checkpointing:
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
-        about = {"lora": self.lora is not None, "max_length": context.max_length}
+        about: dict[str, Any] = {"lora": self.lora is not None, "max_length": context.max_length}
+        about[BASES] = {**bases, **({} if cut is None else cut.measured_on)}
+        if self.own is not None and name:
+            about[OWN_BASE] = Path(name).relative_to(context.cache_dir).as_posix()
         is_tied = self.embeddings == "tie" and part.is_first != part.is_last
         frozen, chunk = stage == 0 and self.split.freeze_bottom, self.vocabulary_chunk
         return CausalStage(network, part, chunk, about, cut, handed, frozen, is_tied)

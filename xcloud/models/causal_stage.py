@@ -49,7 +49,7 @@ from xcloud.models.causal_network import (
     write_checkpoint,
 )
 from xcloud.models.encoder import Packing, check_heads
-from xcloud.models.pretraining import Descent, PublicTexts
+from xcloud.models.pretraining import Descent, PublicTexts, same_arithmetic
 from xcloud.models.split_point import Projection
 from xcloud.models.stages import LABEL, TEXT, TYPES, seed_of
 
@@ -378,10 +378,11 @@ class OwnCausal:
             part = Part(range(self.num_layers), True, True)
             network = network_of(config, part)
             draw_weights(network, self.pretraining.seed)
-            stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
-            loss = self.pretraining.train(
-                stage, texts, ids, lambda line: context.report(whose + line), unfinished
-            )
+            stage = CausalStage(network, part, 8192, {"lora": False})
+            with same_arithmetic():  # and on the CPU, where every cloud can compute the same
+                loss = self.pretraining.train(
+                    stage, texts, ids, lambda line: context.report(whose + line), unfinished
+                )
             write_checkpoint(network, folder)
             if self.pretraining.steps:
                 context.report(f"{self.describe()}: loss {loss:.3f} at the end")

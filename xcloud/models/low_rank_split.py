@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.comm.channel import Boundary, BoundaryField
-from xcloud.contracts.model import NO_TOKEN, BuildContext, Head, Stage
+from xcloud.contracts.model import BASES, NO_TOKEN, BuildContext, Head, Stage
 from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing
 from xcloud.models.pretraining import PublicTexts
@@ -111,17 +111,21 @@ class LowRankSplit(TextModel):
             head = given["head"] and Head(**given["head"])
             context = replace(context, head=head, max_length=int(given["max_length"]))
         answers = context.head and asdict(context.head)
-        about: dict[str, object] = {"head": answers, "max_length": context.max_length}
+        about: dict[str, Any] = {"head": answers, "max_length": context.max_length}
         if stage == 2:  # a separate head needs only the encoder's width
             hidden = self.backbone.width() if given is None else int(given["hidden"])
             split.check(None, hidden)
             widen = way_to_head(hidden, split.head_rank, context.seed)[1]
             answer = self._answer(hidden, context)
+            about[BASES] = {} if given is None else given[BASES]
+            if given is None and self.backbone.is_checkpoint and self.output == "sample":
+                about[BASES] = self.backbone.digests(TEXT, context)  # its pooler is in the head
             return UpperStage(about | {"hidden": hidden}, {}, None, widen, answer)
         if given is not None:
             weights = Weights(EncoderConfig(**given["backbone"]), None)
         else:
             weights = self.backbone.weights(TEXT, context)
+        about[BASES] = dict(weights.bases if given is None else given[BASES])
         config = weights.config
         num_blocks, hidden = config.num_layers, config.hidden
         split.check(num_blocks, hidden)
@@ -137,6 +141,7 @@ class LowRankSplit(TextModel):
         else:
             sizes, lower = (config.vocab_size, hidden), partial(self.lower, weights)
             cut, handed = projection_at(split, stage, sizes, lower, self.public_text, context)
+            about[BASES] |= {} if cut is None else cut.measured_on
         ends = {} if cut is None else {"cut": cut}
         if stage == 0:
             # Networks with one type, such as RoBERTa, separate the texts by their eos ids.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,6 +156,19 @@ class _Generators:
     def load_state_dict(self, state: State) -> None:
         for number, one in self._all.items():
             one.set_state(torch.as_tensor(state[str(number)]))
+
+
+@contextmanager
+def same_arithmetic() -> Iterator[None]:
+    """Compute in one thread, whatever the cloud has: sums in another order round otherwise, and
+    clouds that each make a network from public text must come to the same. Kinds of processors
+    still differ, which a comparison of the results shows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @settings("MaskedLanguageModelling")

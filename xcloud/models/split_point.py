@@ -190,6 +190,8 @@ class Projection(nn.Module):
         shift = torch.zeros(split.num_places(max_length), ends[1])
         self._is_up, is_trained = is_up, is_up and len(shift) > 0
         self.shift = nn.Parameter(shift) if is_trained else nn.Buffer(shift)
+        # Digests of public text that every cloud measures its basis on, and of the network.
+        self.measured_on: dict[str, str] = {}
 
     @torch.no_grad()
     def start(self, decode: Tensor, anchor: Tensor, encode: Tensor | None = None) -> None:
@@ -237,7 +239,9 @@ def projection_at(
         return cut, ()
     if split.is_measured:
         text = public if split.needs_public_text else None
-        basis = measured_basis(split, lower(), sizes, text, context)
+        basis, digest = measured_basis(split, lower(), sizes, text, context)
+        if text is not None:
+            cut.measured_on = {"public text of the cut, and blocks below it": digest}
     else:
         encode = orthonormal_rows(split.width(hidden), hidden, context.seed, "cut", split.block)
         basis = Basis(encode.T.contiguous(), torch.zeros(0, hidden), encode)
@@ -251,8 +255,9 @@ def measured_basis(
     sizes: tuple[int, int],
     public: PublicTexts | None,
     context: BuildContext,
-) -> Basis:
-    """Estimated on public text or (public None) on this cloud's training text.
+) -> tuple[Basis, str]:
+    """Estimate a basis on public text or (public None) on this cloud's training text. Return it
+    and a digest of what it was measured on.
 
     lower: all up to the cut block and with it, as a first stage for texts that end with NO_TOKEN.
     Cached as cache_dir/cuts/<hash>.safetensors; the hash covers settings, weights and text, and
@@ -283,7 +288,8 @@ def measured_basis(
         f"{name} {list(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes()
         for name, tensor in sorted(tensors.items())
     )
-    path = cache_dir / "cuts" / f"{key_of(described, data)}.safetensors"
+    key = key_of(described, data)
+    path = cache_dir / "cuts" / f"{key}.safetensors"
 
     def make(part: Path) -> None:
         cut = f"cut in block {split.block}"
@@ -299,7 +305,7 @@ def measured_basis(
         save_file({"encode": encode, "decode": decode, "anchor": anchor}, part)
 
     make_once(path, make)
-    return Basis(**load_file(path))
+    return Basis(**load_file(path)), key
 
 
 def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:

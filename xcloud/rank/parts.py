@@ -12,9 +12,9 @@ import torch
 
 from xcloud.comm.state import StateTree, states_of
 from xcloud.comm.step_clock import KEEP_STEPS, StepClock
-from xcloud.contracts.model import BuildContext, Stage, TaskData
+from xcloud.contracts.model import BASES, BuildContext, Stage, TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.join.agreement import agree_on
+from xcloud.join.agreement import agree_on, agree_where_shared
 from xcloud.join.restarts import enter_late, parameters_fact
 from xcloud.parallel.activation_cache import ActivationCaches, CacheReport, CachingPipeline
 from xcloud.parallel.exchange import AllReduce, Exchange
@@ -91,12 +91,19 @@ class Features:
         caches = boundaries.shared(ActivationCaches)
         return CachingPipeline(caches, *of) if caches else Pipeline(*of)
 
-    def meet(self, stages: Mapping[int, Stage]) -> None:
-        """Another cloud may build its stages longer than a message may take."""
-        if self.job.roster.is_elastic:
-            agree_on("parameters", self.context.transport.meeting, parameters_fact(stages))
+    def meet(self, stages: Mapping[int, Stage], data: TaskData) -> dict[str, str]:
+        """Wait for all ranks: another cloud may build its stages longer than a message may take.
+        Compare what they were built from. Return its digests."""
+        meeting, bases = self.context.transport.meeting, dict[str, str]()
+        for stage in stages.values():
+            bases |= stage.architecture.get(BASES, {})
+        shared = {**bases, **data.shared_digests()}
+        if self.job.roster.is_elastic:  # every replica holds all of it
+            agree_on("parameters", meeting, {**parameters_fact(stages), **shared})
         else:
             self.wiring.meet()
+            agree_where_shared(meeting, shared)
+        return bases
 
     def hand_over(self, pipeline: Pipeline) -> None:
         """To each stage what it begins with; what is left of them then is sharded."""

@@ -64,7 +64,7 @@ class StageRank(Role[Experiment]):
         }
         leaks = features.leaks(stages, data)
         pipeline = features.pipeline(stages, leaks)
-        features.meet(stages)
+        bases = features.meet(stages, data)
         features.hand_over(pipeline)
         replica, is_apart = self.placement.replica, job.strategy.traits.is_apart
         feed = Feed(
@@ -89,7 +89,7 @@ class StageRank(Role[Experiment]):
             meter.forget()
 
         evaluator = Evaluator(self.context, pipeline, wiring.groups, data, meet)
-        facts = {"data": data.own_digests()}
+        facts = {"data": data.own_digests(), "base": bases}
         parts = features.parts(trainer, leaks, evaluator, meter, facts)
         features.resume(trainer)
         meter.forget()
