@@ -44,6 +44,7 @@ HYDRA = {
     *("job/config.py", "job/given.py", "launch/local.py"),
     "planner/trial.py",
     "entry.py",
+    "base/overrides.py",
 }
 MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}
 

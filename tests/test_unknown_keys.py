@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) 
         (["compression=in8"], "there is no compression/in8; did you mean 'int8'? There are: bf16"),
         (["model=transformer", "model.encoder.pretraining.steps=2"], "unknown setting 'model.enc"),
         (["cluster/wan=mars"], "there is no cluster/wan/mars. There are: free, line_10m_100ms,"),
-        (["seed=["], "no viable alternative at input '['"),
+        (["seed=["], "seed=[: '[' cannot stand in a value"),
     ],
 )
 def test_hydras_own_words_are_one_line_without_its_dump(words: list[str], said: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.overrides import with_home
 from xcloud.base.project import conf_dir, run_command
 from xcloud.base.terminal import say
 
@@ -43,7 +44,8 @@ def main(words: Sequence[str]) -> None:
         sys.exit()
     flags = [word for word in words if word in MULTIRUN_FLAGS]
     others = [word for word in words if word not in MULTIRUN_FLAGS]
-    sys.argv[1:] = [*flags, *others]  # argparse knows them at either end only
+    # argparse knows them at either end only
+    sys.argv[1:] = [*flags, *(w if w.startswith("-") else with_home(w) for w in others)]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here
     try:
         run_composed()
@@ -52,8 +54,8 @@ def main(words: Sequence[str]) -> None:
             raise
         from xcloud.job.given import explained
 
-        overrides = [word for word in words if not word.startswith("-")]
-        for line in explained(error, overrides, conf_dir()):
+        overrides = [word for word in others if not word.startswith("-")]
+        for line in explained(error, overrides, conf_dir(), is_sweep=bool(flags)):
             say(f"xcloud: {line}", error=True)
         sys.exit(1)
     except OSError as error:  # such as a folder that Hydra cannot make
@@ -128,7 +130,7 @@ def resume(words: Sequence[str]) -> None:
     overrides = [word for word in words if word not in (*asked, ANEW)]
     if len(asked) > 1 or any(word.startswith("-") for word in overrides):
         raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
-    run_dir = Path(asked[0].removeprefix(RESUME))
+    run_dir = Path(asked[0].removeprefix(RESUME)).expanduser()
     config, has_more = resumed(run_dir, overrides, conf_dir())
     carry_out(config, run_dir, partial(check_can_go_on, anew=ANEW in words), has_more)
 

@@ -153,14 +153,23 @@ def unknown_key(
     return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")
 
 
+NO_REFERENCE = (
+    "'${' begins a reference to another setting, also in a path: rename the file or folder, or "
+    "give a symbolic link to it"
+)
+
+
 def does_not_fit(message: str, settings: Mapping[str, object]) -> str:
     """For a setting that follows from one of another group, where the chosen option lacks it.
     message: OmegaConf's. settings: by dotted name, not resolved."""
     source = message.split("'")[1] if "'" in message else ""
     taking = [key for key, value in settings.items() if f"${{{source}}}" in str(value)]
     group = source.split(".")[0]
-    if not taking or group == source:
+    if not taking:
         return message
+    if group == source:
+        value = settings[taking[0]]
+        return f"{taking[0]} is {value!r}, but there is no setting {source!r}; {NO_REFERENCE}"
     chosen = str(settings.get(f"{group}._target_")).rsplit(".", 1)[-1]
     taker = taking[0].split(".")[0]
     return (

@@ -31,6 +31,7 @@ from typing import IO, Any
 import pandas as pd
 
 from xcloud.base.errors import ConfigError, DataError, RunFailed
+from xcloud.base.overrides import readable
 from xcloud.base.project import checkout, commit, module_paths, project_root, python_command
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.wording import meant
@@ -207,7 +208,8 @@ class Rows:
         if read_summary(folder).get("status") == "finished":
             return
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, "run.py", *words, f"hydra.run.dir={folder}", "tracker=none"]
+        command = [sys.executable, "run.py", *map(readable, [*words, f"hydra.run.dir={folder}"])]
+        command += ["tracker=none"]
         said = folder.with_name(f"{folder.name}.log")
         said.parent.mkdir(parents=True, exist_ok=True)
         with said.open("w") as file:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Literal
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.overrides import as_override
 from xcloud.base.project import MODEL_DIR, run_command
 from xcloud.base.settings import settings
 from xcloud.comm.ids import IdPacking
@@ -118,7 +120,7 @@ class MultilingualElectra:
 
     def next_command(self, run_dir: Path) -> str:
         """Command to fine-tune the discriminator; the user supplies inference pairs."""
-        encoder = " ".join(f"{key}={value}" for key, value in self.leaves(run_dir).items())
+        encoder = shlex.join(as_override(*one) for one in self.leaves(run_dir).items())
         files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
         return f"{run_command()} +exp=xnli_zero_shot {encoder}{files}"
 

@@ -19,7 +19,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import project_root, this_owners_file
-from xcloud.base.wording import does_not_fit, unknown_key
+from xcloud.base.wording import NO_REFERENCE, does_not_fit, unknown_key
 from xcloud.job.job import Job
 from xcloud.record.files import replace_text
 from xcloud.security.policy import POLICY_FILE, Policy, plain_text
@@ -60,6 +60,10 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(does_not_fit(_lines(error)[0], dict(dotted(raw, "")))) from error
     except OmegaConfBaseException as error:
         raise ConfigError(_lines(error)[0]) from error
+    found = cast(dict[str, Any], OmegaConf.to_container(plain))
+    for key, value in dotted(found, ""):
+        if "${" in str(value):  # it would be taken for one wherever the file is read
+            raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
     missing = sorted(OmegaConf.missing_keys(plain))
     if missing:
         text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
@@ -67,7 +71,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
             there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
             text += f", or choose an experiment: +exp= one of {', '.join(there)}"
         raise ConfigError(text)
-    return cast(dict[str, Any], OmegaConf.to_container(plain))
+    return found
 
 
 def check_keys(node: Any, path: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import product, takewhile
@@ -17,7 +16,6 @@ from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
@@ -25,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.overrides import as_override, parsed, unreadable, with_home
 from xcloud.base.run_folder import check_is_folder
 from xcloud.base.wording import meant, unknown_key
 from xcloud.job.config import (
@@ -98,10 +97,6 @@ def _composing(conf_dir: Path) -> Iterator[None]:
             GlobalHydra.instance().hydra = outer
 
 
-def _parsed(words: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(words))
-
-
 def _is_group(override: Override) -> bool:
     return bool(GlobalHydra.instance().config_loader().get_group_options(override.key_or_group))
 
@@ -109,25 +104,27 @@ def _is_group(override: Override) -> bool:
 def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
     """An experiment file with settings changed as on a command line: key=value, or group=option
     as the files in conf_dir have it. Raises ConfigError."""
+    if wrong := unreadable(overrides):
+        raise ConfigError("\n".join(wrong))
     config = read_checked(path)
     OmegaConf.set_struct(config, False)
     try:
         with _composing(conf_dir):
-            for override in _parsed(overrides):
-                if override.is_delete() or override.is_sweep_override():
+            for word in parsed(overrides):
+                if word.is_delete():
                     raise ConfigError(
-                        f"{override.input_line}: give settings as key=value to resume a run"
+                        f"{word.input_line}: give settings as key=value to resume a run"
                     )
-                key = override.key_or_group.replace("/", ".")
-                value: Any = override.value()
-                if _is_group(override):
-                    chosen = compose("config", overrides=[str(override.input_line)])
+                key = word.key_or_group.replace("/", ".")
+                value: Any = word.value()
+                if _is_group(word):
+                    chosen = compose("config", overrides=[str(word.input_line)])
                     value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif not override.is_add() and OmegaConf.select(config, key, default=hint) is hint:
+                elif not word.is_add() and OmegaConf.select(config, key, default=hint) is hint:
                     raise ConfigError(next(hint(config, key)))
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error).strip().splitlines()[0]) from error
+        raise ConfigError(in_one_line(error)) from error
     return config
 
 
@@ -148,19 +145,17 @@ def composed(words: Sequence[str], conf_dir: Path) -> DictConfig:
     word that is wrong."""
     try:
         with _composing(conf_dir):
-            return compose("config", overrides=list(words))
+            return compose("config", overrides=[*map(with_home, words)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("\n".join(explained(error, words, conf_dir))) from error
 
 
 def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the words of every point of a sweep: "seed=1,2" stands for "seed=1" and "seed=2"."""
-    try:
-        parsed = _parsed(words)
-    except HydraException as error:
-        raise ConfigError(in_one_line(error)) from error
+    if wrong := unreadable(words, is_sweep=True):
+        raise ConfigError("\n".join(wrong))
     choices = []
-    for override in parsed:
+    for override in parsed(words):
         if override.is_sweep_override():
             key = override.get_key_element()
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
@@ -175,7 +170,12 @@ def option(group: str, name: str, conf_dir: Path) -> Any:
     return instantiate(OmegaConf.select(config, group), _convert_="all")
 
 
-def explained(error: Exception, overrides: Sequence[str], conf_dir: Path) -> list[str]:
+def explained(
+    error: Exception, overrides: Sequence[str], conf_dir: Path, is_sweep: bool = False
+) -> list[str]:
+    """Say why a command line does not compose, a line for each word that is wrong."""
+    if wrong := unreadable(overrides, is_sweep):
+        return wrong
     return hints(overrides, conf_dir) or [in_one_line(error)]
 
 
@@ -201,14 +201,14 @@ def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
     """
     try:
         with _composing(conf_dir):
-            parsed = [(override, _is_group(override)) for override in _parsed(overrides)]
+            found = [(override, _is_group(override)) for override in parsed(overrides)]
             keys = [
                 override.get_key_element()
-                for override, is_group in parsed
+                for override, is_group in found
                 if not (is_group or override.is_add() or override.is_delete())
                 and not override.is_sweep_override()
             ]
-            chosen = [str(o.input_line) for o, is_group in parsed if is_group or o.is_add()]
+            chosen = [str(o.input_line) for o, is_group in found if is_group or o.is_add()]
             config = compose("config", overrides=chosen)
     except (HydraException, OmegaConfBaseException):
         return []
@@ -268,12 +268,15 @@ def compose_follow_up(
     try:
         leaves = experiment.model.leaves(run_dir)
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
-        given = [f"++{key}={json.dumps(value)}" for key, value in first.items()]
+        given = [as_override(f"++{key}", value) for key, value in first.items()]
         with _composing(conf_dir):  # what follow_up names itself comes later, and counts
-            named = _parsed(experiment.follow_up)
+            if wrong := unreadable(experiment.follow_up):
+                raise ConfigError(wrong[0])
+            named = parsed(experiment.follow_up)
             if policy is not None:
                 _check_words(named)
-            following = compose("config", overrides=[*given, *experiment.follow_up])
+            own_words = map(with_home, experiment.follow_up)
+            following = compose("config", overrides=[*given, *own_words])
         OmegaConf.set_struct(following, False)
         if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
             following.tracker = config.tracker

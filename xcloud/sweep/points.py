@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.overrides import as_override
 from xcloud.base.project import code_digests, commit
 from xcloud.base.run_folder import LOCK_FILE, owned
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
@@ -119,7 +120,7 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     {"model.split.layer": None} gives the unsplit model, to which its other settings do not apply.
     """
     covered = [SPLIT if pair == (CUT_LAYER, None) else _dotted(pair[0]) for pair in also.items()]
-    added = tuple(f"{key}={_word(value)}" for key, value in also.items())
+    added = tuple(_word(key, value) for key, value in also.items())
     again = [
         (*(o for o in overrides if not _below(_dotted(_key(o)), covered)), *added)
         for overrides in asked
@@ -184,9 +185,11 @@ def _dotted(key: str) -> str:
     return key.replace("/", ".")
 
 
-def _word(value: object) -> str:
-    """As in an override: null, true, 0.5."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+def _word(key: str, value: object) -> str:
+    """As an override: key=null, key=true, key=0.5, key="a text (of any characters)"."""
+    if isinstance(value, str):
+        return as_override(key, value)
+    return f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
 
 
 def deciding(settings: Settings) -> Settings:
