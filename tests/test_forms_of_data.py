@@ -13,13 +13,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import causal_models
 from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import DataError
 from xcloud.base.placeholders import check_is_json, check_is_safetensors, check_is_text
+from xcloud.hub import WeightFiles, check_checkpoints
+from xcloud.models.backbone import PretrainedBackbone
+from xcloud.models.causal import CausalLM
 from xcloud.tasks.classification import FolderClassification, HubClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering
 from xcloud.tasks.text_task import SourceTask
+from xcloud.tasks.tokenizer import PretrainedTokenizer
 from xcloud.tasks.translation import FolderTranslation, HubTranslation
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0c\nsize 1012\n"
@@ -55,6 +60,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "only CR": ("train.tsv", TABLE.replace("\n", "\r").encode(), "carriage return only"),
     "only CR, JSON": ("train.jsonl", b'{"text": "a", "label": 0}\r' * 30, "carriage return only"),
     "quoted names": ("train.tsv", b'"text"\t"label"\n"a"\t"0"\n', "in quotes"),
+    "missing labels": ("train.tsv", f"{TABLE}\na\t".encode(), "1 of 41 rows have no label"),
     "csv": ("train.csv", TABLE.replace("\t", ",").encode(), r"not read: train\.csv"),
     "parquet by name": ("train.parquet", b"PAR1", r"not read: train\.parquet"),
     "bzip2 by name": ("train.tsv.bz2", b"BZh9", r"not read: train\.tsv\.bz2"),
@@ -233,6 +239,45 @@ def test_settings_that_are_cut_off_are_named(tmp_path: Path) -> None:
     path.write_text('{"model": {"vocab": {"a": 0')
     with pytest.raises(DataError, match=r"tokenizer\.json is not whole JSON"):
         check_is_json(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_checkpoint_with_a_placeholder_is_refused_before_anything_starts(
+    name: str, tmp_path: Path
+) -> None:
+    causal_models.saved("llama", tmp_path)
+    check_checkpoints(CausalLM(checkpoint=str(tmp_path)))
+    (tmp_path / name).write_bytes(POINTER)
+    for settings in (
+        CausalLM(checkpoint=str(tmp_path)), {"a": PretrainedBackbone(str(tmp_path))},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer"):
+            check_checkpoints(settings)
+
+
+def test_a_shard_that_is_cut_off_is_named_when_it_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(100)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(100)}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    two = tmp_path / "two.safetensors"
+    two.write_bytes(two.read_bytes()[:-4])
+    files = WeightFiles(str(tmp_path))
+    assert len(files.tensor("a")) == 100
+    with pytest.raises(DataError, match=r"two\.safetensors is cut off"):
+        files.tensor("b")
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(DataError, match="is not whole JSON"):
+        WeightFiles(str(tmp_path))
+
+
+def test_a_tokenizer_beside_a_placeholder_of_weights_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(POINTER)
+    PretrainedTokenizer(str(tmp_path)).check()
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(DataError, match=r"tokenizer\.json is not whole JSON"):
+        PretrainedTokenizer(str(tmp_path)).check()
 
 
 def test_a_long_page_may_be_a_text(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: 
     task = DemoLanguageModelling(tokenizer=PretrainedTokenizer(str(tmp_path)))
     with pytest.raises(DataError, match="holds no tokenizer"):
         task.check()
-    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "tokenizer.json").write_text("{}")
     task.check()
 
 
@@ -277,6 +277,39 @@ def test_a_file_that_cannot_be_learned_from_is_named(
         written(tmp_path, f"{split}.jsonl", *rows)
     with pytest.raises(DataError, match=said):
         task(tmp_path, folder).load(ALL, 0)
+
+
+PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"instruction": "Add", "input": "1 1", "output": "2"},
+            "keys are instruction, in",
+        ),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, "its keys are conversations"),
+        ({"prompt": "Hi", "completion": "Hello"}, "its keys are prompt, completion"),
+        (PREFERENCE, r"preference data, and xcloud trains on answers only \(no DPO\)"),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, "row 1: neither"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "row 1: neither"),
+    ],
+)
+def test_other_forms_of_chats_are_refused_before_a_run_with_the_way_to_convert_them(
+    tmp_path: Path, folder: Path, row: object, said: str
+) -> None:
+    written(tmp_path, "train.jsonl", *[row] * 9)
+    with pytest.raises(DataError, match=said) as raised:
+        task(tmp_path, folder).check()
+    for part in (
+        '{"text": …} or {"messages": [{"role": …, "content": …}, …]}', "train.jsonl",
+        "docs/causal-language-models.md#texts",
+    ):  # fmt: skip
+        assert part in str(raised.value)
+    assert (
+        "## Texts\n" in (Path(__file__).parents[1] / "docs/causal-language-models.md").read_text()
+    )
 
 
 def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -> None:

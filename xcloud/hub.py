@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +24,12 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.locks import locked
+from xcloud.base.placeholders import check_is_data, check_is_json, check_is_safetensors
 from xcloud.contracts.model import BuildContext
 
 TIMEOUT_S = 5.0
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 T = TypeVar("T")
 
 
@@ -64,12 +68,24 @@ class WeightFiles:
 
     def __init__(self, name_or_path: str) -> None:
         self._name = name_or_path
+        self._checked = set[Path]()
+        self._shards: dict[str, str]
         try:
-            index = self._file("model.safetensors.index.json")
-            self._shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            index = self._file(INDEX)
         except DataError:  # one file then
-            with safe_open(self._file("model.safetensors"), "pt") as file:
-                self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+            with safe_open(self._weights(WEIGHTS), "pt") as file:
+                self._shards = dict.fromkeys(file.keys(), WEIGHTS)
+            return
+        check_is_json(index)
+        self._shards = json.loads(index.read_text())["weight_map"]
+
+    def _weights(self, name: str) -> Path:
+        """Return a file of tensors that is whole. Raises DataError."""
+        path = self._file(name)
+        if path not in self._checked:
+            check_is_safetensors(path)
+            self._checked.add(path)
+        return path
 
     def _file(self, name: str) -> Path:
         from transformers.utils.hub import cached_file
@@ -111,9 +127,39 @@ class WeightFiles:
         return found
 
     def tensor(self, name: str) -> Tensor:
-        with safe_open(self._file(self._shards[name]), "pt") as file:
+        with safe_open(self._weights(self._shards[name]), "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def check_checkpoints(settings: object) -> None:
+    """Raise DataError if a local checkpoint that these settings name, at whatever depth, has a
+    file that is cut off or a placeholder. They name one in an attribute `checkpoint`."""
+    name = getattr(settings, "checkpoint", None)
+    if isinstance(name, str):
+        folder = _folder(name) if name in PACKAGES else Path(name).expanduser()
+        if folder is not None and folder.is_dir():
+            check_tokenizer_files(folder)
+            for path in sorted(folder.glob("*.safetensors")):
+                check_is_safetensors(path)
+            for path in (folder / "config.json", folder / INDEX):
+                if path.exists():
+                    check_is_json(path)
+    if is_dataclass(settings):
+        for one in fields(settings):
+            check_checkpoints(getattr(settings, one.name))
+    elif isinstance(settings, Mapping):
+        for value in settings.values():
+            check_checkpoints(value)
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raise DataError if a tokenizer's file in this folder is cut off or a placeholder."""
+    for path in (folder / name for name in (*TOKENIZER_FILES, "tokenizer_config.json")):
+        if path.is_file() and path.suffix == ".json":
+            check_is_json(path)
+        elif path.is_file():
+            check_is_data(path)
 
 
 def raw_config(name_or_path: str) -> dict[str, Any]:

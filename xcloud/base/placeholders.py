@@ -35,7 +35,7 @@ NO_TEXT: tuple[tuple[bytes, str, str], ...] = (
     (b"BZh", "packed by bzip2", "unpack it"),
     (b"\xfd7zXZ\x00", "packed by xz", "unpack it"),
     (b"\x28\xb5\x2f\xfd", "packed by zstd", "unpack it"),
-    (b"PAR1", "a parquet file", "read its folder with the hub's profile, or write it as .jsonl"),
+    (b"PAR1", "a parquet file", "write it as .jsonl, or read its folder by profile=paper"),
 )
 
 

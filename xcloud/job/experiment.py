@@ -11,6 +11,7 @@ from itertools import product
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
+from xcloud.hub import check_checkpoints
 from xcloud.job import needs
 from xcloud.job.job import Labels, PipelineJob, Roster
 from xcloud.job.needs import Feature, check_choices
@@ -170,6 +171,7 @@ class Experiment(PipelineJob):
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
             )
         self.task.check()
+        check_checkpoints(self.model)
         _check(self, CHECKED_LAST)
 
     def held_by(self, cloud: str, what: str) -> frozenset[str]:

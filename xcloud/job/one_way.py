@@ -25,6 +25,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
+from xcloud.hub import check_checkpoints
 from xcloud.job.job import Job, Labels, Roster
 from xcloud.parallel.one_way import Feed
 from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
@@ -110,6 +111,7 @@ class OneWayExperiment(Job):
 
     def check(self) -> None:
         self.model.check(self.cluster.producers)
+        check_checkpoints(self.model)
 
     def next_command(self, run_dir: Path) -> str | None:
         return None if self.follow_up else self.model.next_command(run_dir)

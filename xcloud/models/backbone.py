@@ -254,6 +254,10 @@ class PretrainedBackbone(Source):
 
     is_checkpoint: ClassVar[bool] = True
 
+    @property
+    def checkpoint(self) -> str:
+        return self.name_or_path
+
     def describe(self) -> str:
         return self.name_or_path
 

@@ -113,7 +113,8 @@ class Classification(TextTask):
         return metrics_of(self.known.kind, self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
-        self._usable(tables)
+        """Reads the labels, too: what is wrong with one is said before any rank starts."""
+        self.labels_of(self._read(tables, frozenset({"label"})))
 
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Without an unlabelled test set, unless it was asked for, and the columns of train."""
@@ -130,7 +131,10 @@ class Classification(TextTask):
         return replace(tables, tables=splits, remarks=remarks), columns
 
     def read(self, fields: frozenset[str]) -> Corpus:
-        tables, columns = self._usable(self.find())
+        return self._read(self.find(), fields)
+
+    def _read(self, found: SplitTables, fields: frozenset[str]) -> Corpus:
+        tables, columns = self._usable(found)
         hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
@@ -147,6 +151,13 @@ class Classification(TextTask):
         described = f"{' + '.join(texts)} → {label}"
         remarks = [f"columns {described}", *corpus.remarks]
         return replace(corpus, remarks=remarks, agreed={**corpus.agreed, "columns": described})
+
+    def labels_of(self, corpus: Corpus) -> tuple[Labels, dict[Split, Tensor]]:
+        """Return what the labels of a corpus mean, and those of each split. Raises DataError."""
+        cells = {split: corpus.splits[split].texts["label"] for split in SPLITS}
+        where = self.describe()
+        labels = Labels.of(self.known, cells, corpus.train_set.texts["label"], where)
+        return labels, {s: labels.parse(of, f"{where}, {s}") for s, of in cells.items()}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> ClassificationData:
         return ClassificationData(self, corpus, fields)
@@ -176,12 +187,8 @@ class ClassificationData(View[Classification]):
             columns["text"] = {split: pairs.tokens for split, pairs in self._pairs.items()}
             columns["types"] = {split: pairs.types() for split, pairs in self._pairs.items()}
         if "label" in fields:
-            where = task.describe()
-            labels = {split: of["label"] for split, of in cells.items()}
-            whole = corpus.train_set.texts["label"]
-            self._label = label = Labels.of(task.known, labels, whole, where)
-            self.head = label.head
-            columns["label"] = {s: label.parse(of, f"{where}, {s}") for s, of in labels.items()}
+            label, columns["label"] = task.labels_of(corpus)
+            self._label, self.head = label, label.head
             remarks += [
                 f"{split} labels ({label.describe(of)})" for split, of in columns["label"].items()
             ]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.base.wording import quoted
+from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
 from xcloud.demo import stories
 from xcloud.hub import generation_config, resolve
@@ -47,6 +47,8 @@ TEXT, MESSAGES = "text", "messages"
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
 CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
+FORMS = 'A line is {"text": …} or {"messages": [{"role": …, "content": …}, …]}.'
+CONVERTER = "docs/causal-language-models.md#texts"
 LARGEST_LOSS = 700.0  # nats; exp of more is no float
 OPEN = 64  # samples that a document is tried in; more fill little better
 
@@ -437,9 +439,7 @@ class FolderLanguageModelling(Folder, LanguageModelling):
             return Rows(len(cells := self._documents(file)), {TEXT: cells})
         cells = [cell for (cell,) in file.rows((column,), "task.path: texts or chats")]
         for number, cell in enumerate(cells, start=1):
-            if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
-                said = 'neither "text" nor "messages" with role and content as text'
-                raise DataError(f"{file.where}, row {number}: {said}")
+            _check_cell(column, cell, f"{file.where}, row {number}")
         kept = [cell for cell in cells if column == MESSAGES or cell.strip()]
         return Rows(len(kept), {column: kept}, num_empty=len(cells) - len(kept))
 
@@ -447,6 +447,10 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
         if len({_column(file) for file in files}) > 1:
             raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
+        for file in (file for file in files if file.kind == "json"):
+            column = _column(file)
+            (first,) = next(file.rows((column,), "task.path: texts or chats"))
+            _check_cell(column, first, f"{file.where}, row 1")
 
     def _documents(self, file: TextFile) -> list[str]:
         lines = list(read_lines(file.path))
@@ -457,7 +461,24 @@ class FolderLanguageModelling(Folder, LanguageModelling):
 
 
 def _column(file: TextFile) -> str:
-    return MESSAGES if file.kind == "json" and MESSAGES in file.columns() else TEXT
+    """Return where the documents of a file stand. Raises DataError for data of another form."""
+    if file.kind != "json":
+        return TEXT
+    there = {*file.columns()}
+    for name in (MESSAGES, TEXT):
+        if name in there:
+            return name
+    said = f"{file.where}: its keys are {listed(file.columns())}. {FORMS}"
+    if {"chosen", "rejected"} <= there:
+        said += " This is preference data, and xcloud trains on answers only (no DPO): to learn "
+        raise DataError(f"{said}the chosen answers make messages of them: {CONVERTER}")
+    raise DataError(f"{said} Make messages of instructions or conversations: {CONVERTER}")
+
+
+def _check_cell(column: str, cell: object, where: str) -> None:
+    if not (isinstance(cell, str) if column == TEXT else _is_chat(cell)):
+        said = 'neither "text" nor "messages" with role and content as text'
+        raise DataError(f"{where}: {said}. {FORMS} Others are converted: {CONVERTER}")
 
 
 def read_chats(path: Path) -> list[Chat]:

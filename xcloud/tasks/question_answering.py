@@ -30,7 +30,16 @@ from xcloud.base.settings import Positive, settings
 from xcloud.base.wording import quoted
 from xcloud.contracts.model import SPLITS, Answers, Cut, Head, Scores, Split
 from xcloud.demo import STORY_QUESTIONS, stories
-from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table
+from xcloud.tasks.rows import (
+    Corpus,
+    DemoSized,
+    Form,
+    Rows,
+    Size,
+    SplitTables,
+    Table,
+    check_columns,
+)
 from xcloud.tasks.scores import bootstrap_error, exact_match, ratio_error, word_f1
 from xcloud.tasks.sources import Folder, Hub
 from xcloud.tasks.text_task import PairTable, TextTask, View, counted, public_tokenizer
@@ -201,6 +210,11 @@ class QuestionAnswering(TextTask):
             asked = f"a question of task.max_question={self.max_question} tokens and some of the "
             said = f"too short for {asked}paragraph; set it to at least {least}"
             raise ConfigError(f"task.max_length is {self.max_length}, {said}")
+
+    def check_tables(self, tables: SplitTables) -> None:
+        for table in (table for parts in tables.tables.values() for table in parts[""]):
+            rest = ("qas",) if "qas" in table.columns() else ("question", "answers")
+            check_columns(table, ("context", *rest), KEYS)
 
     def read(self, fields: frozenset[str]) -> Corpus:
         return self.arrange(self.find(), rows_of, dev_as_test=True)

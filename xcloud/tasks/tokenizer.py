@@ -21,7 +21,14 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
-from xcloud.hub import go_offline_if_unreachable, key_of, make_once, resolve
+from xcloud.hub import (
+    TOKENIZER_FILES,
+    check_tokenizer_files,
+    go_offline_if_unreachable,
+    key_of,
+    make_once,
+    resolve,
+)
 from xcloud.tasks.text_reader import TextReader
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.
@@ -31,7 +38,6 @@ FORMAT = "xcloud tokenizer 1"
 SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]")
 UNKNOWN_TOKENS = ("[UNK]", "<unk>")
 BYTES = 256
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def digest_32(described: str) -> int:
@@ -255,11 +261,13 @@ class PretrainedTokenizer(TokenizerChoice):
     name_or_path: Annotated[str, Field(min_length=1)]
 
     def check(self) -> None:
-        """Raise DataError if a local folder holds no tokenizer. Loads none."""
+        """Raise DataError if a local folder holds no tokenizer, or a placeholder for one. Loads
+        none."""
         folder = Path(resolve(self.name_or_path)).expanduser()
-        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            said = f"{folder} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)})"
+        if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            said = f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES)})"
             raise DataError(f"task.tokenizer: {said}; copy its model's there, or name another")
+        check_tokenizer_files(folder)
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         pretrained = self.load()
