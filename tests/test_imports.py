@@ -43,6 +43,7 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
 HYDRA = {
     *("job/config.py", "job/given.py", "launch/local.py"),
     "planner/trial.py",
+    "job/catalogue.py",
     "entry.py",
     "base/overrides.py",
 }

@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 TABLE = """
 entry.main | run +exp=abnet_iwslt | run an experiment, as python run.py does
+job.catalogue.main | settings training | list what may be set, with defaults and meanings
 record.mlflow_store.main | ui | show the recorded runs in the browser (MLflow)
 sweep.report.main | report table2 other_sweep | make tables and pictures of sweeps, or compare them
 claims.pages.main | claims | list what is claimed with its state; write docs/paper.md

@@ -1,0 +1,208 @@
+"""`python -m xcloud settings GROUP`: what may be set, with types, defaults and meanings.
+
+Each setting is documented in the docstring of its class, as "name: what it means"; this module
+reads it there, so nothing is said twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from pydantic.fields import FieldInfo
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import conf_dir
+from xcloud.base.terminal import say
+from xcloud.base.wording import meant
+from xcloud.job.given import composed
+
+NOT_SHOWN = ("_target_", "hydra", "follow_up")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a group.
+
+    key: as on the command line. takes: its type and bounds, in words. default: of its class, as it
+    is written on the command line; "" where a value must be given. value: in the composed
+    experiment. means: the sentence of its class's docstring.
+    """
+
+    key: str
+    takes: str
+    default: str
+    value: str
+    means: str
+
+
+def settings_of(config: DictConfig, group: str) -> list[Setting]:
+    """Return the settings of a group, nested ones included. Raises ConfigError if unknown."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    groups = [str(key) for key in plain if key not in NOT_SHOWN]
+    node: Any = plain
+    for part in group.split("."):
+        if not isinstance(node, dict) or part not in node:
+            known = [str(key) for key in node if key not in NOT_SHOWN] if node is plain else groups
+            near = meant(group, known)
+            raise ConfigError(f"there is no group {group!r}{near} There are: {', '.join(groups)}")
+        node = node[part]
+    return list(_settings_in(node, group))
+
+
+def _settings_in(node: Any, path: str) -> Iterator[Setting]:
+    if isinstance(node, dict) and "_target_" not in node and node:
+        for name, value in node.items():  # such as the clouds of a cluster
+            yield from _settings_in(value, f"{path}.{name}")
+        return
+    if not isinstance(node, dict) or "_target_" not in node:
+        yield Setting(path, "", "", _word(node), "")
+        return
+    target = get_object(str(node["_target_"]))
+    meanings = _meanings(target)
+    hints = _annotations(target)
+    for name, parameter in inspect.signature(target).parameters.items():
+        key = f"{path}.{name}"
+        default = parameter.default
+        has_default = default is not parameter.empty
+        written = _default(target, name, default) if has_default else ""
+        value = node.get(name)
+        if isinstance(value, dict) and value:
+            yield from _settings_in(value, key)
+            continue
+        yield Setting(
+            key=key,
+            takes=_takes(hints.get(name, parameter.annotation)),
+            default=written,
+            value=_word(value) if name in node else written,
+            means=meanings.get(name, ""),
+        )
+
+
+def _meanings(target: type) -> dict[str, str]:
+    """Return what the docstrings of a class and of its bases say of each of its settings."""
+    names = {name for name in inspect.signature(target).parameters}
+    found: dict[str, str] = {}
+    for cls in reversed(inspect.getmro(target) if inspect.isclass(target) else [target]):
+        text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
+        heads = [
+            match
+            for match in re.finditer(
+                r"(?:(?<=^)|(?<=[.;)] )|(?<=: ))([\w]+(?:, \w+)*):(?= )", text
+            )
+            if names.intersection(match[1].split(", "))
+        ]
+        for index, head in enumerate(heads):
+            end = heads[index + 1].start() if index + 1 < len(heads) else len(text)
+            for name in head[1].split(", "):
+                found[name] = text[head.end() : end].strip()
+    return found
+
+
+def _annotations(target: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+def _takes(annotation: Any) -> str:
+    """Say a type in words: "int, at least 1", "fp32 or bf16", "float or null"."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is typing.Annotated:
+        bounds = [_bound(entry) for entry in arguments[1:]]
+        return ", ".join([_takes(arguments[0]), *filter(None, bounds)])
+    if origin is Literal:
+        return " or ".join(_word(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_takes(argument) for argument in arguments)
+    if annotation is type(None):
+        return "null"
+    name = getattr(annotation, "__name__", str(annotation))
+    if arguments and name in ("Sequence", "list", "tuple"):
+        return f"list of {_takes(arguments[0])}"
+    return "text" if name == "str" else name
+
+
+def _bound(entry: Any) -> str:
+    if not isinstance(entry, FieldInfo):
+        return ""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return ", ".join(
+        f"{word} {getattr(bound, name)}"
+        for bound in entry.metadata
+        for name, word in words.items()
+        if hasattr(bound, name)
+    )
+
+
+def _default(target: Any, name: str, default: object) -> str:
+    if dataclasses.is_dataclass(target):
+        field = {entry.name: entry for entry in dataclasses.fields(target)}[name]
+        if field.default_factory is not dataclasses.MISSING:
+            return _word(field.default_factory())
+    return _word(default)
+
+
+def _word(value: object) -> str:
+    """Write a value as on the command line; an object by the name of its class."""
+    if value is None or isinstance(value, bool | int | float | list | tuple | dict):
+        return json.dumps(value, default=str)
+    return value if isinstance(value, str) else type(value).__name__
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """List the settings of a group, as the experiment has them that the overrides describe."""
+    parser = argparse.ArgumentParser("python -m xcloud settings", description=main.__doc__)
+    parser.add_argument("group", nargs="?", help="such as training, or training.optimizer")
+    parser.add_argument("overrides", nargs="*", help="such as +exp=lora_clm; default: the demo")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    given = parser.parse_args(words)
+    overrides = given.overrides or ["+exp=abnet_iwslt"]
+    config = composed(overrides, conf_dir())
+    if given.group is None:
+        return _list_groups(config)
+    found = settings_of(config, given.group)
+    if given.json:
+        say(json.dumps([dataclasses.asdict(entry) for entry in found], indent=1))
+        return 0
+    options = sorted(
+        path.stem
+        for path in (conf_dir() / given.group.replace(".", "/")).glob("*.yaml")
+        if not path.stem.startswith("_")
+    )
+    if options:
+        say(f"{given.group}=  one of {', '.join(options)}")
+    for entry in found:
+        say(f"\n{entry.key}={entry.value}")
+        facts = ", ".join(
+            filter(None, (entry.takes, f"default {entry.default}" if entry.default else ""))
+        )
+        for text in filter(None, (facts, entry.means)):
+            say(textwrap.indent(textwrap.fill(text, 92), "    "))
+    return 0
+
+
+def _list_groups(config: DictConfig) -> int:
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    for key, node in plain.items():
+        if key in NOT_SHOWN:
+            continue
+        is_group = isinstance(node, dict) and "_target_" in node
+        say(f"{key!s:<12} {node['_target_'].rpartition('.')[2] if is_group else _word(node)}")
+    say("\npython -m xcloud settings GROUP   lists the settings of one")
+    return 0
