@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +11,24 @@ import torch
 from tests.in_process_link import InProcessLink
 from tests.pipelines import in_threads
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.frame import (
+    OF_A_STEP,
+    Frame,
+    Kind,
+    MessageKey,
+    encode_frame,
+    seal_frame,
+)
 from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import Progress
 from xcloud.cluster.link_end import InSettings, OutSettings, PeerLife, ReceivingEnd, heartbeat
 from xcloud.cluster.link_profile import LinkProfile, LinkWindow, Liveness
+from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.join.restarts import Silence
 from xcloud.launch.several_machines import await_monitor
 from xcloud.parallel.control import Control, note_ages
+from xcloud.wire.ends import Ends
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 
@@ -125,6 +136,56 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
     assert 1.0 < seconds < 15.0 and "Its last heartbeat came" in said
     seconds, _ = waited_s(overdue_s=1.5, lives_s=60.0, lost_after_s=20.0)
     assert 1.4 < seconds < 15.0
+
+
+@pytest.mark.parametrize("kind", OF_A_STEP)
+def test_a_message_of_a_step_is_overdue_only_once_nothing_of_a_step_has_moved_for_as_long(
+    kind: Kind,
+) -> None:
+    """A norm of a few bytes comes behind all gradients of its update."""
+    progress = Progress()
+    end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK), progress=progress))
+    moved_at_s = time.monotonic() + 0.4  # an emulated line delivers it then
+    progress.note(moved_at_s)
+    progress.note(time.monotonic())  # what comes earlier changes nothing
+
+    with pytest.raises(LinkTimeout):
+        end.recv(MessageKey(kind, 3), overdue_s=0.1)
+
+    assert time.monotonic() >= moved_at_s + 0.1
+
+
+def test_a_meeting_and_a_replica_that_may_be_late_are_given_their_time_and_no_more() -> None:
+    for progress, kind in ((Progress(), Kind.MEETING), (None, Kind.AVERAGING)):
+        end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK), progress=progress))
+        if progress is not None:
+            progress.note(time.monotonic() + 3600.0)
+        with pytest.raises(LinkTimeout):  # or the test takes an hour
+            end.recv(MessageKey(kind, 3), overdue_s=0.1)
+
+
+def test_what_moves_between_two_ranks_of_an_emulated_run_is_known_to_a_third(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 waits for what rank 1 makes of a message that is still on its way from rank 2."""
+    line = LinkProfile(8e6, timeout_s=0.1)
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}, line)
+    world = MemoryWorld(3)
+    ends = in_threads(
+        [lambda r=rank: Ends(world.transport(r), layout, tmp_path) for rank in range(3)]
+    )
+    window = LinkWindow()
+    waits = ends[0].incoming("backward", 1, 1000, window)
+    other = ends[2].incoming("forward", 1, 1000, window)
+    moved_at_s = time.monotonic() + 0.4
+    frame = encode_frame(MessageKey(Kind.ACTIVATION, 3), (), 0)
+    seal_frame(frame, moved_at_s)
+    other._open(frame)
+
+    with pytest.raises(LinkTimeout):
+        waits.recv(MessageKey(Kind.GRADIENT, 3), overdue_s=0.1)
+
+    assert time.monotonic() >= moved_at_s + 0.1
 
 
 @pytest.mark.parametrize("settings", [(0.0, 60.0), (5.0, 0.0), (5.0, 14.0), (5.0, 20.0, 0.0)])

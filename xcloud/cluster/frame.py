@@ -99,6 +99,9 @@ class Kind(IntEnum):
         return _TRAFFIC.get(self)
 
 
+OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AUTOPILOT, Kind.AVERAGING)
+"""Kinds that ranks wait for inside an update, each with a deadline."""
+
 _SMALL = (Kind.NORM, Kind.REPORT, Kind.AUTOPILOT, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
 _TRAFFIC = dict.fromkeys(_SMALL, "other") | {
     Kind.ACTIVATION: "forward",

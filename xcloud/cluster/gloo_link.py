@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.frame import Kind, seal_frame
+from xcloud.cluster.frame import OF_A_STEP, Kind, seal_frame
 from xcloud.cluster.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
@@ -43,7 +43,6 @@ from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, M
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
-_OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
 class Pair:
@@ -123,8 +122,9 @@ class GlooOutLink(SendingEnd):
                 raise self._failure
             return self._queue.put(item, num_bytes, timeout_s)
 
-        in_step = life.beats and item is not None and item.key.kind in _OF_A_STEP
-        if not life.wait(put, settings.overdue_s, in_step):
+        of_a_step = item is not None and item.key.kind in OF_A_STEP
+        progress = settings.progress if of_a_step else None
+        if not life.wait(put, settings.overdue_s, life.beats and of_a_step, progress):
             raise LinkTimeout(
                 f"{self.peer_name} has taken none of the waiting messages for "
                 f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "
@@ -140,7 +140,11 @@ class GlooOutLink(SendingEnd):
                 slot = self._take_line(item)
                 seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
                 self.record.sending(key, sequence, frame.numel(), queued_at_s, slot)
+                if slot is not None:
+                    settings.note_progress(key.kind, slot.deliver_at_s)
                 self._pair.isend(frame, sequence % _TAGS).wait()
+                if slot is None:
+                    settings.note_progress(key.kind)
                 # Its machine may have taken it alone. Our heartbeats would hide a dead line back.
                 if key.kind is not Kind.ALIVE and not settings.life.beats:
                     settings.life.note(slot.deliver_at_s if slot is not None else None)

@@ -14,7 +14,8 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,6 +187,7 @@ class LinkRecord:
         ]
 
 
+_MOMENT = struct.Struct("<d")
 _STATE = struct.Struct("<dddQ")  # started at, line free at, last arrival (all seconds), messages
 
 
@@ -216,6 +218,54 @@ class PostedReceives:
     def used(self, deliver_at_s: float) -> None:
         """Note that a message delivered at that time used up a receive."""
         self._delivered_at_s.append(deliver_at_s)
+
+
+class Progress:
+    """When a message of a step last arrived or will arrive, by the monotonic clock. Thread-safe.
+
+    What a rank waits for may stand behind whatever is still on its way, also between two other
+    ranks, so the deadline of a message counts from here. path: a file that all ranks of a run
+    share, whose lines are emulated on one machine; None: what this rank sent or received itself,
+    which is all that it knows of a real network.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._state: mmap.mmap | bytearray = bytearray(_MOMENT.pack(float("-inf")))
+        if path is not None:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            with self._locked():
+                if os.fstat(self._file).st_size < _MOMENT.size:
+                    os.write(self._file, self._state)
+            self._state = mmap.mmap(self._file, _MOMENT.size)
+
+    def note(self, at_s: float | None = None) -> None:
+        """at_s: default now; in the future for what an emulated line holds back."""
+        moved_at_s = time.monotonic() if at_s is None else at_s
+        with self._locked():
+            if moved_at_s > self._read():
+                self._state[:] = _MOMENT.pack(moved_at_s)
+
+    @property
+    def moved_at_s(self) -> float:
+        with self._locked():
+            return self._read()
+
+    def _read(self) -> float:
+        return float(_MOMENT.unpack(self._state[:])[0])
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            if self._file is None:
+                yield
+                return
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class LinkClock:

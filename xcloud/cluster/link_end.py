@@ -22,8 +22,15 @@ from typing import Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame
-from xcloud.cluster.link import LinkClock, LinkRecord, Parts
+from xcloud.cluster.frame import (
+    OF_A_STEP,
+    Frame,
+    Kind,
+    MessageKey,
+    decode_frame,
+    encode_frame,
+)
+from xcloud.cluster.link import LinkClock, LinkRecord, Parts, Progress
 from xcloud.cluster.link_profile import DEFAULT_LIVENESS, LinkWindow, Liveness
 
 T = TypeVar("T")
@@ -121,15 +128,21 @@ class PeerLife:
             return max(started_s + patience_s, self._last_s + self.policy.lost_after_s)
 
     def wait(
-        self, attempt: Callable[[float], bool], overdue_s: float, in_step: bool = False
+        self,
+        attempt: Callable[[float], bool],
+        overdue_s: float,
+        in_step: bool = False,
+        progress: Progress | None = None,
     ) -> bool:
-        """Call attempt(seconds), which waits no longer than that, until it returns True. False
-        once the deadline is over; a message of a step must be there in overdue_s anyway."""
+        """Call attempt(seconds), which waits no longer than that, until it returns True. Return
+        False once the deadline is over: a message of a step must be there in overdue_s anyway,
+        counted from when `progress` last saw one move."""
         started_s = time.monotonic()
         while True:
-            until_s = self.deadline_s(started_s, overdue_s)
+            since_s = started_s if progress is None else max(started_s, progress.moved_at_s)
+            until_s = self.deadline_s(started_s if self.beats else since_s, overdue_s)
             if in_step:
-                until_s = min(until_s, started_s + overdue_s)
+                until_s = min(until_s, since_s + overdue_s)
             left_s = until_s - time.monotonic()
             if attempt(min(1.0, max(0.0, left_s))):
                 return True
@@ -169,6 +182,8 @@ class EndSettings:
     window: receives that the receiver posts, and bytes that may wait at each end: at the sender
         before `send` blocks, at the receiver, for `recv`, before no more are taken.
     life: the peer's heartbeats, shared with the other links to and from it.
+    progress: of messages of a step over any link of this rank; None: the deadline of a message
+        stands, whatever else is on its way.
     """
 
     peer_name: str
@@ -176,6 +191,12 @@ class EndSettings:
     window: LinkWindow = field(default_factory=LinkWindow)
     record: LinkRecord = field(default_factory=LinkRecord)
     life: PeerLife = field(default_factory=PeerLife)
+    progress: Progress | None = None
+
+    def note_progress(self, kind: Kind, at_s: float | None = None) -> None:
+        """A message of this kind has moved, or will be there at at_s."""
+        if self.progress is not None and kind in OF_A_STEP:
+            self.progress.note(at_s)
 
 
 @dataclass(frozen=True)
@@ -290,12 +311,15 @@ class ReceivingEnd:
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
         """The next message, which must be `key`.
 
-        Raises LinkTimeout after overdue_s seconds (in an evaluation: not while the peer gives
-        heartbeats), LinkClosed if the peer is gone, FrameError if something else came.
+        Raises LinkTimeout after overdue_s seconds in which no message of a step moved either (in
+        an evaluation: not while the peer gives heartbeats), LinkClosed if the peer is gone,
+        FrameError if something else came.
         """
         life, started_s = self._settings.life, time.monotonic()
+        progress = self._settings.progress if key.kind in OF_A_STEP else None
         with life.awaiting(key):
-            is_there = life.wait(self._inbox.wait, overdue_s, key.kind is not Kind.EVALUATION)
+            in_step = key.kind is not Kind.EVALUATION
+            is_there = life.wait(self._inbox.wait, overdue_s, in_step, progress)
         if not is_there:
             waited_s = time.monotonic() - started_s
             seen = f" Its last heartbeat came {life.silent_s:.0f} s ago." * life.beats
@@ -320,7 +344,9 @@ class ReceivingEnd:
         if not settings.is_emulated:  # or the peer says how long this rank waits
             frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
         settings.on_arrival(frame, now_s)
-        settings.life.note(max(time.monotonic(), frame.deliver_at_s))
+        arrives_at_s = max(time.monotonic(), frame.deliver_at_s)
+        settings.life.note(arrives_at_s)
+        settings.note_progress(frame.key.kind, arrives_at_s)
         if frame.sequence != self._expected:
             raise FrameError(
                 f"message {frame.sequence} from {self.peer_name} came as number {self._expected}"

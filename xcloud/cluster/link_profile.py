@@ -78,7 +78,7 @@ class LinkProfile(Wan, UnsteadyLine):
     latency_s: one way. The round trip is twice this.
     jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
     timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
-        transfer time.
+        transfer time in which no message of a step moved on any line.
     """
 
     bandwidth_bits_per_s: PositiveFloat
@@ -185,7 +185,7 @@ class Liveness:
     interval_s: how often a rank sends a heartbeat.
     lost_after_s: a rank is lost this many seconds after its last heartbeat.
     overdue_after_s: how long a rank that lives may take for one message inside a step, where no
-        emulated link says it.
+        emulated link says it; from when this rank last sent or received one.
     join_within_s: how long ranks that torchrun has not started yet are waited for.
     """
 

@@ -14,7 +14,14 @@ import torch
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import Layout
-from xcloud.cluster.link import CONTROL, LinkClock, LinkName, LinkRecord, MessageLog
+from xcloud.cluster.link import (
+    CONTROL,
+    LinkClock,
+    LinkName,
+    LinkRecord,
+    MessageLog,
+    Progress,
+)
 from xcloud.cluster.link_end import (
     InSettings,
     OutSettings,
@@ -53,7 +60,9 @@ class Ends:
             if peer != transport.rank
         }
         self._messages = messages
-        self._run_dir, self._clocks = run_dir, dict[str, LinkClock]()  # by cloud
+        self._run_dir = run_dir
+        self._clocks: dict[str, LinkClock] = {}  # by cloud
+        self._progress = Progress()
         pairs = combinations(layout.clouds, 2)
         if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
             # A name that no earlier run in this folder used: link time starts at 0 in every run.
@@ -64,6 +73,7 @@ class Ends:
                     "an emulated link (cluster.wan) works between ranks on one machine only; this "
                     "run spans several: set cluster/wan=real"
                 )
+            self._progress = Progress(run_dir / f"link-progress.{self._run_number}.clock")
 
     @property
     def outs(self) -> list[SendingEnd]:
@@ -87,15 +97,23 @@ class Ends:
         capacity_bytes: int,
         window: LinkWindow,
         boundary: int = CONTROL,
+        may_be_late: bool = False,
     ) -> SendingEnd:
-        """boundary: stage before it, for logs and records of messages between stages."""
+        """boundary: stage before it, for logs and records of messages between stages.
+        may_be_late: the receiver says how long it waits, whatever else is on its way."""
         record = self._record(LinkName(boundary, self.rank, peer))
         if record.to is not None:
             self.records.append(record)
         settings = OutSettings(
-            self._name(peer), capacity_bytes, window, record, self.lives[peer],
-            self._clock_to(peer), self.layout.overdue_s(self.rank, peer, capacity_bytes),
-        )  # fmt: skip
+            peer_name=self._name(peer),
+            capacity_bytes=capacity_bytes,
+            window=window,
+            record=record,
+            life=self.lives[peer],
+            progress=None if may_be_late else self._progress,
+            clock=self._clock_to(peer),
+            overdue_s=self.layout.overdue_s(self.rank, peer, capacity_bytes),
+        )
         end = self.transport.out(line, peer, settings)
         self._ends.append((peer, end))
         return end
@@ -110,14 +128,23 @@ class Ends:
         boundary: int = CONTROL,
         on_end: Callable[[LinkError], None] = ignore,
         on_arrival: Callable[[Frame, float], None] = ignore,
+        may_be_late: bool = False,
     ) -> ReceivingEnd:
+        """boundary, may_be_late: see `out`."""
         wan = self.layout.wan_between(self.rank, peer)
         settings = InSettings(
-            self._name(peer), capacity_bytes, window,
-            self._record(LinkName(boundary, peer, self.rank)), self.lives[peer],
-            handlers or {}, self.layout.overdue_advice(self.rank, peer),
-            wan is not None and wan.emulated, on_end, on_arrival,
-        )  # fmt: skip
+            peer_name=self._name(peer),
+            capacity_bytes=capacity_bytes,
+            window=window,
+            record=self._record(LinkName(boundary, peer, self.rank)),
+            life=self.lives[peer],
+            progress=None if may_be_late else self._progress,
+            handlers=handlers or {},
+            advice=self.layout.overdue_advice(self.rank, peer),
+            is_emulated=wan is not None and wan.emulated,
+            on_end=on_end,
+            on_arrival=on_arrival,
+        )
         end = self.transport.incoming(line, peer, settings)
         self._ends.append((peer, end))
         return end
@@ -130,10 +157,14 @@ class Ends:
         under_way: int,
         handlers: Handlers | None = None,
         boundary: int = CONTROL,
+        may_be_late: bool = False,
     ) -> tuple[SendingEnd, ReceivingEnd]:
-        """A link to `peer`, and one from it."""
+        """Make a link to `peer` and one from it. boundary, may_be_late: see `out`."""
         of = (line, peer, capacity_bytes, self.window(under_way, capacity_bytes))
-        return self.out(*of, boundary), self.incoming(*of, handlers, boundary)
+        out = self.out(*of, boundary=boundary, may_be_late=may_be_late)
+        return out, self.incoming(
+            *of, handlers=handlers, boundary=boundary, may_be_late=may_be_late
+        )
 
     def forget(self, peer: int) -> None:
         """A lost rank's ends are not closed. What they sent stays counted."""

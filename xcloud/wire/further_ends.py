@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -143,6 +144,9 @@ class PeerLinks(ReplicaLinks):
     to other clouds.
     """
 
+    may_be_late: ClassVar[bool] = False
+    """Whether a replica that is late is gone on without."""
+
     ends: Ends
     device: torch.device
     line: str
@@ -161,7 +165,12 @@ class PeerLinks(ReplicaLinks):
     def _open(self, replica: int) -> None:
         ends, peer, capacity = self.ends, self.peers[replica].rank, self._capacity
         self._out[replica], self._in[replica] = ends.both(
-            self.line, peer, capacity, self._ahead, boundary=self.stage
+            self.line,
+            peer,
+            capacity,
+            self._ahead,
+            boundary=self.stage,
+            may_be_late=self.may_be_late,
         )
         self._overdue_s[replica] = max(ends.overdue_s([peer], capacity), self._wait_s)
 
@@ -184,6 +193,8 @@ class HubLinks(PeerLinks):
 
     rejoin: called in replica 0 for each rank of a cloud that has begun again.
     """
+
+    may_be_late = True
 
     rejoin: Callable[[int], None] = field(kw_only=True)
     _ended: set[int] = field(default_factory=set, init=False)
