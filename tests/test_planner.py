@@ -18,8 +18,10 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan import formulas
 from xcloud.plan.costs import (
     AveragingCodec,
+    BoundaryCodec,
     CompressorCosts,
     Curve,
+    DirectionCurves,
     Profile,
     from_table,
     read_profile,
@@ -209,8 +211,21 @@ def test_more_in_flight_is_more_memory() -> None:
     few = gpipe._replace(schedule=OneForwardOneBackward(8, 2))
     most, least = (priced.price(plan).memory["a"] for plan in (gpipe, few))
 
-    # 4 pieces x 1 MB for each of 2 samples, in 8 or 2 micro-batches; 4 values of 4 bytes each.
-    assert most == 8 * 2 * 4e6 + 4 * 16_000 and least == 2 * 2 * 4e6 + 4 * 16_000
+    # 4 pieces x 1 MB and a message of 1 MB for each of 2 samples, in 8 or 2 micro-batches;
+    # 4 values of 4 bytes each.
+    assert most == 8 * 2 * 5e6 + 4 * 16_000 and least == 2 * 2 * 5e6 + 4 * 16_000
+
+
+def test_messages_without_an_answer_take_the_budget_of_their_link_and_no_more() -> None:
+    """Nobody waits for them: an evaluation, or a boundary that no gradient crosses."""
+    silent = [BoundaryCodec(DirectionCurves(Curve([(1, 1e6)])))]
+    quiet = replace(EIGHT, compressors={NO_COMPRESSION: CompressorCosts("none", silent)})
+    plan = Plan("pipeline", (4, 8), OneForwardOneBackward(8, 2), NO_COMPRESSION)
+    own = 2 * 2 * 4e6 + 4 * 16_000
+
+    for budget, queued in ((10**9, 8 * 2e6), (5_000_000, 5e6), (1, 2e6)):
+        layout = replace(TWO, link_budget_bytes=budget)
+        assert pricer(quiet, layout=layout).price(plan).memory["a"] == own + queued
 
 
 def test_weights_that_wait_make_a_step_shorter_and_take_memory() -> None:
@@ -225,9 +240,10 @@ def test_weights_that_wait_make_a_step_shorter_and_take_memory() -> None:
 
     for in_memory, waiting in ((1, 1), (4, 4)):  # of the last stage, which has one in flight
         memory = priced.price(plan._replace(schedule=ZeroBubble(8, 4, in_memory))).memory
-        assert memory["a"] == 4 * 2 * 4e6 + 4 * 16_000
+        queued = 4 * 2 * 1e6  # four messages of two samples, at either end
+        assert memory["a"] == 4 * 2 * 4e6 + queued + 4 * 16_000
         kept = max(2 * 4e6 + (waiting - 1) * 2 * 2.4e6, waiting * 2 * 2.4e6)
-        assert memory["b"] == kept + 4 * 16_000
+        assert memory["b"] == kept + queued + 4 * 16_000
 
 
 def test_what_splitting_a_backward_costs_is_paid_where_it_is_split() -> None:

@@ -1,14 +1,23 @@
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.pipelines import in_threads, pipelines, samples
+from tests.pipelines import BORDER, D, in_threads, pipelines, samples, wired
+from tests.runs import wait_for
 from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LinkName, LinkRecord, MessageLog
+from xcloud.cluster.link_end import OutSettings
+from xcloud.cluster.link_profile import LinkWindow
+from xcloud.comm.compression import Compression
 from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClock
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.pipeline import Pipeline
@@ -44,6 +53,89 @@ def test_a_clock_that_is_not_asked_to_record_only_sums() -> None:
     assert clock.seconds["compute_s"] > 0
     assert not clock.recorded
     assert clock.messages is None
+
+
+def test_a_block_inside_another_one_interrupts_it() -> None:
+    clock = StepClock(record_from=1)
+    clock.begin_step(1)
+    with clock.during("compress"):
+        with clock.during("wait"):
+            blocked_at_s = time.monotonic()
+        resumed_at_s = time.monotonic()
+    clock.end_step()
+
+    spans = clock.recorded[0].spans
+    assert [span.what for span in spans] == ["compress", "wait", "compress"]
+    assert all(a.ended_at_s <= b.started_at_s for a, b in pairwise(spans)), "counted once"
+    assert spans[1].started_at_s <= blocked_at_s <= spans[1].ended_at_s <= resumed_at_s
+
+
+def test_a_sender_that_is_blocked_waits_and_does_not_compress() -> None:
+    """A stage behind which no gradient returns runs ahead until the queues are full."""
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free", link_budget_bytes=1)
+    border = replace(BORDER, gradient_returns=False, is_constant=True)
+    a, b = wired(layout, {0: border}, Compression(), record_from=1, max_samples=500)
+    out, incoming = (one.wiring.boundaries.ports[0] for one in (a, b))
+    ids = torch.arange(500)
+    message = {"counts": torch.full((500,), 5, dtype=torch.int16), "hidden": torch.zeros(2500, D)}
+    keys = [MessageKey(Kind.ACTIVATION, 1, number) for number in range(2)]
+
+    def send() -> None:
+        a.clock.begin_step(1)
+        for key in keys:
+            out.forward_out[1].send(key, message, {"ids": ids})
+        a.clock.end_step()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_for(lambda: a.clock.doing == "wait")
+    blocked_at_s = time.monotonic()
+    for key in keys:
+        incoming.forward_in[0].recv(key, {"ids": ids})
+    thread.join()
+
+    (during,) = (
+        span.what
+        for span in a.clock.recorded[0].spans
+        if span.started_at_s <= blocked_at_s <= span.ended_at_s
+    )
+    assert during == "wait"
+
+
+def test_a_full_queue_over_a_network_tells_its_sender_that_it_waits() -> None:
+    class Slow:
+        """A Pair whose peer takes nothing until it is told to."""
+
+        def __init__(self) -> None:
+            self.taken = threading.Event()
+
+        def join(self) -> None: ...
+
+        def isend(self, frame: torch.Tensor, tag: int) -> "Slow":
+            return self
+
+        def wait(self) -> None:
+            assert self.taken.wait(60)
+
+    clock, pair, ends = StepClock(record_from=1), Slow(), []
+    clock.begin_step(1)
+
+    @contextmanager
+    def blocked() -> Iterator[None]:
+        with clock.during("wait"):
+            ends.append(time.monotonic())
+            pair.taken.set()
+            yield
+
+    settings = OutSettings("rank 1", 4096, LinkWindow(1, 1), blocked=blocked)
+    link = GlooOutLink(pair, settings)  # type: ignore[arg-type]
+    with clock.during("compress"):
+        for number in range(4):
+            link.send(MessageKey(Kind.ACTIVATION, 1, number), ())
+    clock.end_step()
+
+    assert ends
+    assert {"compress", "wait"} == {span.what for span in clock.recorded[0].spans}
 
 
 def test_what_happens_between_steps_is_not_recorded() -> None:

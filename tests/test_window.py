@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,20 @@ import pytest
 import torch
 
 from tests.memory_group import MemoryGroup
+from tests.pipelines import BORDER, D, wired
+from tests.runs import wait_for
 from xcloud.base.errors import ConfigError, LinkClosed
-from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.link_end import ByteQueue, InSettings, OutSettings
 from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
+from xcloud.comm.channel import SendChannel
+from xcloud.comm.compression import Compression
 from xcloud.parallel.one_forward_one_backward import OneForwardOneBackward
 from xcloud.parallel.schedule import GPipe, Schedule, most_in_flight
+from xcloud.wire.ends import FRAME_SLACK_BYTES
 
 
 def test_receives_cover_what_is_under_way_as_far_as_the_budget_goes() -> None:
@@ -31,6 +37,56 @@ def test_receives_cover_what_is_under_way_as_far_as_the_budget_goes() -> None:
 def test_a_queue_holds_what_the_schedule_needs_even_beyond_the_budget() -> None:
     assert LinkWindow.covering(4, 1000, budget_bytes=1_000_000).max_queued_bytes == 1_000_000
     assert LinkWindow.covering(300, 50_000, budget_bytes=1000).max_queued_bytes == 15_000_000
+
+
+def test_what_nobody_needs_ahead_stays_within_the_budget() -> None:
+    window = LinkWindow.covering(2, 50_000, budget_bytes=1_000_000, num_ahead=32)
+    assert (window.num_posted, window.max_queued_bytes) == (20, 1_000_000)
+    window = LinkWindow.covering(300, 50_000, budget_bytes=1_000_000, num_ahead=32)
+    assert (window.max_queued_bytes, window.max_evaluation_bytes) == (15_000_000, 1_000_000)
+
+
+@pytest.mark.parametrize("kind", [Kind.EVALUATION, Kind.ACTIVATION])
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("budget", [1, 1_000_000])
+def test_an_evaluation_and_a_boundary_without_gradient_fill_the_budget_and_no_more(
+    kind: Kind, returns: bool, budget: int
+) -> None:
+    """Whatever the schedule has in flight, of which a gradient must return for each."""
+    num_samples, rows = 8, BORDER.max_rows_per_sample
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free", link_budget_bytes=budget)
+    border = replace(BORDER, gradient_returns=returns, is_constant=not returns)
+    ranks = wired(layout, {0: border}, Compression(), schedule=GPipe(40), max_samples=num_samples)
+    out, incoming = (one.wiring.boundaries.ports[0] for one in ranks)
+    samples = {"ids": torch.arange(num_samples)}
+    message = {
+        "counts": torch.full((num_samples,), rows, dtype=torch.int16),
+        "hidden": torch.zeros(num_samples * rows, D),
+    }
+    frame = frame_bytes(tuple(map(TensorSpec.of, message.values())))
+    needed = 40 if returns and kind is Kind.ACTIVATION else 1
+    channel = out.forward_out[1]
+    assert isinstance(channel, SendChannel)
+    room = channel.link._settings.room_bytes(kind)
+    assert budget <= room <= max(budget, needed * (frame + FRAME_SLACK_BYTES))
+    keys = [MessageKey(kind, 1, number) for number in range(max(1, room // frame) + 1)]
+    assert len(keys) > needed
+    sent: list[MessageKey] = []
+
+    def send() -> None:
+        for key in keys:
+            channel.send(key, message, samples)
+            sent.append(key)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    wait_for(lambda: len(sent) >= len(keys) - 1, 20)
+    thread.join(0.2)
+    assert thread.is_alive(), "one more than there is room for"
+    for key in keys:
+        incoming.forward_in[0].recv(key, samples)
+    thread.join(20)
+    assert 0 < ranks[1].wiring.ends.queued.peak_bytes <= max(room, frame)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, "64 MB"])

@@ -93,7 +93,9 @@ class GlooOutLink(SendingEnd):
         clock, window = settings.clock, settings.window
         latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
         self._posted = PostedReceives(window.num_posted, latency_at)
-        self._queue: ByteQueue[Outgoing | None] = ByteQueue(window.max_queued_bytes)
+        self._queue: ByteQueue[Outgoing | None] = ByteQueue(
+            window.max_queued_bytes, settings.queued
+        )
         self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()
 
@@ -116,15 +118,20 @@ class GlooOutLink(SendingEnd):
     def _put(self, item: Outgoing | None) -> None:
         started_s, settings, life = time.monotonic(), self._settings, self._settings.life
         num_bytes = 0 if item is None else item.frame.numel()
+        room_bytes = None if item is None else settings.room_bytes(item.key.kind)
 
         def put(timeout_s: float) -> bool:
             if self._failure is not None:
                 raise self._failure
-            return self._queue.put(item, num_bytes, timeout_s)
+            return self._queue.put(item, num_bytes, timeout_s, room_bytes)
 
+        if put(0.0):
+            return
         of_a_step = item is not None and item.key.kind in OF_A_STEP
         progress = settings.progress if of_a_step else None
-        if not life.wait(put, settings.overdue_s, life.beats and of_a_step, progress):
+        with settings.blocked():
+            has_room = life.wait(put, settings.overdue_s, life.beats and of_a_step, progress)
+        if not has_room:
             raise LinkTimeout(
                 f"{self.peer_name} has taken none of the waiting messages for "
                 f"{time.monotonic() - started_s:.0f} s; its last heartbeat came "

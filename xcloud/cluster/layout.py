@@ -48,7 +48,8 @@ class Layout(ABC):
     liveness: when a rank that is silent outside a training step counts as lost.
     link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
         the queue at each of its ends. Three receives, and room in the queues for all micro-batches
-        that the schedule has in flight, there always are.
+        that wait for a gradient under the schedule, there always are; an evaluation, and training
+        over a boundary that no gradient crosses, is blocked instead.
     carrier: what carries messages, also inside a cloud; None: gloo (gloo_link.py).
     """
 

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -36,26 +36,51 @@ from xcloud.cluster.link_profile import DEFAULT_LIVENESS, LinkWindow, Liveness
 T = TypeVar("T")
 
 
+class QueuedBytes:
+    """Bytes of messages that wait in the queues of one rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """num_bytes: below 0 for what has left a queue."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+
 class ByteQueue(Generic[T]):
     """FIFO. `put` blocks while the queued items and the new one exceed max_bytes; an empty queue
-    accepts an item of any size. Items of 0 bytes (which end a link) never wait."""
+    accepts an item of any size. Items of 0 bytes (which end a link) never wait. total: of all
+    queues of the rank."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, total: QueuedBytes | None = None) -> None:
         self.max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
+        self._total = total or QueuedBytes()
 
-    def put(self, item: T, num_bytes: int, timeout_s: float | None = None) -> bool:
-        """Whether there was room within timeout_s seconds (None: wait for ever)."""
+    def put(
+        self,
+        item: T,
+        num_bytes: int,
+        timeout_s: float | None = None,
+        max_bytes: int | None = None,
+    ) -> bool:
+        """Return whether there was room within timeout_s seconds (None: wait for ever).
+        max_bytes: for this item; None: that of the queue."""
         with self._changed:
-            most = self.max_bytes - num_bytes
+            most = (self.max_bytes if max_bytes is None else max_bytes) - num_bytes
             has_room = self._changed.wait_for(
                 lambda: not (num_bytes and self._num_bytes) or self._num_bytes <= most, timeout_s
             )
             if has_room:
                 self._items.append((item, num_bytes))
                 self._num_bytes += num_bytes
+                self._total.add(num_bytes)
                 self._changed.notify_all()
             return has_room
 
@@ -69,6 +94,7 @@ class ByteQueue(Generic[T]):
             self.wait()
             item, num_bytes = self._items.popleft()
             self._num_bytes -= num_bytes
+            self._total.add(-num_bytes)
             self._changed.notify_all()
             return item
 
@@ -184,6 +210,7 @@ class EndSettings:
     life: the peer's heartbeats, shared with the other links to and from it.
     progress: of messages of a step over any link of this rank; None: the deadline of a message
         stands, whatever else is on its way.
+    queued: what waits in this rank, in all queues of its links.
     """
 
     peer_name: str
@@ -192,6 +219,13 @@ class EndSettings:
     record: LinkRecord = field(default_factory=LinkRecord)
     life: PeerLife = field(default_factory=PeerLife)
     progress: Progress | None = None
+    queued: QueuedBytes = field(default_factory=QueuedBytes)
+
+    def room_bytes(self, kind: Kind) -> int:
+        """How far a message of this kind may fill a queue."""
+        window = self.window
+        is_evaluated = kind is Kind.EVALUATION
+        return window.max_evaluation_bytes if is_evaluated else window.max_queued_bytes
 
     def note_progress(self, kind: Kind, at_s: float | None = None) -> None:
         """A message of this kind has moved, or will be there at at_s."""
@@ -201,11 +235,16 @@ class EndSettings:
 
 @dataclass(frozen=True)
 class OutSettings(EndSettings):
-    """clock: the emulated link; None leaves the network alone. overdue_s: how long a full queue
-    may stand still if the peer says nothing at all."""
+    """Of the sending end.
+
+    clock: the emulated link; None leaves the network alone.
+    overdue_s: how long a full queue may stand still if the peer says nothing at all.
+    blocked: entered while `send` waits for room, in the sender's thread.
+    """
 
     clock: LinkClock | None = None
     overdue_s: float = 300.0
+    blocked: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -304,7 +343,8 @@ class ReceivingEnd:
         self.said_goodbye = False  # the peer; else the end of the link is a failure
         self._settings = settings
         self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
-        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(settings.window.max_queued_bytes)
+        most = settings.window.max_queued_bytes
+        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(most, settings.queued)
         self._over = threading.Event()
         self._expected = 0
 
@@ -365,8 +405,10 @@ class ReceivingEnd:
                 f"{frame.key} from {self.peer_name} cannot be handled: {error!r}"
             ) from error
 
-    def _keep(self, frame: Frame) -> None:
-        self._inbox.put(frame, frame.num_bytes)
+    def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
+        """Return whether there was room for it within timeout_s seconds."""
+        room_bytes = self._settings.room_bytes(frame.key.kind)
+        return self._inbox.put(frame, frame.num_bytes, timeout_s, room_bytes)
 
     def _leave(self) -> None:
         self.said_goodbye = True

@@ -158,24 +158,34 @@ class LinkWindow:
         (pages use memory only once filled). The sender ends the link with as many goodbyes.
     max_queued_bytes: frames that may be queued at the sender before `send` blocks, and at the
         receiver before it stops reading from the network.
+    max_evaluation_bytes: the same of the frames of an evaluation, whose sender may be blocked.
     """
 
     num_posted: int = MIN_POSTED
     max_queued_bytes: int = BUDGET_BYTES
+    max_evaluation_bytes: int = BUDGET_BYTES
 
     @classmethod
     def covering(
-        cls, num_under_way: int, frame_bytes: int, budget_bytes: int = BUDGET_BYTES
+        cls,
+        num_under_way: int,
+        frame_bytes: int,
+        budget_bytes: int = BUDGET_BYTES,
+        num_ahead: int = 0,
     ) -> LinkWindow:
-        """For a sender that may be `num_under_way` messages of at most frame_bytes ahead of what
-        its receiver has read.
+        """Return the window of a sender that must be able to be `num_under_way` messages of at
+        most frame_bytes ahead of what its receiver has read.
 
-        Posted receives stay within budget_bytes, but there are at least MIN_POSTED. The queue
-        takes everything in flight even beyond the budget: a schedule whose `send` blocked would
-        deadlock.
+        The queue takes these even beyond budget_bytes: a schedule whose `send` blocked would
+        deadlock. Posted receives stay within the budget, but there are at least MIN_POSTED; they
+        cover num_ahead messages too, which keep a long line busy and which nobody needs.
         """
-        num_posted = max(MIN_POSTED, min(num_under_way, budget_bytes // frame_bytes))
-        return cls(num_posted, max(budget_bytes, num_under_way * frame_bytes))
+        num_posted = min(max(num_under_way, num_ahead), budget_bytes // frame_bytes)
+        return cls(
+            max(MIN_POSTED, num_posted),
+            max(budget_bytes, num_under_way * frame_bytes),
+            budget_bytes,
+        )
 
 
 @settings("cluster.liveness")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from xcloud.base.errors import ConfigError, LinkError
-from xcloud.cluster.frame import Kind, seal_frame
+from xcloud.cluster.frame import Frame, Kind, seal_frame
 from xcloud.cluster.gloo_groups import GroupCollectives
 from xcloud.cluster.link_end import (
     InSettings,
@@ -87,6 +88,7 @@ class _Line:
         self._lock = threading.Lock()
         self._waiting: list[Tensor] = []
         self._take: Callable[[Tensor], None] | None = None
+        self.blocked: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def carry(self, frame: Tensor) -> None:
         with self._lock:
@@ -107,6 +109,7 @@ class MemoryOutLink(SendingEnd):
     def __init__(self, line: _Line, settings: OutSettings) -> None:
         super().__init__(settings)
         self._line = line
+        line.blocked = settings.blocked
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
@@ -122,7 +125,15 @@ class MemoryOutLink(SendingEnd):
 class MemoryInLink(ReceivingEnd):
     def __init__(self, line: _Line, settings: InSettings) -> None:
         super().__init__(settings)
+        self._line = line
         line.attach(self._take)
+
+    def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
+        """In the sender's thread."""
+        if super()._keep(frame, 0.0):
+            return True
+        with self._line.blocked():
+            return super()._keep(frame, timeout_s)
 
     def _take(self, buffer: Tensor) -> None:
         if self._over.is_set():

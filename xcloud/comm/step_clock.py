@@ -74,6 +74,7 @@ class StepClock:
         self._spans: list[Span] | None = None  # of the current step; None: not recorded
         self._step, self._started_at_s = 0, 0.0
         self._ended_at_s: float | None = None  # the step before, and what was paused since
+        self._open: _During | None = None  # the innermost block that counts now
 
     def begin_step(self, step: int) -> None:
         self._step, self._started_at_s = step, self._ended_at_s or time.monotonic()
@@ -107,9 +108,14 @@ class StepClock:
                 self._ended_at_s += time.monotonic() - started_at_s
 
     def during(self, what: What) -> _During:
-        """`with clock.during("forward"):` counts the block's time. Blocks do not nest: a moment is
-        counted once."""
+        """`with clock.during("forward"):` counts the block's time. A block inside another one
+        interrupts it: a moment is counted once."""
         return _During(self, what)
+
+    @property
+    def doing(self) -> What | None:
+        """What the innermost block counts now; None outside of all."""
+        return None if self._open is None else self._open._what
 
     def now(self) -> Any:
         """This moment, for `count`."""
@@ -124,15 +130,26 @@ class StepClock:
 class _During:
     """A class, because a @contextmanager generator takes twice as long."""
 
-    __slots__ = ("_clock", "_started_at", "_what")
+    __slots__ = ("_clock", "_outer", "_started_at", "_what")
 
     def __init__(self, clock: StepClock, what: What) -> None:
         self._clock, self._what = clock, what
 
     def __enter__(self) -> None:
-        self._started_at = self._clock.now()
+        clock = self._clock
+        self._outer = clock._open
+        if self._outer is not None:
+            self._outer._count()
+        clock._open = self
+        self._started_at = clock.now()
 
     def __exit__(self, *_: object) -> None:
+        self._count()
+        self._clock._open = self._outer
+        if self._outer is not None:
+            self._outer._started_at = self._clock.now()
+
+    def _count(self) -> None:
         clock = self._clock
         if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
             clock.settle()

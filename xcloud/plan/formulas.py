@@ -8,6 +8,7 @@ Source: Pan et al., ZTE Technology Journal 2023(4), section 1.1, (1) and (2); (2
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.one_forward_one_backward import most_kept
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.parallel.strategy import Averaging
 from xcloud.plan.costs import AveragingCodec, Profile
 from xcloud.plan.settings import Arranged, Plan
@@ -167,24 +168,63 @@ def work_before(profile: Profile, b: float) -> list[Work]:
     return found
 
 
-def memory_of(plan: Plan, arranged: Arranged, works: Sequence[Work]) -> dict[str, int]:
-    """Bytes of the fullest rank, by cloud. works: of each stage."""
+def memory_of(
+    plan: Plan,
+    arranged: Arranged,
+    works: Sequence[Work],
+    messages: Mapping[int, tuple[int, int | None]],
+    num_passes: int = 1,
+) -> dict[str, int]:
+    """Return the bytes of the fullest rank, by cloud.
+
+    works: of each stage.
+    messages: of boundaries between ranks, by the stage before: bytes forward and back; None where
+        no gradient returns.
+    num_passes: over the schedule, in an update.
+    """
     layout, found, p = arranged.layout, dict[str, int](), len(plan.ends)
     averaging = arranged.strategy.averaging
     copies = 0 if averaging is None else averaging.traits.num_copies
     schedule = plan.schedule.for_lanes(p, layout.num_lanes)
+    budget = layout.link_budget_bytes
 
     def stage_bytes(stage: int) -> float:
         work, num_ranks = works[stage], len(layout.ranks_of(stage)) * layout.num_replicas
         activations, put_off = work.activation_bytes, work.put_off_bytes
         held = _most_kept(schedule, stage, p, num_ranks, activations, put_off)
+        queued = sum(
+            _most_queued(schedule, end, p, num_ranks, messages[end], budget, num_passes)
+            for end in (stage - 1, stage)
+            if end in messages
+        )
         # Gradients and two moments beside the weights.
-        return work.parameter_bytes + (3 + copies) * work.trained_bytes + held
+        return work.parameter_bytes + (3 + copies) * work.trained_bytes + held + queued
 
     for name, cloud in layout.clouds.items():
         each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())
         found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
     return found
+
+
+@lru_cache(maxsize=65536)
+def _most_queued(
+    schedule: Schedule,
+    stage: int,
+    num_stages: int,
+    num_ranks: int,
+    sizes: tuple[int, int | None],
+    budget: int,
+    num_passes: int,
+) -> float:
+    """Return the bytes of messages over the boundary after `stage` that may wait in one of the
+    num_ranks ranks at one of its ends: those in flight, each of which goes forward or comes back;
+    where none come back, all of an update, as far as the link's budget goes (LinkWindow)."""
+    forward, back = sizes
+    if back is None:
+        most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
+        return min(most * forward, max(budget, forward))
+    in_flight = most_in_flight(schedule.actions(stage, num_stages), lambda i: i % num_ranks)
+    return max(in_flight.values()) * max(forward, back)
 
 
 @lru_cache(maxsize=65536)

@@ -253,9 +253,18 @@ class Pricer:
         return self.profile.compressors[compression].boundaries[boundary]
 
     def memory(self, plan: Plan) -> dict[str, int]:
-        """Bytes of the fullest rank, by cloud."""
-        works = [self._work(*span, self.samples(plan)) for span in plan.spans]
-        return memory_of(plan, self.arranged[plan.strategy], works)
+        """Return the bytes of the fullest rank, by cloud."""
+        b, arranged = self.samples(plan), self.arranged[plan.strategy]
+        works = [self._work(*span, b) for span in plan.spans]
+        silent, messages = self.silent_boundaries(plan), dict[int, tuple[int, int | None]]()
+        for stage, end in enumerate(plan.ends[:-1]):
+            if arranged.layout.ranks_of(stage) == arranged.layout.ranks_of(stage + 1):
+                continue  # handed over inside a rank
+            leaves = arranged.layout.leaves_cloud(stage)
+            out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
+            returned = None if stage in silent else round(back.num_bytes)
+            messages[stage] = round(out.num_bytes), returned
+        return memory_of(plan, arranged, works, messages, self.passes)
 
     def _work_of(self, start: int, end: int, b: float) -> Work:
         before = self._before(b)

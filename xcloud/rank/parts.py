@@ -162,7 +162,7 @@ class Features:
                 CacheReport(wiring.boundaries.channels.values(), reporter)
                 if job.cached_boundaries
                 else None,
-                MemoryReport(trainer, reporter, self._memory, states),
+                MemoryReport(trainer, reporter, self._memory, wiring.ends.queued, states),
                 # It asks all ranks at once.
                 None
                 if job.roster.is_elastic

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import MessageLog
+from xcloud.cluster.link_end import QueuedBytes
 from xcloud.cluster.transport import Meeting, machine_id
 from xcloud.comm.step_clock import RecordedStep, Span, StepClock
 from xcloud.parallel.exchange import local_part
@@ -172,17 +173,20 @@ class MemoryMeter:
 
 
 class MemoryReport(Part):
-    """Of a pipeline's rank. states: takes the state that checkpoints copy; None: none are made."""
+    """Reports the memory of a pipeline's rank. queued: messages that wait to be sent or read.
+    states: takes the state that checkpoints copy; None: none are made."""
 
     def __init__(
         self,
         trainer: Trainer,
         reporter: Reporter,
         meter: MemoryMeter,
+        queued: QueuedBytes,
         states: Callable[[], object] | None,
     ) -> None:
         self._trainer, self._reporter, self._states = trainer, reporter, states
         self._meter = meter
+        self._queued = queued
         self._first = ExitStack()
 
     def before_update(self, step: int) -> None:
@@ -195,7 +199,8 @@ class MemoryReport(Part):
         moments = optimizer_bytes(self._trainer.optimizers)
         figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
         copied = bytes_to_copy(self._states) if self._states is not None else 0
-        self._reporter.event("memory", **figures, checkpoint=copied)
+        queued = self._queued.peak_bytes
+        self._reporter.event("memory", **figures, queued=queued, checkpoint=copied)
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):

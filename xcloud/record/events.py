@@ -40,7 +40,7 @@ TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"
 MEMORY = ("peak", "gpu_peak", "program", "parameters", "gradients", "optimizer", "activations",
-          "checkpoint")  # fmt: skip
+          "queued", "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 OTHER_MEMORY = "other"  # what of the peak is none of these: network buffers, caches, work space
 

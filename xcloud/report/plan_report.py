@@ -211,7 +211,7 @@ def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[st
     place = next(name for name, row in rows.items() if row["strategy"] == own)
     if place not in ("1", "yours"):
         yield f"same strategy as yours ({own}): best is row {place}"
-    memory = "memory: weights, gradients, moments and activations of the fullest rank"
+    memory = "memory: weights, gradients, moments, activations and messages of the fullest rank"
     if program := report.pricer.profile.program_bytes:
         memory += f"; beside them each rank takes {human_bytes(program)} of program, and buffers"
     yield memory

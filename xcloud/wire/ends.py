@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from xcloud.cluster.link_end import (
     InSettings,
     OutSettings,
     PeerLife,
+    QueuedBytes,
     ReceivingEnd,
     SendingEnd,
     ignore,
@@ -42,7 +44,8 @@ OnReport = Callable[[int, Frame], None]
 
 
 class Ends:
-    """Those of one rank. records: of links that leave the cloud. lives: heartbeats of others."""
+    """Those of one rank. records: of links that leave the cloud. lives: heartbeats of others.
+    queued: bytes of messages that wait here."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Ends:
         self._run_dir = run_dir
         self._clocks: dict[str, LinkClock] = {}  # by cloud
         self._progress = Progress()
+        self.queued = QueuedBytes()
         pairs = combinations(layout.clouds, 2)
         if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
             # A name that no earlier run in this folder used: link time starts at 0 in every run.
@@ -98,9 +102,11 @@ class Ends:
         window: LinkWindow,
         boundary: int = CONTROL,
         may_be_late: bool = False,
+        blocked: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> SendingEnd:
         """boundary: stage before it, for logs and records of messages between stages.
-        may_be_late: the receiver says how long it waits, whatever else is on its way."""
+        may_be_late: the receiver says how long it waits, whatever else is on its way.
+        blocked: see OutSettings."""
         record = self._record(LinkName(boundary, self.rank, peer))
         if record.to is not None:
             self.records.append(record)
@@ -111,8 +117,10 @@ class Ends:
             record=record,
             life=self.lives[peer],
             progress=None if may_be_late else self._progress,
+            queued=self.queued,
             clock=self._clock_to(peer),
             overdue_s=self.layout.overdue_s(self.rank, peer, capacity_bytes),
+            blocked=blocked,
         )
         end = self.transport.out(line, peer, settings)
         self._ends.append((peer, end))
@@ -139,6 +147,7 @@ class Ends:
             record=self._record(LinkName(boundary, peer, self.rank)),
             life=self.lives[peer],
             progress=None if may_be_late else self._progress,
+            queued=self.queued,
             handlers=handlers or {},
             advice=self.layout.overdue_advice(self.rank, peer),
             is_emulated=wan is not None and wan.emulated,
@@ -170,9 +179,9 @@ class Ends:
         """A lost rank's ends are not closed. What they sent stays counted."""
         self._ends = [(other, end) for other, end in self._ends if other != peer]
 
-    def window(self, under_way: int, frame_bytes: int) -> LinkWindow:
-        """Of the same arguments at both ends of a link."""
-        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
+    def window(self, under_way: int, frame_bytes: int, ahead: int = 0) -> LinkWindow:
+        """Of the same arguments at both ends of a link. See LinkWindow.covering."""
+        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes, ahead)
 
     def close(self, *may_be_gone: type[LinkError]) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it sends heartbeats. Errors

@@ -159,8 +159,8 @@ def _join_sums(job: Experiment, ends: Ends, control: Control | None) -> StageSum
 
 
 _FORWARD_AHEAD = 32
-"""Messages that may be under way forward where no gradient holds back the sender: an evaluation's
-pieces, and training over a boundary that no gradient crosses. More wait in the sender's queue."""
+"""Receives posted forward, as far as the budget of the link goes, where no gradient holds back the
+sender: for an evaluation's pieces, and training over a boundary that no gradient crosses."""
 
 
 class Boundaries:
@@ -209,7 +209,9 @@ class Boundaries:
                 share = kept_bytes // sum(receiver == b for _, receiver in pairs)
                 caches = self.shared(ActivationCaches)
                 caches[stage, b if rank == a else a] = ActivationCache(share)
-            self._join_one_way(stage, "forward", a, b, max(in_flight[a, b], _FORWARD_AHEAD))
+            # What waits for nothing from behind may be blocked, and is in flight one at a time.
+            under_way = in_flight[a, b] if boundary.gradient_fields else 1
+            self._join_one_way(stage, "forward", a, b, under_way)
             if boundary.gradient_fields:
                 self._join_one_way(stage, "backward", b, a, in_flight[a, b])
 
@@ -231,10 +233,18 @@ class Boundaries:
         if direction == "forward":
             start = sum(spec.num_bytes for spec in boundary.start)
             capacity = max(capacity, start + FRAME_SLACK_BYTES)
-        window, line = ends.window(under_way, frame), f"{stage}.{direction}"
+        ahead = _FORWARD_AHEAD if direction == "forward" else 0
+        window, line = ends.window(under_way, frame, ahead), f"{stage}.{direction}"
         identity = ChannelId(job.seed, stage, direction, sender, receiver)
         if sender == ends.rank:
-            link = ends.out(line, receiver, capacity, window, stage)
+            link = ends.out(
+                line,
+                receiver,
+                capacity,
+                window,
+                boundary=stage,
+                blocked=partial(self._clock.during, "wait"),
+            )
             channel = SendChannel(link, fields, codecs, self._clock, identity)
             self.channels[str(identity)] = outs[receiver] = channel
             if wan is not None:
