@@ -67,6 +67,10 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+RESUMED = ("1f1b, lanes, int4", "streaming, feedback", "one way")
+"""Those that are run again from their first checkpoint."""
+
+
 def one_way(form: Any) -> OneWayExperiment:
     ranks = 1 if form == "local" else 2
     clouds = {"a": OneWayCloud(1, 1.0), "b": OneWayCloud(ranks, 2.0), "c": OneWayCloud()}
@@ -103,7 +107,7 @@ def jobs() -> dict[str, Job]:
 def measured(
     folder: Path, patch: pytest.MonkeyPatch, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The whole table, or these rows. Three are run again from their first checkpoint."""
+    """Run the whole table, or these rows; those of RESUMED twice."""
     table = {}
     for name, job in jobs().items():
         if names is not None and name not in names:
@@ -111,7 +115,7 @@ def measured(
         run_dir = folder / name
         run(job, run_dir, patch)
         table[name] = entry(run_dir)
-        if name in ("1f1b, lanes, int4", "streaming, feedback", "one way"):
+        if name in RESUMED:
             again = folder / f"{name}, gone on"
             interrupted(run_dir, again)
             run(job, again, patch)

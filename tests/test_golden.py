@@ -5,31 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import jobs, measured
+from tests.golden import RESUMED, jobs, measured
 
 KEPT = json.loads((Path(__file__).parent / "golden.json").read_text())
-SOME = ("pipeline", "tied ends, svd", "hybrid, svd, max norm", "clipped samples")
 
 
-def check(names: tuple[str, ...], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    table = measured(folder, patch, names)
-    for name, entry in table.items():
-        assert entry["bytes"] == KEPT[name]["bytes"], name
-        assert '"resume"' not in (folder / name / "events.jsonl").read_text(), "a fresh run"
-        assert entry["losses"] == pytest.approx(KEPT[name]["losses"], rel=1e-4), name
-
-
-def test_some_runs_come_to_the_losses_and_bytes_of_the_golden_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", jobs())
+def test_a_run_comes_to_the_losses_and_bytes_of_the_golden_table(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(SOME, tmp_path, monkeypatch)
+    table = measured(tmp_path, monkeypatch, [name])
+
+    assert len(table) == 1 + (name in RESUMED)
+    for row, entry in table.items():
+        assert entry["bytes"] == KEPT[row]["bytes"], row
+        assert '"resume"' not in (tmp_path / row / "events.jsonl").read_text(), "a fresh run"
+        assert entry["losses"] == pytest.approx(KEPT[row]["losses"], rel=1e-4), row
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_every_run_comes_to_the_losses_and_bytes_of_the_golden_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(tuple(jobs()), tmp_path, monkeypatch)
-    again = {name for name in KEPT if name.endswith(", gone on")}
-    assert KEPT.keys() - again == jobs().keys()
+def test_the_golden_table_has_a_row_for_every_job_and_no_other() -> None:
+    assert KEPT.keys() == {*jobs(), *(f"{name}, gone on" for name in RESUMED)}
