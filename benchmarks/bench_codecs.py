@@ -1,6 +1,6 @@
 """How fast the compressors are, how much they save, and on which links they pay.
 
-python -m benchmarks.bench_codecs [--threads 1] [--rows 2048] [--features 768]
+    python -m benchmarks.bench_codecs [--threads 1] [--rows 2048] [--features 768] [--only NAME]
 
 Tensor: float32 [rows, features], columns of decaying size in a random basis (singular values
 ~ 1/i), each call another tensor of the same basis, as micro-batches are. Times are medians.
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--features", type=int, default=768)
+    parser.add_argument("--only", default="", help="those whose name has this in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -64,6 +65,8 @@ def main() -> None:
     )
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for name, compressor in compressors():
+        if args.only not in name:
+            continue
         print(row(name, compressor, tensors, spec), flush=True)
 
 

@@ -1,70 +1,34 @@
-"""A strategy that the package does not have, all of it here: sign-SGD with majority vote. It runs
-over the real wiring and trainer, and the planner asks it what it sends."""
+"""A strategy that the package does not have, all of it in docs/add-a-strategy.md: sign-SGD with
+majority vote. It runs over the real wiring and trainer, and the planner asks it what it sends."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.import_walk import PACKAGE
 from tests.strategy_jobs import clouds, values
 from tests.trainers import ranks, update
-from xcloud.base.settings import settings
+from xcloud.base.errors import ConfigError
+from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.averaging import Terms
-from xcloud.parallel.exchange import Exchange, FlatBuffer
-from xcloud.parallel.merging import Contribution
-from xcloud.parallel.replicas import Replicas
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import Averaging, Places, Strategy
+from xcloud.parallel.strategy import Places, Strategy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Optimizer, Training
 
-
-@settings("strategy.averaging")
-class MajorityVote(Averaging):
-    """Every replica sends the signs of its gradient; all use the sign of their sum, times `scale`
-    (Bernstein et al., arXiv:1810.05291)."""
-
-    scale: float = 1.0
-
-    @property
-    def label(self) -> str:
-        return f"votes, {self.scale:g}"
-
-    def join(self, replicas: Replicas) -> Exchange:
-        return Votes(self.scale, replicas)
-
-
-def vote(contributions: Sequence[Contribution]) -> list[Tensor]:
-    own = zip(*(contribution.tensors for contribution in contributions), strict=True)
-    return [torch.stack(tensors).sum(0).sign() for tensors in own]
-
-
-class Votes(Exchange):
-    def __init__(self, scale: float, replicas: Replicas) -> None:
-        self._scale, self._parameters = scale, list(replicas.trained.values())
-        shapes = {name: parameter.shape for name, parameter in replicas.trained.items()}
-        self._averager = replicas.averager(shapes, Terms(vote), False, "votes")
-        replicas.open([self._averager])
-
-    def before_update(
-        self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._averager.start(step, [gradient.sign() for gradient in gradients])
-        (votes,) = self._averager.finish(step).changes
-        for gradient, voted in zip(gradients, votes, strict=True):
-            gradient.copy_(voted.sign() * self._scale)
-        for stage, buffer in buffers.items():
-            buffer.flat[-1] = losses[stage]
-        return dict(losses)
+PAGE = PACKAGE.parent / "docs" / "add-a-strategy.md"
+# The example of the page, as a newcomer would copy it.
+exec(textwrap.dedent(PAGE.read_text().split("```python\n")[1].split("```")[0]), globals())
+MajorityVote: Any = globals()["MajorityVote"]
 
 
 TRAINING = Training(30, batch_size=18, optimizer=Optimizer(0.02, 1))
@@ -88,6 +52,34 @@ def test_a_strategy_of_one_class_trains_over_clouds_that_stay_equal(num_clouds: 
         assert all(torch.equal(first, other) for other in others)
     gradient = next(job[0].trainer.pipeline.stages[0].parameters()).grad
     assert gradient is not None and set(gradient.unique().tolist()) <= {-0.5, 0.0, 0.5}
+
+
+def test_the_loss_is_that_of_all_clouds() -> None:
+    found = []
+    for strategy in (VOTES, Strategy("sums", None, GradientAveraging())):
+        job = ranks(clouds(3), TRAINING, None, GPipe(3), BatchPlan(18, 18, 1), strategy)
+        reports = update(job, 1)
+        found.append([r.loss for r in reports if not isinstance(r, str) and r.loss is not None])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_in_one_cloud_skips_the_update_in_all() -> None:
+    training = replace(TRAINING, on_divergence="skip")
+    job = ranks(clouds(3), training, None, GPipe(3), BatchPlan(18, 18, 1), VOTES)
+    before = [value.clone() for value in values(job, 0)]
+    with torch.no_grad():
+        for parameter in job[1].trainer.pipeline.stages[1].parameters():
+            parameter.fill_(math.nan)
+    reports = update(job, 1)
+
+    assert all(not isinstance(report, str) and report.skipped for report in reports)
+    assert all(torch.equal(a, b) for a, b in zip(before, values(job, 0), strict=True))
+
+
+def test_clouds_of_several_ranks_are_refused() -> None:
+    layout = ClusterLayout({"a": Cloud(2), "b": Cloud()}, "free")
+    with pytest.raises(ConfigError, match=r"clouds of one rank; not so: \['a'\]"):
+        MajorityVote().check(layout)
 
 
 def test_the_rest_of_the_product_asks_the_strategy_itself() -> None:

@@ -42,10 +42,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--base-steps", type=int, default=800, help="of the base model")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = Rows(given.out, given.data)
-    base = base_model(given.data, rows.work)
+    base = base_model(given.data, rows.work, given.base_steps)
     text = given.text or wikitext(given.data, rows.work)
     common = settings(base, text, given.steps, given.batch_size, given.learning_rate)
     for seed, name in product(given.seeds, given.only):
@@ -53,7 +54,7 @@ def main() -> None:
         rows.add({"row": name, "seed": seed}, words)
 
 
-def base_model(data: Path, work: Path) -> Path:
+def base_model(data: Path, work: Path, num_steps: int) -> Path:
     folder, text = work / "base", work / "paragraphs.txt"
     if not folder.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def base_model(data: Path, work: Path) -> Path:
             paragraphs = [json.loads(line)["text"].replace("\n", " ") for line in file]
         text.write_text("\n".join(paragraphs) + "\n", encoding="utf-8")
         make = [sys.executable, "-m", "experiments.strategies.base_model", text, folder]
-        subprocess.run([*make, "--steps", "800"], check=True)
+        subprocess.run([*make, "--steps", str(num_steps)], check=True)
     return folder
 
 

@@ -127,14 +127,17 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
         ]
         print_table(console, ["cloud", *KINDS.values()], times, title)
     if memory := summary.get("memory"):
-        title = "memory in training, of the rank of each cloud that takes most"
+        title = "memory of the fullest rank"
         kinds = (*MEMORY, OTHER_MEMORY)
         shown = [kind for kind in kinds if any(kind in rank for rank in memory)]
         in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
         fullest = {rank["cloud"]: rank for rank in in_use}.values()
         by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
-        cells = [[r["cloud"], *(human_bytes(r.get(kind)) for kind in shown)] for r in by_rank]
-        print_table(console, ["cloud", *(k.replace("_", " ") for k in shown)], cells, title)
+        cells = [
+            [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
+            for kind in shown
+        ]
+        print_table(console, ["", *(rank["cloud"] for rank in by_rank)], cells, title)
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
