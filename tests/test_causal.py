@@ -387,3 +387,24 @@ def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: P
     with pytest.raises(DataError, match=r"has no weights model\.norm\.weight"):
         trained(tmp_path).build_stage(1, 2, where(tmp_path))
     assert isinstance(trained(tmp_path).build_stage(0, 2, where(tmp_path)), nn.Module)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_adapter_adds_alpha_over_r_times_b_a_x(tmp_path: Path, kind: str) -> None:
+    """By hand, from the tensors alone (Hu et al., arXiv:2106.09685, section 4.1): injection,
+    export and peft's own loading take their scale from one place."""
+    saved(kind, tmp_path)
+    lora = Lora(r=2, alpha=7)
+    [stage] = build(trained(tmp_path, lora=lora), 1, where(tmp_path))
+    _, block = next(causal_network.blocks_of(stage.network))
+    name, adapted = next((n, m) for n, m in block.named_modules() if hasattr(m, "lora_A"))
+    plain, weights = adapted.base_layer, dict(adapted.named_parameters())
+    down, up = weights["lora_A.default.weight"], weights["lora_B.default.weight"]
+    with torch.no_grad():
+        up.normal_(std=0.5)
+        rows = torch.randn(5, down.shape[1])
+        matrix = plain.weight if kind == "gpt2" else plain.weight.T  # [in, out]
+        shift = 0 if plain.bias is None else plain.bias
+        added = adapted(rows) - rows @ matrix - shift
+    assert down.shape[0] == 2 and added.abs().max() > 0.1, name
+    torch.testing.assert_close(added, 3.5 * (rows @ down.T @ up.T), rtol=1e-4, atol=1e-4)

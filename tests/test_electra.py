@@ -379,3 +379,37 @@ def test_the_longest_message_is_known_before_anything_is_read() -> None:
     model = tiny()
     assert model.max_payload_bytes == IdPacking(400, 8, 30).max_bytes
     assert model.describe().startswith("demo texts; generators es (es; 1 x 32), en (en; ")
+
+
+def test_a_masked_token_that_is_drawn_as_it_was_is_not_replaced(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clark et al., arXiv:2003.10555, section 2. A generator that is right every second time."""
+    drawn: dict[str, torch.Tensor] = {}
+
+    def half_right(
+        generator: object,
+        ids_R: torch.Tensor,
+        packing: object,
+        masked_M: torch.Tensor,
+        *of: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wrong_M = masked_M[::2]
+        drawn["wrong"], drawn["masked"] = wrong_M, masked_M
+        made_R = ids_R.clone()
+        made_R[wrong_M] = torch.where(ids_R[wrong_M] == 7, 8, 7)
+        return made_R, torch.zeros((), requires_grad=True)
+
+    monkeypatch.setattr("xcloud.electra.parts.corrupt", half_right)
+    model = tiny(batch_size=16)
+    part = model.producer(feed_context(cache_dir, cloud="es"))
+    _, counts_B = part.stream.batch(1)
+    got = unpacked(model, cache_dir, part.produce(1))
+
+    inner = torch.ones(int(counts_B.sum()), dtype=torch.bool)
+    ends = counts_B.cumsum(0)
+    inner[ends - 1] = inner[ends - counts_B] = False
+    replaced = torch.zeros(len(inner), dtype=torch.bool)
+    replaced[drawn["wrong"]] = True
+    assert 0 < int(replaced.sum()) < len(drawn["masked"])
+    assert torch.equal(got.replaced_R, replaced[inner])

@@ -14,6 +14,7 @@ from xcloud.base.errors import DataError
 from xcloud.launch.local import run
 from xcloud.rank.leaks import Observer
 from xcloud.record.mlflow_store import final_metrics
+from xcloud.security import leak_meter
 from xcloud.security.leak_meter import OBSERVATIONS_DIR, Stream, main, measure
 
 GRADIENT = Stream("backward", 0, "received", "hidden")
@@ -208,3 +209,48 @@ def test_notes_of_several_ranks_of_a_cloud_are_joined(tmp_path: Path) -> None:
     audit = json.loads((tmp_path / "wire_audit.json").read_text())
     activations = [m for m in audit["messages"] if m["kind"] == "activation"]
     assert len(activations) == 1 and activations[0]["num_messages"] == 16 * 4
+
+
+def only_for_a_probe(folder: Path, label: Tensor, leak: float) -> None:
+    """Gradients with the label in one coordinate that is small beside five noisy ones: lengths,
+    directions and the strongest direction show the noise, a linear probe weighs it away."""
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.arange(len(label))
+    rows = 10 * torch.randn(len(label), 6, generator=draw)
+    rows[:, 5] = leak * (2.0 * label - 1) + 0.1 * torch.randn(len(label), generator=draw)
+    owner, other = observer(0, "text_owner", {"text"}), observer(1, "label_owner", {"label"})
+    text = torch.full((len(label), 1), 5)
+    owner.batch(51, {"ids": ids, "text": text, "types": torch.zeros_like(text)})
+    other.batch(51, {"ids": ids, "label": label})
+    owner.message(GRADIENT, ids, None, rows)
+    # What came back to it from a later stage says as much, and follows from its own text.
+    owner.message(Stream("forward", 1, "received", "hidden"), ids, None, rows)
+    owner.write(folder)
+    other.write(folder)
+
+
+def test_a_leak_that_only_a_probe_finds_is_measured_on_the_half_that_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[int, int]] = []
+    real = leak_meter.probe
+
+    def probe(features: Tensor, classes: Tensor, is_known: Tensor, num_classes: int) -> Tensor:
+        judged.append((int(is_known.sum()), int((~is_known).sum())))
+        return real(features, classes, is_known, num_classes)
+
+    monkeypatch.setattr(leak_meter, "probe", probe)
+    found = []
+    for name, leak in (("planted", 1.0), ("nothing", 0.0)):
+        (folder := tmp_path / name).mkdir()
+        only_for_a_probe(folder, classes(), leak)
+        found.append(measure(folder)["leakage"]["label"])
+    planted, nothing = ({**by["text_owner"]} for by in found)
+
+    message = "hidden gradient of boundary 0, received"
+    assert planted.keys() == nothing.keys() == {message}, "its own text tells it the other one"
+    attacks = planted[message]
+    assert attacks["probe"] > 0.98
+    assert max(attacks["norm"], attacks["direction"], attacks["spectral"]) < 0.7
+    assert 0.35 < nothing[message]["probe"] < 0.65, "of 150 samples that it was not fitted on"
+    assert judged == [(150, 150)] * 2

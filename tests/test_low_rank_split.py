@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
+from tests.in_process_link import InProcessLink
 from tests.pipelines import in_threads, pipelines
 from tests.translation_models import IDS, context
 from tests.understanding_models import (
@@ -27,9 +28,14 @@ from tests.understanding_models import (
     train,
     where,
 )
-from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec
+from xcloud.base.errors import ConfigError, TrainingDiverged
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.channel import Codec, Codecs, SendChannel
+from xcloud.comm.compression import ChannelId
+from xcloud.comm.compressor import Chain
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.encoder import EncoderLayer, Packing
@@ -347,3 +353,46 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
         LowRankSplit(
             PretrainedBackbone(str(tmp_path)), Split(1, method="pca", calibration="public")
         )
+
+
+@pytest.mark.parametrize(
+    ("way", "per_row"),
+    [("svd", 4), ("pca", 4), ("full width", HIDDEN), ("unsplit", HIDDEN)],
+)
+def test_the_counted_ratio_of_a_cut_is_against_the_rows_of_the_uncut_model(
+    way: str, per_row: int, tmp_path: Path
+) -> None:
+    """Bytes as a run counts them: FP32 bytes of whole rows over what is on the wire."""
+    made = model(**WAYS[way])
+    stage = build(made, 2, where(tmp_path))[0]
+    batch = question(40)
+    message = stage(None, batch).send
+    assert message is not None
+    num_rows = int(message["counts"].sum())
+    fields = made.boundary(0, 2, 20).fields
+    link = InProcessLink()
+    uncompressed = Codecs([(None, Codec(Chain(), NoMemory()))])
+    identity = ChannelId(7, 0, "forward", 0, 1)
+    sender = SendChannel(link, fields, lambda: uncompressed, StepClock(), identity)
+    sender.send(MessageKey(Kind.ACTIVATION, 1, 0), message, batch)
+
+    assert message["hidden"].shape == (num_rows, per_row)
+    assert sender.raw_bytes == 4 * num_rows * HIDDEN
+    on_the_wire = link.record.num_bytes[Kind.ACTIVATION]
+    overhead = on_the_wire - 4 * num_rows * per_row
+    assert 2 * len(batch["ids"]) <= overhead < 2 * len(batch["ids"]) + 400, "counts and a header"
+    assert sender.raw_bytes / on_the_wire == pytest.approx(HIDDEN / per_row, rel=0.25)
+
+
+@pytest.mark.parametrize("head", [CLASSES, VALUE, SPAN], ids=["classes", "value", "span"])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_a_model_that_has_diverged_is_said_to_have_when_it_is_scored(
+    head: Head, odd: float, tmp_path: Path
+) -> None:
+    """Not: "cannot convert float NaN to integer", nor a class drawn from nonsense."""
+    made = model("span" if head.kind == "span" else "sample")
+    stages = build(made, 2, where(tmp_path, head), head)
+    with torch.no_grad():
+        stages[-1].answer.classifier.weight.fill_(odd)
+    with pytest.raises(TrainingDiverged, match=r"not finite.*diverged.*learning_rate"):
+        predict(stages, question(4, kind=head.kind))

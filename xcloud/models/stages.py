@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcloud.base.errors import TrainingDiverged
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.contracts.model import Architecture, Batch, Head, Stage, StageOutput
@@ -141,6 +142,16 @@ def fresh_linear(in_features: int, out_features: int, seed: int, name: str) -> n
     return linear
 
 
+def check_finite(scores: Tensor) -> None:
+    """Raise TrainingDiverged for scores that are no numbers: no prediction follows from them."""
+    if not scores.isfinite().all():
+        raise TrainingDiverged(
+            "the model's answers are not finite, so it cannot be scored: it has diverged. Go on "
+            "from an earlier checkpoint, or start again, with a lower "
+            "training.optimizer.learning_rate, or with training.precision=fp32"
+        )
+
+
 class SampleHead(nn.Module):
     """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
     classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
@@ -172,6 +183,7 @@ class SampleHead(nn.Module):
         return F.cross_entropy(scores, label, reduction="sum")
 
     def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
+        check_finite(scores)
         if self.is_value:
             return [[round(VALUE_SCALE * value)] for value in scores[:, 0].tolist()]
         return [[best] for best in scores.argmax(1).tolist()]
@@ -205,6 +217,7 @@ class SpanHead(nn.Module):
 
     def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
         assert packing is not None
+        check_finite(scores)
         grid_BS2 = packing.unpack(scores)
         places_S = torch.arange(packing.longest, device=scores.device)
         allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
