@@ -87,6 +87,23 @@ def test_scores_are_those_of_scikit_learn_and_scipy() -> None:
     assert spearman(right, said) == pytest.approx(100 * stats.spearmanr(right, said).statistic)
 
 
+CLASSES_ON_ONE_SIDE = {
+    "a class that is only predicted": ([0, 0, 1, 1, 1], [0, 2, 1, 1, 2]),
+    "a class that is never predicted": ([0, 0, 1, 1, 2], [0, 1, 1, 1, 0]),
+    "both": ([0, 0, 1, 1, 3], [0, 2, 1, 0, 0]),
+    "no class on both sides": ([0, 0, 1], [2, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES_ON_ONE_SIDE)
+def test_macro_f1_is_over_every_class_of_labels_or_predictions(case: str) -> None:
+    from sklearn import metrics
+
+    right, said = CLASSES_ON_ONE_SIDE[case]
+    theirs = metrics.f1_score(right, said, average="macro", zero_division=0)
+    assert macro_f1(right, said) == pytest.approx(100 * theirs)
+
+
 def test_the_error_of_an_accuracy_is_binomial() -> None:
     pairs = [(1.0, 1.0)] * 90 + [(1.0, 0.0)] * 10
     values, errors = label_scores(["accuracy"], {"": pairs})

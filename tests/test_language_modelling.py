@@ -235,6 +235,20 @@ def test_the_error_of_a_perplexity_is_over_documents_not_over_samples(
     assert found.samples[0] == {"loss": 2.0, "tokens": 18}, "a line is a sample, as before"
 
 
+def test_perplexity_is_a_mean_over_tokens_not_over_documents_or_samples(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Documents of 9, 9 and 24 tokens and of 1, 4 and 2 nats a token: over tokens these are 93/42
+    nats, over documents 7/3, over samples (45/18 + 38/19 + 2) / 3."""
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.txt", "a" * 9, "", "b" * 9, "", "c" * 25)
+    data = task(tmp_path, folder, max_length=20).load(ALL, 0)
+    nats_and_tokens = {0: [round(9e6), 9, round(36e6), 9], 1: [round(38e6), 19],
+                       2: [round(10e6), 5]}  # fmt: skip
+    found = data.score("test", nats_and_tokens).values
+    assert found == {"loss": round(93 / 42, 6), "perplexity": round(math.exp(93 / 42), 4)}
+
+
 def test_the_demo_splits_share_no_text() -> None:
     task = DemoLanguageModelling(
         num_train=30, num_dev=10, num_test=10, tokenizer=TrainedTokenizer(400)
