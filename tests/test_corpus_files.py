@@ -56,7 +56,7 @@ def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
     assert pairs_of(corpus.splits["train"]) == PAIRS
     assert pairs_of(corpus.splits["dev"]) == [("sí", "yes")]
     assert pairs_of(corpus.splits["test"]) == [("¿qué?", "what?"), ("", "empty")]
-    assert not corpus.remarks
+    assert corpus.remarks == ["test: 1 empty cells of source are kept"]
 
 
 def test_other_columns_are_dropped_and_choice_of_languages_is_by_header(tmp_path: Path) -> None:

@@ -16,15 +16,16 @@ from safetensors.torch import save_file
 from tests import causal_models
 from tests.small_tokenizer import SmallTokenizer
 from xcloud.base.errors import DataError
-from xcloud.base.placeholders import check_is_json, check_is_safetensors, check_is_text
+from xcloud.base.placeholders import HEAD, check_is_json, check_is_safetensors, check_is_text
 from xcloud.hub import WeightFiles, check_checkpoints
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.models.causal import CausalLM
 from xcloud.tasks.classification import FolderClassification, HubClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.text_sources import FolderText, HubText, PublicText
 from xcloud.tasks.text_task import SourceTask
-from xcloud.tasks.tokenizer import PretrainedTokenizer
+from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer
 from xcloud.tasks.translation import FolderTranslation, HubTranslation
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0c\nsize 1012\n"
@@ -60,6 +61,8 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "only CR": ("train.tsv", TABLE.replace("\n", "\r").encode(), "carriage return only"),
     "only CR, JSON": ("train.jsonl", b'{"text": "a", "label": 0}\r' * 30, "carriage return only"),
     "quoted names": ("train.tsv", b'"text"\t"label"\n"a"\t"0"\n', "in quotes"),
+    "UTF-16 without a mark": ("train.tsv", TABLE.encode("utf-16-le"), "holds zero bytes"),
+    "Latin-1": ("train.tsv", "text\tlabel\nniño\t1".encode("latin-1"), "is not UTF-8.*iconv"),
     "missing labels": ("train.tsv", f"{TABLE}\na\t".encode(), "1 of 41 rows have no label"),
     "csv": ("train.csv", TABLE.replace("\t", ",").encode(), r"not read: train\.csv"),
     "parquet by name": ("train.parquet", b"PAR1", r"not read: train\.parquet"),
@@ -121,6 +124,38 @@ def test_a_line_pair_of_pointers_is_refused_on_either_side(tmp_path: Path) -> No
     (tmp_path / "train.en").write_bytes(POINTER)
     with pytest.raises(DataError, match=r"train\.en is a Git LFS pointer"):
         task.check()
+
+
+def test_a_link_to_a_file_that_is_not_here_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text(TABLE)
+    labelled(tmp_path).check()
+    (tmp_path / "test.tsv").symlink_to(tmp_path / ".git" / "annex" / "MD5E-s1--0")
+    with pytest.raises(DataError, match=r"test\.tsv is a link to a file that is not here"):
+        labelled(tmp_path).check()
+
+
+def test_a_character_on_the_border_of_what_is_looked_at_is_text(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a" * (HEAD - 1) + "ñ\n" * 9)
+    check_is_text(tmp_path / "train.txt")
+
+
+OTHER_FILES: dict[str, Callable[[str], object]] = {
+    "further texts": lambda path: FolderTranslation(
+        path=str(Path(path).parent), source_monolingual_file=path
+    ).check(),
+    "a multilingual text": lambda path: FolderText(str(Path(path).parent)).check(["es"]),
+    "a folder of the hub's form": lambda path: HubText(str(Path(path).parent)).check(["es"]),
+    "public text": lambda path: PublicText(SmallTokenizer(), path).sentences(1, Path()),
+    "a tokenizer": lambda path: FileTokenizer(path).check(),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_FILES)
+def test_every_other_file_that_is_read_is_looked_at(case: str, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("es\ten\n" + "a\tb\n" * 200)
+    (tmp_path / "es.txt").write_bytes(POINTER)
+    with pytest.raises(DataError, match=r"es\.txt is a Git LFS pointer"):
+        OTHER_FILES[case](str(tmp_path / "es.txt"))
 
 
 @pytest.mark.parametrize("source", [FolderTranslation, HubTranslation])

@@ -137,8 +137,8 @@ def check_checkpoints(settings: object) -> None:
     file that is cut off or a placeholder. They name one in an attribute `checkpoint`."""
     name = getattr(settings, "checkpoint", None)
     if isinstance(name, str):
-        folder = _folder(name) if name in PACKAGES else Path(name).expanduser()
-        if folder is not None and folder.is_dir():
+        folder = Path(resolve(name) if is_available(name) else name).expanduser()
+        if folder.is_dir():
             check_tokenizer_files(folder)
             for path in sorted(folder.glob("*.safetensors")):
                 check_is_safetensors(path)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.placeholders import check_is_safetensors
 from xcloud.base.project import MODEL_DIR, project_root
 from xcloud.base.run_folder import owned
 from xcloud.base.settings import NotNegativeFloat, Positive, Rate
@@ -79,6 +80,7 @@ class TrainedRun:
                     f"there is no {path}: did that run finish? If on several machines, copy every "
                     f"cloud's {MODEL_DIR} files into one folder"
                 )
+            check_is_safetensors(path)
             with safe_open(path, "pt") as file:
                 yield json.loads(file.metadata()["architecture"]), load_file(path)
 

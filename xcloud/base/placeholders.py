@@ -4,6 +4,7 @@ or a failed download, leaves in place of data. Reads the beginning of a file, ne
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -42,6 +43,7 @@ NO_TEXT: tuple[tuple[bytes, str, str], ...] = (
 def check_is_data(path: Path) -> bytes:
     """Return the first bytes of a file. Raises DataError if it is empty, or stands for a file that
     is not here."""
+    check_is_no_dead_link(path)
     try:
         with open(path, "rb") as file:
             head = file.read(HEAD)
@@ -54,6 +56,12 @@ def check_is_data(path: Path) -> bytes:
     if start.startswith(b"<?xml") and b"<Error>" in start:
         raise DataError(f"{path} is a server's error message, not the file itself; {AGAIN}")
     return head
+
+
+def check_is_no_dead_link(path: Path) -> None:
+    """Raise DataError for a link to nothing, as git-annex and unfinished downloads have them."""
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a link to a file that is not here; fetch that, or remove it")
 
 
 def check_is_text(path: Path) -> None:
@@ -76,6 +84,17 @@ def check_is_text(path: Path) -> None:
     for start, what, remedy in NO_TEXT:
         if head.startswith(start):
             raise DataError(f"{path} is {what}; {remedy}")
+    if b"\0" in head:
+        raise DataError(f"{path} holds zero bytes: it is no UTF-8 text, or UTF-16 without a mark")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(
+            head
+        )  # a character may be cut off at the end
+    except UnicodeDecodeError as error:
+        said = f"byte {error.start} is 0x{head[error.start]:02x}"
+        raise DataError(
+            f"{path} is not UTF-8 text ({said}); write it as UTF-8: iconv -f LATIN1 -t UTF-8"
+        ) from error
     if b"\n" not in head and b"\r" in head.rstrip(b"\r"):
         raise DataError(
             f"{path}: its lines end with a carriage return only, as on old Macs; write line feeds:"

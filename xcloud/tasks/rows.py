@@ -331,6 +331,10 @@ class Source(ABC):
                     for part, rows in parts.items()
                 }
             result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
+        for split, rows in result.items():
+            for column in (name for name in rows.texts if name not in ("label", "part", "group")):
+                if num := sum(cell == "" for cell in rows.texts[column]):
+                    remarks.append(f"{split}: {num:,} empty cells of {column} are kept")
         agreed, drawn = dict(tables.facts), {f.name: getattr(self, f.name) for f in fields(Source)}
         if any(drawn[one.name] != one.default for one in fields(Source)):
             agreed["sampling"] = drawn

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from xcloud.base.errors import DataError
-from xcloud.base.placeholders import check_is_data, check_is_text
+from xcloud.base.placeholders import check_is_data, check_is_no_dead_link, check_is_text
 from xcloud.base.settings import settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import Split
@@ -251,6 +251,8 @@ def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFil
     pairs: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()):
         name, _, ending = path.name.removesuffix(".gz").rpartition(".")
+        if ending in form.endings or ending in form.languages:
+            check_is_no_dead_link(path)
         if not path.is_file():
             continue
         if ending in form.endings:
@@ -384,7 +386,7 @@ def check_data_files(folder: Path) -> None:
     """Raise DataError if a file of data below a folder is a placeholder for it."""
     for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         ending = path.name.removesuffix(".gz").rpartition(".")[2]
-        if path.is_file() and ending in DATA_ENDINGS:
+        if ending in DATA_ENDINGS and not path.is_dir():
             check_is_data(path)
 
 

@@ -22,7 +22,15 @@ from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
-from xcloud.tasks.sources import HubTable, TextFile, list_files, load_hub, local_folder, read_lines
+from xcloud.tasks.sources import (
+    HubTable,
+    TextFile,
+    check_data_files,
+    list_files,
+    load_hub,
+    local_folder,
+    read_lines,
+)
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
 
@@ -115,7 +123,8 @@ class FolderText(TextSource):
 
     def check(self, parts: Sequence[str]) -> None:
         for part in parts:
-            self._files(part)
+            for file, *_ in self._files(part):
+                file.check()
 
     def identity(self, part: str) -> str:
         files = [path for file, *_ in self._files(part) for path in file.paths.values()]
@@ -189,10 +198,13 @@ class HubText(TextSource):
         return f"files in {folder.resolve().name}" if folder else self.name
 
     def check(self, parts: Sequence[str]) -> None:
-        """Checks settings only: the ranks access the hub when they read."""
+        """Checks settings and local files only: the ranks access the hub when they read."""
         if (pairs := [p for p in parts if len(languages_of(p)) == 2]) and self.pairs_name is None:
             said = "needs parallel text: set text.source.pairs_name"
             raise ConfigError(f"the pair {pairs[0]} {said}")
+        for name in (self.name, self.pairs_name):
+            if (folder := local_folder(name or "")) is not None:
+                check_data_files(folder)
 
     def identity(self, part: str) -> str:
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.placeholders import check_is_json
 from xcloud.base.settings import settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import (
@@ -247,6 +248,7 @@ class FileTokenizer(TokenizerChoice):
         if not Path(self.path).expanduser().is_file():
             command = f"python -m xcloud train-tokenizer FOLDER --languages … --out {self.path}"
             raise DataError(f"no tokenizer file {self.path}; make it with `{command}`")
+        check_is_json(Path(self.path).expanduser())
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         return Tokenizer.load(Path(self.path).expanduser())

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.placeholders import check_is_text
 from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.model import SPLITS, Cut, Scores, Split
@@ -66,6 +67,9 @@ class Translation(SourceTask):
 
     def check(self) -> None:
         super().check()
+        for path in (self.source_monolingual_file, self.target_monolingual_file):
+            if path is not None:
+                check_is_text(Path(path).expanduser())
         _metrics(self.language)
 
     def check_tables(self, tables: SplitTables) -> None:
