@@ -145,7 +145,7 @@ class Torchrun(Run):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--max-restarts", "50", "--monitor-interval", "0.1",
                  "--nproc-per-node", str(self.num_ranks),
-                 "-m", "xcloud", "worker", str(file)]  # fmt: skip
+                 "-m", "xcloud", "worker", str(file), "--run-dir", str(self.first)]  # fmt: skip
         environment = {
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip

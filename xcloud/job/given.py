@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, cast
@@ -41,12 +41,12 @@ from xcloud.record.files import EVENTS_FILE
 from xcloud.record.summary import read_summary
 
 
-def read_config(path: Path) -> DictConfig:
+def read_config(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> DictConfig:
     """Read an experiment file as data: nothing in it is imported, resolved or built. Raises
     ConfigError if it is missing or no experiment file.
 
     Only read_job, read_checked and shared_job may build what it says."""
-    loaded = read_plain(path)
+    loaded = read_plain(path, approve)
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
     return OmegaConf.create(loaded)
@@ -71,6 +71,12 @@ def read_checked(path: Path) -> DictConfig:
     return config
 
 
+def read_shared(path: Path, run_dir: Path) -> tuple[DictConfig, Job]:
+    """Read a file that several clouds share, if this cloud has approved it, and build its job."""
+    config = read_config(path, this_clouds_policy().check_approved)
+    return config, shared_job(config, run_dir)
+
+
 def shared_job(config: DictConfig, run_dir: Path) -> Job:
     """Build the job of a file that several clouds share, within the bounds of this cloud's policy:
     also what is read, written, contacted and held. Raises ConfigError before anything is
@@ -78,6 +84,7 @@ def shared_job(config: DictConfig, run_dir: Path) -> Job:
     policy = this_clouds_policy()
     policy.check(resolved(config), run_dir)
     job = job_from_config(config, policy)
+    policy.check_required(job)
     policy.check_held(job.cluster.clouds, job.held_by)
     return job
 

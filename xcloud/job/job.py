@@ -16,7 +16,7 @@ from pydantic import SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.settings import NotNegative, settings
+from xcloud.base.settings import NotNegative, WritePath, settings
 from xcloud.cluster.layout import ClusterLayout, Layout
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
@@ -110,7 +110,7 @@ class Job(Names, ABC):
     cluster: SkipValidation[Layout]
     training: SkipValidation[Any]  # with max_steps and checkpoint
     tracker: SkipValidation[Tracker]
-    cache_dir: str = ".cache"
+    cache_dir: WritePath = ".cache"
     launch: Launch = field(default_factory=Launch)
     plan: Planning | None = None
     autopilot: Autopilot | None = None

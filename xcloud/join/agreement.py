@@ -31,6 +31,7 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import code_digests, commit, file_digest
 from xcloud.cluster.transport import Meeting, meeting_store
 from xcloud.job.job import Job
+from xcloud.tasks.tokenizer import Tokenizer
 
 Table = Mapping[str, Mapping[str, str]]
 """Section (setting, code, fact, info) -> dotted key or file -> value as JSON text."""
@@ -336,7 +337,9 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
         leaf = key.rsplit(".", 1)[-1]
         if key in _UNCOMPARED or leaf == "cache_dir" or _DEVICE.fullmatch(key):
             return
-        if key.endswith("tokenizer.path") or _PUBLIC_TEXT.fullmatch(key):
+        if key.endswith("tokenizer.path"):
+            found[key] = _contents(node, check=Tokenizer.load)
+        elif _PUBLIC_TEXT.fullmatch(key):
             found[key] = _contents(node)
         elif leaf == "name_or_path":
             found[key] = PATH if _is_place(node) else _text_of(node)
@@ -367,11 +370,17 @@ def _is_place(value: object) -> bool:
     )
 
 
-def _contents(path: object) -> str:
-    """Digest of a file; PATH where this machine has none."""
-    file = Path(path) if isinstance(path, str) else None
+def _contents(path: object, check: Callable[[Path], object] | None = None) -> str:
+    """Return the digest of a file; PATH where this machine has none.
+
+    check: reads it and raises DataError for another kind of file. The digest is sent, and that of
+        any other file could tell what it holds.
+    """
+    file = Path(path).expanduser() if isinstance(path, str) else None
     if file is None or not file.is_file():
         return PATH
+    if check is not None:
+        check(file)
     return f'"(contents {_digest(file.read_bytes())})"'
 
 

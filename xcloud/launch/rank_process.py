@@ -246,7 +246,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, help="set by the launcher; torchrun sets it itself")
     parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
     parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
-    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
+    parser.add_argument("--run-dir", type=Path, help="where to write; needed with a file")
     arguments = parser.parse_args(words)
     if arguments.parent is not None:
         _tie_to_parent(arguments.parent)
@@ -257,6 +257,11 @@ def main(words: Sequence[str] | None = None) -> None:
         RankProcess(file, run_dir, arguments.rank).main()
     if "RANK" not in os.environ:
         parser.error("start me with torchrun, or use run.py")
+    if arguments.run_dir is None and not place.is_dir():
+        parser.error(
+            f"give --run-dir: the run is written there and may read there, and {file} may lie in "
+            "any folder"
+        )
     several_machines = importlib.import_module("xcloud.launch.several_machines")  # builds on this
     several_machines.live(file, run_dir, arguments.cloud)
 

@@ -51,9 +51,8 @@ class TorchrunProcess(RankProcess):
         self._detector: FailureDetector | None = None
 
     def read(self) -> tuple[Any, Job]:
-        config = given.read_config(self.file)  # it comes from elsewhere
-        job = given.shared_job(config, self.run_dir)
-        _check_cloud(job, self.rank, self._cloud)
+        config, job = given.read_shared(self.file, self.run_dir)  # it comes from elsewhere
+        _check_cloud(job, self.rank, self._cloud, configs.this_clouds_policy().me)
         return config, job
 
     def meet(self, job: Job) -> Meeting:
@@ -168,7 +167,11 @@ def _check_unfinished(job: Job, run_dir: Path) -> None:
         )
 
 
-def _check_cloud(job: Job, rank: int, cloud: str | None) -> None:
+def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None:
+    """Refuse a rank of another cloud than --cloud says, or than this cloud's policy (me)."""
+    if me is not None and cloud not in (None, me):
+        raise ConfigError(f"--cloud is {cloud!r}, but the policy of this cloud says me: {me}")
+    cloud = cloud or me
     if cloud is None or rank >= job.cluster.num_ranks:
         return  # too many ranks are refused when all have joined, whatever file they read
     found = job.cluster.placement(rank).cloud

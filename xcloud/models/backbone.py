@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.base.settings import Fraction, HubName, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.hub import (
     WeightFiles,
@@ -249,7 +249,7 @@ class PretrainedBackbone(Source):
     The task must use its tokenizer. hidden: for a cloud that cannot read the checkpoint.
     """
 
-    name_or_path: Annotated[str, Field(min_length=1)]
+    name_or_path: HubName
     hidden: Positive | None = None
 
     is_checkpoint: ClassVar[bool] = True

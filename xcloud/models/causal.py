@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import HubName, NotNegative, Positive, settings
 from xcloud.comm.channel import Boundary, BoundaryField
 from xcloud.contracts.model import BASES, Architecture, BuildContext, Stage
 from xcloud.hub import WeightFiles
@@ -72,7 +72,7 @@ class CausalLM(TextModel):
 
     is_pretrained: ClassVar[bool] = True
 
-    checkpoint: str | None = None
+    checkpoint: HubName | None = None
     own: OwnCausal | None = None
     lora: Lora | None = None
     embeddings: Literal["freeze", "tie", "untie"] | None = None

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, runtime_
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import NotNegative, Positive, ReadPath, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
@@ -189,7 +189,7 @@ class Planning:
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
     schedules: Mapping[str, Any] = field(default_factory=dict)
     micro_batches: Annotated[Sequence[Positive], Field(min_length=1)] | None = None
-    profile: str | None = None
+    profile: ReadPath | None = None
     trial_steps: Positive = 80
     rows: Positive = 10
 

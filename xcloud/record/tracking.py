@@ -27,7 +27,7 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.settings import settings
+from xcloud.base.settings import Address, WritePath, settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector
 from xcloud.record.files import read_json
 from xcloud.record.mlflow_store import (
@@ -110,9 +110,9 @@ class MlflowTracker(Tracker):
     of a curve, at most, for all steps of a run.
     """
 
-    root: Annotated[str, Field(min_length=1)] = "mlruns"
+    root: WritePath = "mlruns"
     experiment: Annotated[str, Field(min_length=1)] = "xcloud"
-    uri: str | None = None
+    uri: Address | None = None
     flush_s: Annotated[float, Field(gt=0, le=600)] = 1.0
     finish_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     points: Annotated[int, Field(ge=500, le=10**6)] = 2000

@@ -8,20 +8,23 @@ enters its cloud; a layout with a stage that reads or holds a restricted one els
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml  # type: ignore[import-untyped]
+from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import PACKAGED, Positive, settings
 from xcloud.security.defences import Defence, Privacy
 from xcloud.security.leak_meter import LeakMeter
+from xcloud.security.places import Lead, is_place, leads_of, lies_below, link_out
 
 CONSTRUCTORS = frozenset(
     f"xcloud.{name}"
@@ -123,33 +126,52 @@ class Visibility:
 
 
 POLICY_FILE = "policy.yaml"
+_SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @settings()
 class Policy:
     """What an experiment file may ask of this cloud. Folders are relative to the project's.
 
-    constructors: full names of those besides xcloud's own that it may call.
-    read, write: folders below which it may name files; what may be written may be read. The run
-        folder is always among them. Written are cache_dir and the tracker's folder.
+    me: the name of this cloud: its ranks are of no other one, whatever a file or --cloud says.
+    approved: SHA-256 of the experiment files that may run here, asked before anything in them is
+        read; None: any that keeps to the rest.
+    constructors: full names of those besides xcloud's own that a file may call.
+    read: folders below which it may name files. The run folder is always one of them.
+    write: the same for cache_dir and the tracker's folder.
+    hub: names on the hub that may be fetched, with this machine's token: owner/name, or
+        owner/name@revision where the file names a revision.
     addresses: the tracking servers it may name, as written there.
     clouds: names of those that may take part; None: any.
     holders, weights: as security.holders and security.weights, beside those of the file.
+    require: dotted setting of the job -> the value it must have, or {min: …, max: …}. Of an
+        object the name of its class counts; "job" is the job itself.
     max_ranks: of all clouds together.
     """
 
+    me: str | None = None
+    approved: Sequence[_SHA256] | None = None
     constructors: Sequence[str] = ()
-    read: Sequence[str] = (".",)
+    read: Sequence[str] = ()
     write: Sequence[str] = (".cache", "mlruns")
+    hub: Sequence[str] = ()
     addresses: Sequence[str] = ()
     clouds: Sequence[str] | None = None
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    require: Mapping[str, Any] = field(default_factory=dict)
     max_ranks: Positive = 1024
+
+    def __post_init__(self) -> None:
+        for key, wanted in self.require.items():
+            if isinstance(wanted, Mapping) and not (wanted and wanted.keys() <= {"min", "max"}):
+                raise ConfigError(
+                    f"require.{key} must be a value, or bounds as {{min: 1, max: 2}}, got {wanted}"
+                )
 
     @classmethod
     def of(cls, content: object, file: Path) -> Policy:
-        """Of what a file holds. Raises ConfigError."""
+        """Build the policy that a file holds. Raises ConfigError."""
         known = [one.name for one in fields(cls)]
         if not isinstance(content, Mapping) or not content.keys() <= set(known):
             raise ConfigError(f"{file} may have these keys: {', '.join(known)}; got {content!r}")
@@ -157,6 +179,15 @@ class Policy:
             return cls(**content)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
+
+    def check_approved(self, data: bytes, file: Path) -> None:
+        """Refuse a file whose content nobody here has approved, before it is parsed."""
+        digest = hashlib.sha256(data).hexdigest()
+        if self.approved is not None and digest not in self.approved:
+            raise ConfigError(
+                f"{file} is not approved in this cloud. Once somebody has read it, put its "
+                f"SHA-256 into {POLICY_FILE}: {_line('approved', *self.approved, digest)}"
+            )
 
     def check_build(self, settings: Mapping[str, Any]) -> None:
         """Refuse what building the job would call or make that it may not."""
@@ -178,22 +209,59 @@ class Policy:
     def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
         """The same, and what running it would read, write or contact, and with whom."""
         self.check_build(settings)
-        for where, key, value in _entries(settings):
-            if where == "cluster.clouds" and self.clouds is not None:
-                for name in value if isinstance(value, Mapping) else ():
-                    if name not in self.clouds:
-                        more = _line("clouds", *self.clouds, str(name))
-                        raise _refusal(where, name, ", ".join(self.clouds), more)
-            if not isinstance(value, str) or key == "_target_" or value in self.addresses:
-                continue
-            if "://" in value:
+        clouds = settings.get("cluster")
+        clouds = clouds.get("clouds") if isinstance(clouds, Mapping) else None
+        names = [str(name) for name in clouds] if isinstance(clouds, Mapping) else []
+        allowed = names if self.clouds is None else self.clouds
+        for name in names:
+            if name not in allowed:
+                more = _line("clouds", *allowed, name)
+                raise _refusal("cluster.clouds", name, ", ".join(allowed), more)
+        if self.me is not None and names and self.me not in names:
+            raise ConfigError(
+                f"cluster.clouds are {', '.join(names)}, but this cloud is {self.me!r} "
+                f"({POLICY_FILE}, me): it takes no part in this experiment"
+            )
+        for lead in leads_of(settings):
+            self._check_lead(lead, str(run_dir.absolute()))
+
+    def _check_lead(self, lead: Lead, run_dir: str) -> None:
+        where, value = lead.where, lead.value
+        if lead.to == "address":
+            if value not in self.addresses:
                 allowed = ", ".join(self.addresses) or "no address"
                 raise _refusal(where, value, allowed, _line("addresses", *self.addresses, value))
-            use = "write" if key == "cache_dir" or where == "tracker.root" else "read"
-            folders = [*self.write, *(self.read if use == "read" else ()), str(run_dir.absolute())]
-            if not _lies_below(value, folders, use == "read"):
-                allowed = f"files below {', '.join(folders)} (in {project_root()})"
+        elif lead.to == "hub" and not is_place(value):
+            name = f"{value}@{lead.revision}" if lead.revision else value
+            if name not in (*self.hub, *PACKAGED):
+                allowed = f"of the hub {', '.join(self.hub) or 'nothing'}"
+                raise _refusal(where, name, allowed, _line("hub", *self.hub, name))
+        else:
+            use = "write" if lead.to == "write" else "read"
+            folders = [*(self.write if use == "write" else self.read), run_dir]
+            allowed = f"files below {', '.join(folders)} (in {project_root()})"
+            if not lies_below(value, folders):
                 raise _refusal(where, value, allowed, _line(use, *getattr(self, use), value))
+            if use == "read" and (link := link_out(value, folders)) is not None:
+                target = os.path.realpath(link)
+                raise _refusal(
+                    f"{link}, in {where},", target, allowed, _line(use, *self.read, target)
+                )
+
+    def check_required(self, job: object) -> None:
+        """Refuse a job that does not have what this cloud asks of every one."""
+        for key, wanted in self.require.items():
+            found = _value_at(job, [] if key == "job" else key.split("."))
+            if not _meets(found, wanted):
+                asked = wanted
+                if isinstance(wanted, Mapping):
+                    asked = " and ".join(f"{name} {bound}" for name, bound in wanted.items())
+                plain = (
+                    found if isinstance(found, str | int | float | None) else type(found).__name__
+                )
+                raise ConfigError(
+                    f"{key} is {plain!r}, but {POLICY_FILE} of this cloud requires {asked}"
+                )
 
     def check_held(self, clouds: Iterable[str], held_by: HeldBy) -> None:
         for what, cloud in product(_WORDS, clouds):
@@ -235,23 +303,22 @@ def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from _entries(value, where)
 
 
-def _lies_below(value: str, folders: Sequence[str], reads: bool) -> bool:
-    """Whether a value, should it be a path, leads nowhere else: links are followed, and it may be
-    relative to the project or to where this process runs. A word that names nothing in the project
-    is no path that can be read."""
-    root = project_root()
-    below = [os.path.realpath(root / os.path.expanduser(folder)) for folder in folders]
-    path = os.path.expanduser(value or ".")
-    try:
-        places = [Path(os.path.realpath(root / path))]
-        if os.path.lexists(path):
-            places.append(Path(os.path.realpath(path)))
-    except ValueError:  # a character that no path has
-        return False
-    is_inside = places[0].is_relative_to(os.path.realpath(root))
-    if reads and is_inside and not os.path.exists(places[0]):
-        del places[0]
-    return all(any(place.is_relative_to(folder) for folder in below) for place in places)
+def _value_at(node: Any, path: Sequence[str]) -> Any:
+    """Return what a job has under a dotted name; None where it has nothing."""
+    for part in path:
+        if isinstance(node, Mapping):
+            node = node.get(part)
+        else:
+            node = None if part.startswith("_") else getattr(node, part, None)
+    return node
+
+
+def _meets(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            return False
+        return bool(wanted.get("min", found) <= found <= wanted.get("max", found))
+    return bool(found == wanted) or (isinstance(wanted, str) and type(found).__name__ == wanted)
 
 
 MAX_BYTES = 128_000  # the largest experiment of conf/ has 7,000
@@ -260,8 +327,9 @@ MAX_LENGTH = 10_000  # characters of one value
 MAX_DEPTH = 32  # it has 7
 
 
-def plain_text(path: Path) -> str:
-    """A YAML file that may come from elsewhere, if it holds mappings, lists, texts and numbers.
+def plain_text(path: Path, approve: Callable[[bytes, Path], None] | None = None) -> str:
+    """Read a YAML file that may come from elsewhere, if it holds mappings, lists, texts and
+    numbers. approve: sees what it holds before it is parsed.
 
     No anchors and aliases (292 bytes can stand for a million values), no tags, no interpolation
     (which reads environment variables of this machine), and bounds that large experiments keep by
@@ -274,6 +342,8 @@ def plain_text(path: Path) -> str:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes")
+        if approve is not None:
+            approve(data, path)
         text = data.decode()
         _check_data(text, path)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

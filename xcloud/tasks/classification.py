@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import settings
+from xcloud.base.settings import HubName, settings
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo import answers, inferences, reviews
 from xcloud.tasks.labels import (
@@ -328,7 +328,7 @@ class HubCrossLingual(OnHub, CrossLingual):
     validation of train_language, test of every language. path, languages: null: the benchmark's
     own."""
 
-    path: Text | None = None  # type: ignore[assignment]
+    path: HubName | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()

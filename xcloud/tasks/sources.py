@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from xcloud.base.errors import DataError
 from xcloud.base.placeholders import check_is_data, check_is_no_dead_link, check_is_text
-from xcloud.base.settings import settings
+from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import Split
 from xcloud.hub import go_offline_if_unreachable
@@ -200,7 +200,7 @@ def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
 class InFolder(Source):
     """path: of the folder that holds the corpus."""
 
-    path: Text
+    path: ReadPath
 
     @property
     def where(self) -> str:
@@ -326,7 +326,7 @@ class OnHub(Source):
     """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest. A hub data
     set is public: `datasets` caches all columns on disk, and a rank loads the visible ones."""
 
-    path: Text
+    path: HubName
     revision: str | None = None
 
     @property

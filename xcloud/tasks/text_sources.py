@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import settings
+from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
@@ -115,7 +115,7 @@ class FolderText(TextSource):
                  a column for the other language
     """
 
-    path: Text
+    path: ReadPath
     text_key: Text = "text"
 
     def describe(self) -> str:
@@ -185,12 +185,12 @@ class HubText(TextSource):
     {"translation": {"es": …, "en": …}}; null = no parallel text.
     """
 
-    name: Text
+    name: HubName
     config: str | None = "{language}"
     column: str = "text"
     split: str = "train"
     revision: str | None = None
-    pairs_name: str | None = None
+    pairs_name: HubName | None = None
     pairs_config: str | None = "{pair}"
 
     def describe(self) -> str:
@@ -232,7 +232,7 @@ class PublicText:
     """
 
     tokenizer: TokenizerChoice
-    path: Text | None = None
+    path: ReadPath | None = None
 
     def describe(self) -> str:
         return "public sentences of the demo texts" if self.path is None else self.path

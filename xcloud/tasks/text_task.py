@@ -28,7 +28,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import Positive, WritePath, settings
 from xcloud.contracts.model import SPLITS, Batch, Cut, Head, Scores, Split, TokenIds
 from xcloud.demo import public_sentences
 from xcloud.tasks.rows import Corpus, Rows, Source, SplitTables
@@ -45,7 +45,7 @@ class SourceTask(Source):
     fields: ClassVar[tuple[str, ...]]
     has_public_tokenizer: ClassVar[bool] = False
     max_length: Positive
-    cache_dir: str = ".cache"
+    cache_dir: WritePath = ".cache"
 
     @property
     @abstractmethod

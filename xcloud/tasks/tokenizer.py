@@ -14,13 +14,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar, Literal
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_json
-from xcloud.base.settings import settings
+from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import (
     TOKENIZER_FILES,
@@ -242,7 +240,7 @@ class TrainedTokenizer(TokenizerChoice):
 class FileTokenizer(TokenizerChoice):
     """Trained beforehand by python -m xcloud train-tokenizer --out FILE …; every cloud has it."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: ReadPath
 
     def check(self) -> None:
         if not Path(self.path).expanduser().is_file():
@@ -260,7 +258,7 @@ class PretrainedTokenizer(TokenizerChoice):
     the name of a packaged checkpoint (minilm). Its classifier and separator ids ([CLS] and [SEP],
     <s> and </s>) are used as bos and eos."""
 
-    name_or_path: Annotated[str, Field(min_length=1)]
+    name_or_path: HubName
 
     def check(self) -> None:
         """Raise DataError if a local folder holds no tokenizer, or a placeholder for one. Loads

@@ -18,7 +18,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_text
 from xcloud.base.project import in_project
-from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.settings import NotNegative, Positive, ReadPath, settings
 from xcloud.contracts.model import SPLITS, Cut, Scores, Split
 from xcloud.demo import NUM_ROWS, pairs
 from xcloud.tasks.rows import Corpus, Demo, Form, SplitTables, Text, check_columns, read
@@ -49,8 +49,8 @@ class Translation(SourceTask):
     target: Text = "en"
     source_column: Text | None = None
     target_column: Text | None = None
-    source_monolingual_file: Text | None = None
-    target_monolingual_file: Text | None = None
+    source_monolingual_file: ReadPath | None = None
+    target_monolingual_file: ReadPath | None = None
     source_tokenizer: TokenizerChoice = TrainedTokenizer()
     target_tokenizer: TokenizerChoice = TrainedTokenizer()
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64

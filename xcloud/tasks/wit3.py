@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.sax.saxutils import unescape
 
-from xcloud.base.errors import DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import Split
 from xcloud.tasks.rows import SplitTables, Tables
@@ -42,6 +42,14 @@ class Wit3Translation(InFolder, Translation):
     target_tokenizer: TokenizerChoice = PretrainedTokenizer("google-bert/bert-base-cased")
     dev: Sequence[str] = ("dev2010",)
     test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (self.source, self.target, *self.dev, *self.test):
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(
+                    f"task: {name!r} is part of a file name, so without / and spaces"
+                )
 
     def source_name(self) -> str:
         return "IWSLT (WIT3)"

@@ -18,7 +18,7 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.run_folder import owned
 from xcloud.base.terminal import printable, say
 from xcloud.job.config import flatten
-from xcloud.job.given import check_is_run, read_config, shared_job
+from xcloud.job.given import check_is_run, read_shared
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file, failure_of
 from xcloud.record.summary import SUMMARY_FILE, write_summary
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
-    config = read_config(file)
-    return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
+    config, job = read_shared(file, run_dir)
+    return Monitor(job, flatten(config), run_dir)
 
 
 def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:

@@ -1,0 +1,164 @@
+"""What the settings of an experiment lead to: files, names on the hub, servers. A setting says so
+where it is declared (`base.settings.Leads`), so that nothing is guessed from what a text looks
+like; of a class that is not xcloud's, what is not marked counts as a path if it could be one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.project import project_root
+from xcloud.base.settings import PACKAGED, Leads
+
+MAX_ENTRIES = 1_000_000
+"""Files and folders below one that is named, which are all looked at for links."""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """A text that leads somewhere. where: its dotted name. revision: what stands beside it under
+    that name, of what is on the hub."""
+
+    where: str
+    to: str
+    value: str
+    revision: str | None = None
+
+
+def leads_of(node: Any, where: str = "", is_foreign: bool = True) -> Iterator[Lead]:
+    """Yield all that these settings lead to, with the defaults of what they leave out. Imports
+    the modules of every `_target_`, which must have been checked before.
+
+    is_foreign: whether they belong to a constructor that is not xcloud's, or to none.
+    """
+    if isinstance(node, list | tuple):
+        for index, entry in enumerate(node):
+            yield from leads_of(entry, f"{where}[{index}]", is_foreign)
+    if not isinstance(node, Mapping):
+        return
+    marks: Mapping[str, str] = {}
+    named = {str(key): value for key, value in node.items()}
+    if isinstance(node.get("_target_"), str):
+        marks, named, is_foreign = _declared(named)
+    revision = named.get("revision")
+    for key, value in named.items():
+        path = f"{where}.{key}" if where else key
+        for text in _texts(value) if key in marks or is_foreign else ():
+            to = marks.get(key) or _guessed(text)
+            if to is not None and key != "_target_":
+                yield Lead(path, to, text, revision if isinstance(revision, str) else None)
+        if key not in marks:
+            yield from leads_of(value, path, is_foreign)
+
+
+def _declared(node: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any], bool]:
+    """Return where the settings of a constructor lead by name, the settings with the defaults of
+    those left out, and whether the constructor is not xcloud's."""
+    module, _, name = node["_target_"].rpartition(".")
+    made = getattr(importlib.import_module(module), name)
+    settings: dict[str, Any] = {}
+    if dataclasses.is_dataclass(made):
+        for field in dataclasses.fields(made):
+            if field.default_factory is not dataclasses.MISSING:
+                settings[field.name] = as_settings(field.default_factory())
+            elif field.default is not dataclasses.MISSING:
+                settings[field.name] = as_settings(field.default)
+    try:
+        hints = typing.get_type_hints(made, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # of somebody's own class
+        hints = {}
+    found = {key: _lead_in(hint) for key, hint in hints.items()}
+    marks: dict[str, str] = {key: lead.to for key, lead in found.items() if lead is not None}
+    return marks, {**settings, **node}, module.partition(".")[0] != "xcloud"
+
+
+def as_settings(made: Any) -> Any:
+    """Return the settings of an object, as an experiment file has them."""
+    if not dataclasses.is_dataclass(made) or isinstance(made, type):
+        return made
+    kind = type(made)
+    own = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    settings = {name: as_settings(value) for name, value in own.items()}
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **settings}
+
+
+def _lead_in(hint: Any) -> Leads | None:
+    for part in (*getattr(hint, "__metadata__", ()), *typing.get_args(hint)):
+        found = part if isinstance(part, Leads) else _lead_in(part)
+        if found is not None:
+            return found
+    return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the text, or those of a list or of a mapping under a setting that is marked."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts(entry)
+
+
+def _guessed(text: str) -> str | None:
+    if "://" in text:
+        return "address"
+    return "read" if "/" in text or (text and is_place(text)) else None
+
+
+def is_place(value: str) -> bool:
+    """Return whether the name of a checkpoint or data set means a folder: one that is there, or
+    that could be no name on the hub."""
+    if value in PACKAGED:
+        return False
+    looks = value.startswith(("/", ".", "~")) or "\\" in value or value.count("/") > 1
+    return looks or any(os.path.lexists(place) for place in _readings(value))
+
+
+def _readings(value: str) -> list[str]:
+    """What a relative path may mean: below the project, and where this process runs."""
+    path = os.path.expanduser(value or ".")
+    try:
+        return [os.path.realpath(project_root() / path), os.path.realpath(path)]
+    except ValueError:  # a character that no path has
+        return []
+
+
+def lies_below(value: str, folders: Sequence[str]) -> bool:
+    """Return whether a path leads nowhere else, links followed, however it may be read."""
+    below = [os.path.realpath(project_root() / os.path.expanduser(name)) for name in folders]
+    places = [Path(place) for place in _readings(value)]
+    inside = [any(place.is_relative_to(folder) for folder in below) for place in places]
+    if len(inside) == 2 and inside[0] != inside[1]:  # one of the two may be nothing at all
+        return all(
+            ok or not os.path.lexists(place) for ok, place in zip(inside, places, strict=True)
+        )
+    return bool(inside) and all(inside)
+
+
+def link_out(value: str, folders: Sequence[str]) -> str | None:
+    """Return the first link in this folder, or in one that it leads to, that leads out of
+    `folders`; or the folder itself, where it holds too much to look through. None: there is no
+    such link."""
+    seen, num_entries = set[str](), 0
+    for top in _readings(value):
+        for folder, inner, files in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                inner.clear()
+                continue
+            seen.add(real)
+            num_entries += len(inner) + len(files)
+            if num_entries > MAX_ENTRIES:
+                return folder
+            for name in (*inner, *files):
+                path = os.path.join(folder, name)
+                if os.path.islink(path) and not lies_below(os.path.realpath(path), folders):
+                    return path
+    return None
