@@ -83,7 +83,7 @@ def note_data(context: RankContext[Experiment], data: TaskData) -> None:
         f"{split}: {cut.num:,} of {cut.of:,} {what} ({cut.setting})" for what, split, cut in cuts
     ]
     if rank != 0:
-        log.info(data.describe())
+        print(data.describe(), flush=True)
         for text in texts:
             log.warning(text)
         return

@@ -113,11 +113,13 @@ class Classification(TextTask):
         return metrics_of(self.known.kind, self.known.metrics)
 
     def check_tables(self, tables: SplitTables) -> None:
-        """Reads the labels, too: what is wrong with one is said before any rank starts."""
+        """Raise DataError if the tables cannot be used. Reads the labels, too: what is wrong with
+        one is said before any rank starts."""
         self.labels_of(self._read(tables, frozenset({"label"})))
 
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
-        """Without an unlabelled test set, unless it was asked for, and the columns of train."""
+        """Return the tables without an unlabelled test set, unless it was asked for, and the
+        columns of train."""
         splits, remarks = dict(tables.tables), [*tables.remarks]
         train = splits["train"][""][0]
         columns = self.known.columns(train, self.text_columns or (), self.label_column)
@@ -196,14 +198,14 @@ class ClassificationData(View[Classification]):
         super().__init__(task, corpus, fields, tokenizers, columns, remarks=remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        """First and second texts of the training pairs alike."""
+        """Return first and second texts of the training pairs alike."""
         self.tokenizer(field)
         samples = [self._pairs["train"].texts(i) for i in range(self._rows["train"])]
         return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
-        """The task's metrics, in percent, over the samples in `predictions`. If the split has
-        parts: the main metric averaged over parts, then every metric of each part (accuracy,
+        """Return the task's metrics, in percent, over the samples in `predictions`. If the split
+        has parts: the main metric averaged over parts, then every metric of each part (accuracy,
         accuracy_en, accuracy_de …). Parts may be the same samples in several languages, so the
         error of the mean is over rows that are drawn in all parts alike."""
         self.check_predictions(split, predictions)
@@ -270,7 +272,8 @@ class HubClassification(Hub, Classification):
         return self.known.hub_splits
 
     def is_usual(self, name: str, split: Split) -> bool:
-        """The test labels of a benchmark are not public."""
+        """Return whether a set of this name usually is the split. The test labels of a benchmark
+        are not public."""
         is_hidden = split == "test" and self.name in self.benchmarks
         return not is_hidden and super().is_usual(name, split)
 

@@ -46,7 +46,7 @@ def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the cells of a corpus mean. names: of classes, in label order; None: numbers, such as
+    """The meaning of a corpus's labels. names: of classes, in label order; None: numbers, such as
     similarities from 0 to 5, learned and scored unscaled. numbers: the class of each cell."""
 
     names: tuple[str, ...] | None
@@ -97,7 +97,7 @@ class Labels:
         return Head("value", 1) if self.names is None else Head("classes", len(self.names))
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
-        """One number per cell. Raises DataError for a value that is none."""
+        """Return a number for each cell. Raises DataError for a value that is none."""
         if self.names is not None:
             return torch.tensor([self.numbers[cell] for cell in cells], dtype=torch.int64)
         values = []
@@ -146,10 +146,10 @@ def _some(cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is known of labelled texts. classes: in label order; None for values, and where only
-    the training labels show them. metrics: None: the defaults of the kind (metrics_of).
-    num_texts: that a sample may have. files, hub_splits: the sets that make up a split, with their
-    part names. hub, languages: of one tested in several languages."""
+    """A kind of labelled texts, as far as it is known. classes: in label order; None for values,
+    and where only the training labels show them. metrics: None: the defaults of the kind
+    (metrics_of). num_texts: that a sample may have. files, hub_splits: the sets that make up a
+    split, with their part names. hub, languages: of one tested in several languages."""
 
     classes: Sequence[str] | None
     metrics: Sequence[str] | None
@@ -161,8 +161,8 @@ class Benchmark:
     kind: Kind = "classes"
 
     def columns(self, table: Table, texts: Sequence[str], label: str | None) -> dict[str, str]:
-        """first, perhaps second, and label -> column of a training set, those given or with usual
-        names."""
+        """Return the columns of a training set by use: first, perhaps second, and label; those
+        given, or with usual names."""
         there = table.columns()
         described = f"{table.where} has the columns {listed(there)}"
         usual = (*PAIRS, *((name,) for name in SINGLES))

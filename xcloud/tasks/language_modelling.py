@@ -54,22 +54,22 @@ OPEN = 64  # samples that a document is tried in; more fill little better
 
 
 class Document(NamedTuple):
-    """learned: for each token, whether a model is to guess it. number: of the document that a
-    piece is of."""
+    """A document, or a piece of one. learned: for each token, whether a model is to guess it.
+    number: of the document that a piece is of."""
 
     ids: list[int]
     learned: list[bool]
     number: int = 0
 
     def labels(self) -> list[int]:
-        """At each place the token that follows, if it is to be guessed."""
+        """Return at each place the token that follows, if it is to be guessed."""
         following = zip(self.ids[1:], self.learned[1:], strict=True)
         return [*(token if learned else NO_LABEL for token, learned in following), NO_LABEL]
 
 
 class Fitted(NamedTuple):
-    """What of a split's documents fits into samples. num: documents. num_cut: of them, those that
-    lost a part. num_left_out: those of which nothing is to be guessed."""
+    """The pieces of a split's documents that fit into samples. num: documents. num_cut: of them,
+    those that lost a part. num_left_out: those of which nothing is to be guessed."""
 
     pieces: list[Document]
     num: int
@@ -97,8 +97,8 @@ def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitte
 
 
 def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]:
-    """Samples of whole documents: each goes into the first of the last OPEN samples that has room.
-    The same for the same documents in every cloud."""
+    """Pack whole documents into samples: each goes into the first of the last OPEN samples that
+    has room. The same for the same documents in every cloud."""
     samples: list[list[Document]] = []
     room: list[int] = []
     for document in documents:
@@ -114,7 +114,7 @@ def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]
 
 
 def columns_of(samples: Sequence[Sequence[Document]]) -> dict[str, TokenTable]:
-    """By field: each sample as a row, and what fills up a batch."""
+    """Return by field each sample as a row, and what fills up a batch."""
     texts = ([token for document in sample for token in document.ids] for sample in samples)
     types = ([n for n, document in enumerate(sample) for _ in document.ids] for sample in samples)
     labels = ([token for document in sample for token in document.labels()] for sample in samples)
@@ -141,7 +141,7 @@ class CausalTokenizer:
 
     @staticmethod
     def of(choice: TokenizerChoice, cache_dir: str) -> CausalTokenizer:
-        """A pretrained model's, or one trained on public sentences. Raises DataError."""
+        """Load a pretrained model's, or train one on public sentences. Raises DataError."""
         if isinstance(choice, PretrainedTokenizer):
             return CausalTokenizer._of_checkpoint(choice)
         from transformers import PreTrainedTokenizerFast
@@ -215,7 +215,8 @@ class CausalTokenizer:
         return pack(found.pieces, max_length), found
 
     def texts(self, texts: Sequence[str]) -> list[Document]:
-        """Begin token (where there is one), text, end token: all to be guessed."""
+        """Return texts as documents: begin token (where there is one), text, end token, all to be
+        guessed."""
         found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
         return [Document(ids, [True] * len(ids)) for ids in found]
 
@@ -305,7 +306,7 @@ class LanguageModelling(TextTask):
     max_length: Annotated[int, Field(ge=8)] = 128
 
     def rows_of(self, table: Table) -> Rows:
-        """A row is a document; empty ones are left out."""
+        """Return the documents of a table, one a row; empty ones are left out."""
         rows = read(table, {TEXT: self.column}, "task.column")
         kept = rows.take([i for i, text in enumerate(rows.texts[TEXT]) if text])
         return replace(kept, num_empty=rows.num_rows - kept.num_rows)
@@ -365,7 +366,7 @@ class LanguageData(View[LanguageModelling]):
         return {"the text tokenizer": f"{self._tokenizer.digest:08x}"}
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        """The tokens of each training sample, special ones among them."""
+        """Return the tokens of each training sample, special ones among them."""
         self.tokenizer(field)
         return list(self._columns[field]["train"])
 
@@ -374,9 +375,9 @@ class LanguageData(View[LanguageModelling]):
         return float((self.batch("train", ids)["label"] != NO_LABEL).sum())
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
-        """Perplexity, and the mean loss in nats, of the guessed tokens of these samples; errors
-        are over documents. Predicted are millionths of a nat and tokens of each document, or piece
-        of one, in a sample."""
+        """Return perplexity and the mean loss in nats of the guessed tokens of these samples;
+        errors are over documents. Predicted are millionths of a nat and tokens of each document,
+        or piece of one, in a sample."""
         self.check_predictions(split, predictions)
         order = sorted(predictions)
         found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
@@ -401,14 +402,14 @@ class LanguageData(View[LanguageModelling]):
         return {"perplexity": f"exp of the mean loss {over}", "loss": f"nats, mean {over}"}
 
     def shown(self, split: Split, ident: int) -> Mapping[str, str]:
-        """The whole text where it may be seen, else the answers."""
+        """Return the whole text where it may be seen, else the answers."""
         assert self._tokenizer is not None
         name = "text" if "text" in self._fields else "label"
         row = self._columns[name][split][ident]
         return {name: self._tokenizer.decode(token for token in row if token != NO_LABEL)}
 
     def save_tokenizers(self, folder: Path) -> None:
-        """tokenizer/, as transformers loads it, where text or labels are seen."""
+        """Write tokenizer/ as transformers loads it, where text or labels are seen."""
         if self._tokenizer is not None and self._fields:
             self._tokenizer.save(folder / FOLDER_NAME)
 

@@ -51,8 +51,8 @@ LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
 def rows_of(table: Table) -> Rows:
-    """A row a question: its context, its answers [(text, character offset in the context)], and
-    its paragraph as its group, so that no two splits share a context."""
+    """Read a row a question: its context, its answers [(text, character offset in the context)],
+    and its paragraph as its group, so that no two splits share a context."""
     texts: dict[str, list[Any]] = {"group": [], "context": [], "question": [], "answers": []}
     try:
         for number, context, question, answers in _asked(table):
@@ -75,7 +75,7 @@ def rows_of(table: Table) -> Rows:
 
 
 def _asked(table: Table) -> Iterator[tuple[int, str, str, Sequence[Any]]]:
-    """Number of the paragraph, context, question, answers. Rows of one question each share a
+    """Yield number of the paragraph, context, question, answers. Rows of one question share a
     paragraph if their contexts are equal and consecutive."""
     if "qas" in table.columns():
         for number, (context, qas) in enumerate(table.rows(("context", "qas"), KEYS), start=1):
@@ -124,7 +124,9 @@ class Windows:
     def of(
         asked: Rows, tokenizer: Tokenizer, max_length: int, max_question: int, stride: int
     ) -> Windows:
-        """max_length: tokens per window, special ids and question included; questions are
+        """Cut paragraphs into windows.
+
+        max_length: tokens per window, special ids and question included; questions are
         truncated to max_question. stride: tokens between the starts of consecutive windows."""
         contexts = list(dict.fromkeys(asked.texts["context"]))
         encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
@@ -147,8 +149,8 @@ class Windows:
         return Windows(table, asked, question_of, starts, offsets, num_long)
 
     def label(self, window: int) -> tuple[int, int, int]:
-        """Positions of the first answer's first and last token in this window (0 and 0 if not
-        fully inside), and of the paragraph's first token."""
+        """Return positions of the first answer's first and last token in this window (0 and 0 if
+        not fully inside), and of the paragraph's first token."""
         begin, end, tokens = self._place(window)
         text, first_char = self.asked.texts["answers"][self.question_of[window]][0]
         first = bisect_right(tokens, first_char, key=itemgetter(1))  # ends after it
@@ -158,7 +160,7 @@ class Windows:
         return (first + shift, last + shift, begin) if inside else (0, 0, begin)
 
     def answer(self, window: int, first: int, last: int) -> str:
-        """The text from position to position; empty if it begins outside the paragraph."""
+        """Return the text from position to position; empty if it begins outside the paragraph."""
         begin, end, tokens = self._place(window)
         last = min(last, end - 1)
         if not begin <= first <= last:
@@ -168,21 +170,21 @@ class Windows:
         return context[tokens[first - shift][0] : tokens[last - shift][1]].strip()
 
     def _place(self, window: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
-        """The half-open range of positions of paragraph tokens, and the paragraph's spans."""
+        """Return the half-open range of positions of paragraph tokens, and its spans."""
         begin, length = self.table.second_at[window], len(self.table.tokens[window])
         context = self.asked.texts["context"][self.question_of[window]]
         return begin, length - 1, self.offsets[context]
 
 
 def window_starts(length: int, fits: int, stride: int) -> list[int]:
-    """Start tokens of windows of `fits` tokens that cover a text of `length` tokens."""
+    """Return start tokens of windows of `fits` tokens that cover a text of `length` tokens."""
     step = min(stride, fits)
     return list(range(0, max(0, length - fits) + step, step))
 
 
 @settings("task", kw_only=True)
 class QuestionAnswering(TextTask):
-    """Find the span of a paragraph that answers a question.
+    """The span of a paragraph that answers a question, to be found.
 
     max_length: tokens per window, question and special ids included. max_question: longer
     questions are truncated. stride: tokens between the starts of consecutive windows.
@@ -268,7 +270,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        """Training questions and the paragraph parts of their windows."""
+        """Return training questions and the paragraph parts of their windows."""
         self.tokenizer(field)
         windows = self._windows["train"]
         texts = [windows.table.texts(i) for i in range(self._rows["train"])]
@@ -276,8 +278,8 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         return [text[0] for text in questions.values()] + [text[1] for text in texts]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> Scores:
-        """F1 and exact match in percent, over questions with a window in `predictions`: of each
-        the best span over all windows."""
+        """Return F1 and exact match in percent, over questions with a window in `predictions`: of
+        each the best span over all windows."""
         self.check_predictions(split, predictions)
         windows, best = self._windows[split], dict[int, int]()  # question -> window
         for window in sorted(predictions):

@@ -102,25 +102,25 @@ class Table(Protocol):
 
     @property
     def where(self) -> str:
-        """Location, for messages."""
+        """Return the location, for messages."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The set's own, and those of its files; a table in memory has none."""
+        """Return the set's own name and those of its files; a table in memory has none."""
 
     def columns(self) -> list[str]:
-        """Column names. May read a file's first line."""
+        """Return the names of the columns. May read a file's first line."""
 
     def check(self) -> None:
         """Raise DataError if its form is not what its name says. Reads its beginning only."""
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterable[tuple[Any, ...]]:
-        """The cells of these columns, mostly texts; with no columns, an empty tuple for each row.
+        """Yield the cells of these columns, mostly texts; with no columns, an empty tuple a row.
         keys: settings that choose columns, for messages."""
 
 
 def name_of(table: Table) -> str:
-    """For messages."""
+    """Return what a table is called in messages."""
     return " + ".join(table.names[1:] or table.names)
 
 
@@ -153,8 +153,10 @@ def read(table: Table, wanted: Mapping[str, str], keys: str) -> Rows:
 
 @dataclass(frozen=True)
 class Form:
-    """Which files make up a corpus in a folder. endings: format by file ending. languages: of line
-    pairs (train.es, train.en), if any."""
+    """The files that make up a corpus in a folder.
+
+    endings: format by file ending. languages: of line pairs (train.es, train.en), if any.
+    """
 
     expected: str
     endings: Mapping[str, FileKind] = field(
@@ -169,7 +171,9 @@ Tables = dict[Split, Mapping[str, Sequence[Table]]]
 
 @dataclass(frozen=True)
 class SplitTables:
-    """test_key: the setting that chose the test set; None if it was chosen by name.
+    """The tables of each split.
+
+    test_key: the setting that chose the test set; None if it was chosen by name.
     facts, remarks, further: as in Corpus.
     """
 
@@ -182,7 +186,7 @@ class SplitTables:
 
 @settings("task", kw_only=True)
 class Source(ABC):
-    """Where a task's rows come from, and which are used. A base class of settings: the class that
+    """The place that a task's rows come from. A base class of settings: the class that
     YAML names has a source and a task as its bases, so that all settings stand beside each other
     under `task`.
 
@@ -212,38 +216,39 @@ class Source(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """Location, for messages."""
+        """Return the location, for messages."""
 
     @abstractmethod
     def source_name(self) -> str:
-        """A short name, without reading anything."""
+        """Return a short name, without reading anything."""
 
     @property
     @abstractmethod
     def form(self) -> Form:
-        """The files that the task reads."""
+        """Return which files the task reads."""
 
     @abstractmethod
     def find(self) -> SplitTables:
-        """Reads no text. Raises DataError if a set is missing or ambiguous."""
+        """Find the tables of each split. Reads no text. Raises DataError if a set is missing or
+        ambiguous."""
 
     def check_source(self) -> SplitTables | None:
-        """Quick check: raise DataError if data is missing. The tables where that is local."""
+        """Raise DataError if data is missing; return the tables where they are local. Quick."""
         return self.find()
 
     @property
     def own_names(self) -> OwnNames:
-        """Names of the corpus itself, used where none were requested."""
+        """Return the names of the corpus itself, used where none were requested."""
         return {}
 
     def is_usual(self, name: str, split: Split) -> bool:
-        """Whether a set of this name usually is the split."""
+        """Return whether a set of this name usually is the split."""
         return name in (DEV_NAMES if split == "dev" else (split,))
 
     def choose(
         self, there: Sequence[Table], key: str, expected: str, unread: Sequence[str] = ()
     ) -> Tables:
-        """The sets of each split: those that the settings `key` request, all of the corpus's own
+        """Return the sets of each split: those that the settings `key` request, all of its own
         names, or the one with a usual name. dev and test may have none. unread: files that hold
         data in a form that is not read, for messages."""
         found = listed(map(name_of, there))
@@ -341,7 +346,7 @@ class Source(ABC):
         return Corpus(result, remarks, agreed, tables.further, train)
 
     def _held_out(self, there: Iterable[Split], train: Rows) -> dict[Split, list[int]]:
-        """Row numbers of train for each missing split and, last, for the remaining train."""
+        """Return row numbers of train for each missing split and, last, for what remains of it."""
         groups = train.texts.get("group", range(train.num_rows))
         left = list(dict.fromkeys(groups))
         shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
@@ -368,7 +373,7 @@ class Source(ABC):
 
 
 def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
-    """A seeded sample of at most `wanted` row numbers below num_rows, ascending."""
+    """Draw at most `wanted` row numbers below num_rows, by the seed; ascending."""
     draw = random.Random(seed).random  # random() alone: the same on every Python version
     keys = [draw() for _ in range(num_rows)]
     return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
@@ -395,7 +400,7 @@ class Given:
         return list(self.cells)
 
     def check(self) -> None:
-        """Nothing to check: its cells were made here."""
+        """Do nothing: its cells were made here."""
 
     def rows(self, columns: Sequence[str], keys: str) -> list[tuple[Any, ...]]:
         check_columns(self, columns, keys)
@@ -423,7 +428,7 @@ class Demo(Source):
         return self.title
 
     def check_source(self) -> None:
-        """Nothing to check."""
+        """Do nothing: demo texts are part of the package."""
 
     @property
     def counts(self) -> dict[Split, int]:
@@ -432,7 +437,7 @@ class Demo(Source):
     def generated(
         self, names: Sequence[str], rows: Iterable[Sequence[Any]], samples: object
     ) -> SplitTables:
-        """Rows of cells, cut into consecutive splits. samples: what all clouds must agree on."""
+        """Return rows of cells, cut into consecutive splits. samples: what all clouds agree on."""
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
         result, start = Tables(), 0
         for split in self.order:
@@ -446,7 +451,10 @@ class Demo(Source):
 
 @settings("task", kw_only=True)
 class DemoSized(Demo):
-    """num_train, num_dev, num_test: rows of each split."""
+    """A demo corpus of a size that is asked for.
+
+    num_train, num_dev, num_test: rows of each split.
+    """
 
     num_train: Size = 8_000
     num_dev: Size = 500

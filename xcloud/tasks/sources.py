@@ -120,7 +120,8 @@ class TextFile:
             yield tuple([row[column] for column in columns])
 
     def _line_rows(self, sides: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Opens only these sides. A rank that sees neither counts the rows of one."""
+        """Yield the lines of these sides, and open no other. A rank that sees neither counts the
+        rows of one."""
         if missing := [side for side in sides if side not in self.paths]:
             raise DataError(f"{self.path}: its other side, {self.name}.{missing[0]}, is missing")
         paths = [self.paths[side] for side in sides] or [self.path]
@@ -176,7 +177,8 @@ class TextFile:
 
 
 def _parsed(text: str, what: str, expected: str) -> Any:
-    """JSON. Half of a surrogate pair, which no tokenizer takes, is refused like bad syntax."""
+    """Return a value of JSON. Half of a surrogate pair, which no tokenizer takes, is refused like
+    bad syntax."""
     try:
         value = json.loads(text)
         if "\\u" in text:
@@ -198,7 +200,10 @@ def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
 
 @settings("task", kw_only=True)
 class InFolder(Source):
-    """path: of the folder that holds the corpus."""
+    """A corpus in a folder.
+
+    path: of the folder that holds it.
+    """
 
     path: ReadPath
 
@@ -243,7 +248,8 @@ class Folder(InFolder):
 
 
 def list_files(folder: Path, form: Form, key: str = "task.path") -> list[TextFile]:
-    """Files of these formats in the folder, sorted by name. Opens none. key: for messages."""
+    """Return the files of these formats in the folder, sorted by name. Opens none. key: for
+    messages."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {what}; {key} must be a folder with {form.expected}")
@@ -292,7 +298,7 @@ class HubTable:
 
     @cached_property
     def _inside(self) -> list[str] | None:
-        """The languages in a column "translation" that holds objects; None where none does."""
+        """Return the languages in a column "translation" that holds objects; None without one."""
         if "translation" not in self._names:
             return None
         first = next(iter(self.dataset), {"translation": None})["translation"]
@@ -303,10 +309,11 @@ class HubTable:
             return self._names if self._inside is None else self._inside
 
     def check(self) -> None:
-        """Nothing to check: `datasets` reads its form."""
+        """Do nothing: `datasets` reads its form."""
 
     def rows(self, columns: Sequence[str], keys: str) -> Iterator[tuple[Any, ...]]:
-        """See Table. Loads only these columns; a rank that sees none counts the rows of any."""
+        """Yield rows as Table does. Loads only these columns; a rank that sees none counts the
+        rows of any."""
         with _reading(self.where):
             check_columns(self, columns, keys)
             nested = self._inside is not None
@@ -323,8 +330,11 @@ class HubTable:
 
 @settings("task", kw_only=True)
 class OnHub(Source):
-    """path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest. A hub data
-    set is public: `datasets` caches all columns on disk, and a rank loads the visible ones."""
+    """A data set of the hub. It is public: `datasets` caches all columns on disk, and a rank loads
+    the visible ones.
+
+    path: such as "Helsinki-NLP/opus-100", or a folder. revision: null: the newest.
+    """
 
     path: HubName
     revision: str | None = None
@@ -343,7 +353,7 @@ class OnHub(Source):
     @property
     @abstractmethod
     def data_set(self) -> str | None:
-        """The data set's config to check for."""
+        """Return the data set's config to check for."""
 
     def check_source(self) -> None:
         """Raise DataError if the hub is out of reach and the data set is not cached."""
@@ -391,13 +401,13 @@ def check_data_files(folder: Path) -> None:
 
 
 def local_folder(name: str) -> Path | None:
-    """None for a name on the hub."""
+    """Return the folder that a name means; None for a name on the hub."""
     folder = Path(name).expanduser()
     return folder if name and folder.exists() else None
 
 
 def load_hub(name: str, config: str | None, streaming: bool = False, **which: str | None) -> Any:
-    """Split name -> data set, or only one. which: revision, split."""
+    """Load a data set by split name, or one split. which: revision, split."""
     folder = local_folder(name)
     # Never ask the network about a local folder.
     reached = folder is not None or go_offline_if_unreachable()
@@ -411,7 +421,7 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
 
 @contextmanager
 def _reading(name: str, reached: bool = True) -> Iterator[None]:
-    """Errors in one line; of a stream they come when its rows are read."""
+    """Raise errors of `datasets` as one line; of a stream they come when its rows are read."""
     try:
         yield
     except DataError:

@@ -39,7 +39,7 @@ TOKENIZER_TEXTS = 10_000
 
 @settings("task", kw_only=True)
 class SourceTask(Source):
-    """What the settings of all tasks share. fields: the last one is what is predicted. max_length:
+    """The settings that all tasks share. fields: the last one is what is predicted. max_length:
     in tokens, special ids included. cache_dir: of trained tokenizers; relative to the checkout."""
 
     fields: ClassVar[tuple[str, ...]]
@@ -53,18 +53,19 @@ class SourceTask(Source):
 
     @abstractmethod
     def read(self, fields: frozenset[str]) -> Corpus:
-        """All splits, as far as these fields need them. Raises DataError."""
+        """Read all splits, as far as these fields need them. Raises DataError."""
 
     @abstractmethod
     def view(self, corpus: Corpus, fields: frozenset[str]) -> View[Any]:
-        """Of a rank that sees these fields."""
+        """Return the view of a rank that sees these fields."""
 
     def read_for(self, fields: frozenset[str]) -> Corpus:
-        """Only the row counts, if a rank sees no field and they are set."""
+        """Read all splits; only count rows if a rank sees no field and the counts are set."""
         return self.read(fields)
 
     def load(self, fields: frozenset[str], seed: int) -> View[Any]:
-        """`seed` is ignored: all seeds train and are scored on the same rows."""
+        """Load a rank's view. `seed` is ignored: all seeds train and are scored on the same
+        rows."""
         if unknown := fields - {*self.fields}:
             raise ConfigError(
                 f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
@@ -83,13 +84,13 @@ class SourceTask(Source):
             self.check_tables(tables)
 
     def check_tables(self, tables: SplitTables) -> None:
-        """Raise DataError if they cannot be used. Reads no text."""
+        """Raise DataError if the tables cannot be used. Reads no text."""
 
     def check_rows(self, rows: Mapping[Split, int]) -> None:
-        """Raise DataError if they are not as the settings say."""
+        """Raise DataError if the row counts are not as the settings say."""
 
     def agreed_settings(self) -> dict[str, object]:
-        """Part of the fingerprint, beside name, max_length, row counts and corpus."""
+        """Return what the fingerprint has beside name, max_length, row counts and corpus."""
         return {}
 
 
@@ -129,7 +130,8 @@ class TextTask(SourceTask):
             raise DataError(f"{self.describe()}: {said}")
 
     def agreed_settings(self) -> dict[str, object]:
-        """Without the corpus where sizes are set: a rank without files knows no file names."""
+        """Return them without the corpus where sizes are set: a rank without files knows no file
+        names."""
         unread = {} if self.sizes is None else {"corpus": None}
         return {"tokenizer": repr(self.tokenizer), **unread}
 
@@ -241,11 +243,11 @@ class View(Tokenized, Generic[T]):
             raise ValueError(f"sample {outside[0]} is not in {split} (0..{num - 1})")
 
     def shown(self, split: Split, ident: int) -> Mapping[str, str]:
-        """What a sample of Scores asks, if this rank sees it: texts by name."""
+        """Return what a sample of Scores asks, if this rank sees it: texts by name."""
         return {}
 
     def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
-        """The first samples that were scored, each with what it asks."""
+        """Return the first samples that were scored, each with what it asks."""
         lines = []
         for ident, sample in islice(scores.samples.items(), count):
             said = {name: text for name, text in sample.items() if not isinstance(text, list)}
@@ -255,12 +257,12 @@ class View(Tokenized, Generic[T]):
 
 
 def counted(counts: Mapping[Split, int]) -> str:
-    """ "1,000 train, 50 dev, 50 test"."""
+    """Return counts in words: "1,000 train, 50 dev, 50 test"."""
     return ", ".join(f"{count:,} {split}" for split, count in counts.items())
 
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
-    """The tokenizer, trained on public sentences if needed."""
+    """Return the tokenizer, trained on public sentences if needed."""
     texts = public_sentences(TOKENIZER_TEXTS) if choice.is_trained else ()
     return choice.prepare(texts, in_project(cache_dir))
 
@@ -322,11 +324,11 @@ class TokenTable:
         return (flat[start:end] for start, end in pairwise(self._offsets.tolist()))
 
     def lengths(self, ids: Tensor) -> Tensor:
-        """int64 [B]."""
+        """Return the lengths of these rows, int64 [B]."""
         return self._offsets[ids + 1] - self._offsets[ids]
 
     def padded(self, ids: Tensor) -> Tensor:
-        """int64 [B, S], S being the longest of these rows."""
+        """Return these rows as int64 [B, S], S being the length of the longest."""
         lengths_B1 = self.lengths(ids)[:, None]
         position_S = torch.arange(int(lengths_B1.max()) if len(ids) else 2)
         inside_BS = position_S < lengths_B1
@@ -371,7 +373,7 @@ class PairTable:
 
     @staticmethod
     def encoded(tokenizer: Tokenizer, sides: Sequence[Sequence[str]], most: int) -> PairTable:
-        """Of one or two columns of texts. Repeated ones, such as premises, are tokenised once."""
+        """Build a table of one or two columns of texts. Repeated ones are tokenised once."""
         distinct = list(dict.fromkeys(text for side in sides for text in side))
         ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
         firsts, *seconds = [[ids[text] for text in side] for side in sides]
@@ -379,13 +381,13 @@ class PairTable:
         return PairTable(firsts, seconds[0] if seconds else None, most, *of)
 
     def types(self) -> TokenTable:
-        """For each token the text that it belongs to, 0 or 1."""
+        """Return for each token the text that it belongs to, 0 or 1."""
         lengths = self.tokens.lengths(torch.arange(len(self.tokens))).tolist()
         starts = zip(self.second_at, lengths, strict=True)
         return TokenTable([0] * start + [1] * (length - start) for start, length in starts)
 
     def texts(self, index: int) -> list[list[int]]:
-        """The sample's one or two texts, truncated, without special ids."""
+        """Return the sample's one or two texts, truncated, without special ids."""
         row, start = self.tokens[index], self.second_at[index]
         first = row[1 : start - self._num_separators]
         return [first] if start == len(row) else [first, row[start:-1]]
@@ -394,6 +396,6 @@ class PairTable:
 def cut_pair(
     first: Sequence[int], second: Sequence[int], room: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The shorter text may use half the room plus whatever the longer one leaves."""
+    """Cut a pair to the room: the shorter text may use half of it plus what the longer leaves."""
     kept = min(len(first), max(room - len(second), room - room // 2))
     return first[:kept], second[: room - kept]
