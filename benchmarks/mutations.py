@@ -186,7 +186,7 @@ def _between(
 # Which tests, and what they say.
 
 
-def tests_of(file: str) -> list[str]:
+def nearest_tests(file: str) -> list[str]:
     """Return the test files that import the module, themselves or over helpers of tests/; where
     there are few also those of the modules that import it. First come those that are named after
     it, then those that import least, as they are about it most."""
@@ -220,7 +220,7 @@ def _with_helpers(path: Path) -> set[str]:
 
 def judged(mutation: Mutation, text: str, tree: Path, limit_s: float) -> tuple[str, str]:
     """Return whether it is killed, and by what."""
-    nearest = tests_of(mutation.file)
+    nearest = nearest_tests(mutation.file)
     stages = [
         ("not slow", nearest[:12]), ("not slow", [GOLDEN]), ("slow", nearest[:6]),
         ("not slow", nearest[12:30]),
@@ -262,7 +262,9 @@ def _tested(
         if ended:
             code = os.waitstatus_to_exitcode(status)
             found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log.read_text(), re.M)
-            return code not in (0, 5), found[0] if found else ""  # 5: no test with these marks
+            if code not in (0, 1, 2, 5):  # 2: a file could not be imported; 5: no such test
+                raise RuntimeError(f"pytest ended with {code}: {log.read_text()[-2000:]}")
+            return code in (1, 2), found[0] if found else ""
         if time.monotonic() > until_s:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
