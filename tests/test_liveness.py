@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -275,3 +276,18 @@ def test_a_rank_that_was_stopped_itself_blames_nobody_for_that_time() -> None:
     silence.hear(1)
     for now_s[0], found in ((8.0, []), (15.0, []), (75.0, []), (79.0, []), (81.0, [1])):
         assert silence.look() == found
+
+
+@pytest.mark.parametrize(("numbers", "came"), [((0, 0), 0), ((0, 2), 2), ((1,), 1)])
+def test_a_frame_that_is_repeated_or_lost_is_refused(numbers: Sequence[int], came: int) -> None:
+    """Even of the key that is waited for."""
+    end = ReceivingEnd(InSettings("rank 1", 1000, life=PeerLife(QUICK)))
+    key, value = MessageKey(Kind.GRADIENT, 3), torch.ones(2)
+    *good, last = (encode_frame(key, (value,), number) for number in numbers)
+    for frame in (*good, last):
+        seal_frame(frame, 0.0)
+    for frame in good:
+        end._open(frame)
+    said = f"message {came} from rank 1 came as number {len(good)}"
+    with pytest.raises(FrameError, match=said):
+        end._open(last)

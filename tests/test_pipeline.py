@@ -3,6 +3,7 @@ import torch
 
 from tests.in_process_link import InProcessLink
 from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
+from tests.runs import one_at_a_time
 from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
@@ -223,3 +224,19 @@ def test_a_stage_that_lacks_a_method_is_named() -> None:
         GPipe(1).splits(Bare())
     with pytest.raises(TypeError, match=r"abstract class Stage .*forward"):
         Stage()  # type: ignore[abstract]
+
+
+def test_dropout_differs_by_stage_micro_batch_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of one width must not drop the same places."""
+    seeds: list[int] = []
+    ranks = pipelines(LAYOUTS["two clouds"])
+    for rank in ranks:
+        for module in rank.stages.values():
+            module.register_forward_pre_hook(
+                lambda *given: seeds.append(torch.default_generator.initial_seed())
+            )
+    # torch's generator is one for all threads.
+    monkeypatch.setattr(Pipeline, "_forward", one_at_a_time(Pipeline._forward))
+    for number in (1, 2):
+        step(ranks, GPipe(4), number)
+    assert len(seeds) == len({*seeds}) == 2 * 2 * 4

@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from tests.plan_pieces import EIGHT, drawn, every_plan
+from tests.plan_pieces import EIGHT, codec, drawn, every_plan, piece
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.parallel.gradient_averaging import GradientAveraging
@@ -20,10 +20,12 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import (
     AveragingCodec,
     BoundaryCodec,
+    CompressorCosts,
     Costs,
     Curve,
     Direction,
     DirectionCurves,
+    Profile,
     Update,
     lines_of,
 )
@@ -273,3 +275,17 @@ def test_replicas_that_are_alike_are_priced_as_if_each_were_looked_at(seed: int)
         assert price.compute_s == pytest.approx(sum(u.compute_s for s in each for u in s.ranks))
         groups = alike(pricer.arranged["hybrid"].replicas, lines_of(layout, {}))
         assert sorted(n for own in groups.values() for n in own) == [*range(layout.num_replicas)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4)])
+def test_the_bubble_that_a_price_shows_is_that_of_the_paper_on_a_free_line(p: int, m: int) -> None:
+    """Formula (1): idle / computing = (p - 1) / m. Optimizers of no length."""
+    pieces = [replace(piece(f"block {i}"), optimizer_s=0.0) for i in range(p - 1)]
+    pieces.append(replace(piece("head", boundary=None), optimizer_s=0.0))
+    free = {NO_COMPRESSION: CompressorCosts("none+none", [codec(1.0)])}
+    layout = ClusterLayout({f"c{i}": Cloud() for i in range(p)}, "free")
+    arranged = {"pipeline": Arranged(Strategy(), Strategy().arrange(layout))}
+    pricer = Pricer(Profile(pieces, free), arranged, m)
+    plan = Plan("pipeline", tuple(range(1, p + 1)), GPipe(m), NO_COMPRESSION)
+
+    assert pricer.price(plan).bubble_ratio == pytest.approx((p - 1) / m, rel=1e-3)

@@ -168,10 +168,12 @@ def test_a_late_gradient_is_that_of_the_update_before() -> None:
 TOPK = Compression(averaging=TopK(0.1))
 
 
-def test_a_gradient_that_is_not_finite_is_left_out_by_all_replicas_and_spoils_no_feedback() -> (
-    None
-):
-    training = Training(9, batch_size=16, optimizer=Optimizer(0.05, 1), on_divergence="skip")
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_is_left_out_by_all_replicas_and_spoils_no_feedback(
+    clip_norm: float,
+) -> None:
+    optimizer = Optimizer(0.05, 1, clip_norm=clip_norm)
+    training = Training(9, batch_size=16, optimizer=optimizer, on_divergence="skip")
     job = ranks(clouds(2), training, TOPK, strategy=DATA_PARALLEL)
     train(job, 1)
     before = values(job, 0)
