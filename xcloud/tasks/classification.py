@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import HubName, settings
+from xcloud.base.wording import listed
 from xcloud.contracts.model import SPLITS, Answers, Scores, Split
 from xcloud.demo import answers, inferences, reviews
 from xcloud.tasks.labels import (
@@ -306,7 +307,7 @@ class FolderCrossLingual(InFolder, CrossLingual):
             if (other := files.setdefault(file.name, file)) is not file:
                 both = f"{name_of(other)} and {name_of(file)}"
                 raise DataError(f"{self.where}: {both} are both {file.name}; remove one")
-        found = f"found: {', '.join(map(name_of, files.values())) or 'none'}"
+        found = f"found: {listed(map(name_of, files.values()))}"
         tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
         tested.sort(key=lambda language: (language != here, language))
         wanted = self.languages or tested or ["LANGUAGE"]

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import HubName, ReadPath, settings
+from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
@@ -156,7 +157,7 @@ class FolderText(TextSource):
         files = [file for file in files if not HELD_OUT.match(file.path.name)]
         chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
-            there = ", ".join(map(name_of, files)) or "none"
+            there = listed(map(name_of, files))
             said = f"no text of {part!r}; expected {expected} (each may end in .gz)"
             raise DataError(f"{folder}: {said}; found: {there}")
         return chosen

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_json
 from xcloud.base.settings import HubName, ReadPath, settings
+from xcloud.base.wording import quoted
 from xcloud.contracts.model import TokenIds
 from xcloud.hub import (
     TOKENIZER_FILES,
@@ -139,12 +140,12 @@ class Tokenizer:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']!r}")
+                raise ValueError(f"format {quoted(content['format'])}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
             how = (content["special"], content["rejoin"], content["num_separators"])
             return Tokenizer(backend, TokenIds(**content["token_ids"]), *how)
         except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{path}: no {FORMAT} file ({error})") from error
+            raise DataError(f"{path}: no {FORMAT} file ({str(error)[:200]})") from error
 
 
 class TokenizerChoice(ABC):
@@ -295,6 +296,8 @@ class PretrainedTokenizer(TokenizerChoice):
 
         name = resolve(self.name_or_path)
         local = Path(name).expanduser().is_dir()
+        if local:
+            check_tokenizer_files(Path(name).expanduser())
         reached = local or go_offline_if_unreachable()
         try:
             found = AutoTokenizer.from_pretrained(

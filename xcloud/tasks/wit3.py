@@ -9,6 +9,7 @@ from xml.sax.saxutils import unescape
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
+from xcloud.base.wording import listed
 from xcloud.contracts.model import Split
 from xcloud.tasks.rows import SplitTables, Tables
 from xcloud.tasks.sources import InFolder, TextFile, read_lines
@@ -83,7 +84,7 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
     for side in pair.split("-"):
         files = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))
         if len(files) > 1:
-            several = f"several files for the set {name}: {', '.join(path.name for path in files)}"
+            several = f"several files for the set {name}: {listed(p.name for p in files)}"
             raise DataError(f"{folder}: {several}; choose one, as in TED.{name}")
         if files:
             paths[side] = files[0]
