@@ -76,7 +76,7 @@ class Attempt:
             state, _ = holder.restore(self.from_step, states_of(parts), READ)
             load_states(parts, state, "a rank")
         if self.from_step:
-            self.folder.delete_after(self.from_step, number, self.attempt)
+            self.folder.delete_after(self.from_step, number, self.attempt, roll_back=True)
         about = about_part(holder.places, holder.settings, self.attempt, READ)
         clock, step_s = time.monotonic, self.step_s
         if step_s is not None:

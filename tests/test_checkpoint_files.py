@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pipelines import in_threads
-from xcloud.base.errors import DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.record.checkpoints import CheckpointFolder
 
 STATE: dict[str, torch.Tensor | int] = {
@@ -99,9 +99,23 @@ def test_the_newest_agreed_ones_are_kept_and_what_lies_between(tmp_path: Path) -
     }  # fmt: skip
     parts.prune(1, 2)
     assert parts.steps() == [5, 4, 3] and parts.agreed_steps() == [5, 3]
-    parts.delete_after(3, 0)
-    parts.delete_after(3, 1)
+    for number in (0, 1):
+        with pytest.raises(ConfigError, match=r"step 5\)\. They would be deleted.*--roll-back"):
+            parts.delete_after(3, number)
+    assert parts.steps() == [5, 4, 3] and parts.ranks(4) == [0, 1]
+    for number in (0, 1):
+        assert parts.delete_after(3, number, roll_back=True)
     assert parts.steps() == [3]
+
+
+def test_nobody_s_word_deletes_a_step_that_all_ranks_have_agreed_on(tmp_path: Path) -> None:
+    parts = folder(tmp_path, 1, 3, ranks=2)
+    folder(tmp_path, 4, ranks=2, agree=False)
+    assert [parts.delete_lost(step, 1) for step in (1, 3, 4)] == [False, False, True]
+    assert {step: parts.ranks(step) for step in parts.steps()} == {4: [0], 3: [0, 1], 1: [0, 1]}
+    with pytest.raises(ConfigError, match="go on from step 0"):  # a run that begins anew
+        parts.delete_after(0, 1)
+    assert parts.delete_after(3, 1) == [4]
 
 
 def test_ranks_may_delete_the_parts_of_one_step_at_once(tmp_path: Path) -> None:

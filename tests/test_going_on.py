@@ -151,7 +151,7 @@ def test_parts_of_two_attempts_with_other_ranks_are_named(tmp_path: Path) -> Non
     first = Attempt(tmp_path, job(SHAPES[four], CODECS["plain"]))
     first.train(4)
     kept = {p: p.read_bytes() for p in first.folder.step_dir(4).glob("rank-3.*")}
-    first.folder.delete_after(2, 0)
+    first.folder.delete_after(2, 0, roll_back=True)
     changed(tmp_path, two, "plain", cluster__clouds="one each").train(4)
     for path, data in kept.items():  # from a copy of the folder, say
         path.write_bytes(data)

@@ -65,8 +65,8 @@ def test_a_rank_that_reads_nothing_opens_no_file(
     for split in SPLITS:
         assert other.num_samples(split) == owner.num_samples(split) > 0
     closed = Meeting(0, 2, first.store, 1.0)
-    told = decode_facts(first.read("data.0", 0), 0)
-    assert "the task's data" in told and decode_facts(first.read("data.1", 1), 1) == {}
+    told = decode_facts(first.read("data", 0), 0)
+    assert "the task's data" in told and decode_facts(first.read("data", 1), 1) == {}
     assert agree_on("data", closed, told, {1: told.keys()}) == told
     with pytest.raises(ConfigError, match=r"disagree about samples of dev: [0-9]+ here, nothing"):
         agree_on("data", closed, told, {1: told.keys() - {"samples of dev"}})
@@ -81,7 +81,7 @@ def test_other_settings_are_noticed_all_the_same() -> None:
 
 def test_sizes_that_are_none_are_refused() -> None:
     first, second = meetings()
-    first.write("data.0", json.dumps({f"samples of {split}": "-1" for split in SPLITS}))
+    first.write("data", json.dumps({f"samples of {split}": "-1" for split in SPLITS}))
     with pytest.raises(FrameError, match=r"rank 0 told .*-1"):
         load(experiment("sst2"), second)
 

@@ -116,7 +116,7 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
     assert "SECRET" not in (tmp_path / "run" / "events.jsonl").read_text()
     scored = (tmp_path / "run" / "scores.jsonl").read_text().splitlines()
     assert scored and all("prediction_sha256" in json.loads(line) for line in scored)
-    assert {entry.call for entry in tape} == {"isend", "store"}  # and no collective
+    assert {entry.call for entry in tape} == {"isend", "word"}  # and no collective
     assert summary["wire"] == compact(audit)
 
 
@@ -173,12 +173,19 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
         "messages": 3, "bytes": 30, "carries": ["hidden float32 [R, 8]"]
     }  # fmt: skip
     main([str(tmp_path)])
-    said, _, row = capsys.readouterr().out.splitlines()
-    assert said.startswith("text: no, labels: no; not known of ranks 2")
-    assert row.split()[:5] == ["a", "->", "b", "activation", "0"] and "30 bytes  hidden" in row
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == [
+        "token ids as such: no", "labels as such: no",
+        "hidden states: 30 bytes, from which texts may be guessed",
+    ]  # fmt: skip
+    assert "not known of ranks 2" in said[4] and not said[5]
+    assert said[6].split()[:5] == ["a", "->", "b", "activation", "0"]
+    assert "30 bytes  hidden" in said[6]
     message["parts"][0]["carries"] = "label int64 [B]"
-    assert as_table(audit).startswith("text: no, labels: yes")
-    assert as_table({**audit, "messages": [message | {"kind": "batch"}]}).startswith("text: yes")
+    assert as_table(audit).splitlines()[:2] == ["token ids as such: no", "labels as such: yes"]
+    batch = {**audit, "messages": [message | {"kind": "batch"}]}
+    assert as_table(batch).startswith("token ids as such: yes\n")
+    assert "guessed" not in as_table(batch)
     with pytest.raises(DataError, match=r"no rank\*\.wire\.json"):
         join_audit(tmp_path / "elsewhere")
 

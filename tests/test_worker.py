@@ -26,6 +26,7 @@ from xcloud.job.job import Job
 from xcloud.join import agreement
 from xcloud.join.agreement import Verdict
 from xcloud.launch import failures, rank_process, several_machines
+from xcloud.launch.torchrun import torchrun
 from xcloud.rank.checkpoints import restored
 from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
@@ -222,7 +223,7 @@ def test_torchrun_repeats_nothing_and_names_what_its_ranks_could_not_say(
     monkeypatch.setattr("logging.disable", lambda level: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     words = ["--master-addr=host", "--master-port=123", "-m", "xcloud", "worker", "file"]
-    assert several_machines.torchrun(words) == code
+    assert torchrun(words) == code
     shown = capsys.readouterr()
     assert shown.out == "waiting for all machines at host:123\n"
     assert (said in shown.err) if said else (not shown.err)

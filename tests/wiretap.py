@@ -1,5 +1,5 @@
-"""Records every byte that a rank hands to torch.distributed, frames and collectives alike, and to
-the store where the ranks meet.
+"""Records every byte that a rank hands to torch.distributed: frames, words before the start and
+collectives alike.
 
 Import of this module by a worker (its task lives here) taps that process; the test process, which
 only builds the experiment, is left alone.
@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.toy_text import ToyTextTask
 from xcloud.cluster.gloo_link import Pair
-from xcloud.cluster.transport import Meeting
 
 _TAPPED = False
 
 
 class Tapped(NamedTuple):
     rank: int
-    call: str  # isend, store, or the name of a collective
+    call: str  # isend, word, or the name of a collective
     dtype: str
     data: bytes
 
@@ -62,12 +60,13 @@ def _tap(folder: Path) -> None:
 
         setattr(owner, name, tapped)
 
-    def write(meeting: Meeting, name: str, text: str) -> None:
-        keep("store", torch.frombuffer(bytearray(f"{name} {text}".encode()), dtype=torch.uint8))
-        meeting.store.set(name, text)
+    isend = Pair.isend
 
-    Meeting.write = write  # type: ignore[method-assign]
-    wrap(Pair, "isend", 1)
+    def tapped_isend(pair: Pair, frame: Tensor, tag: int) -> Any:
+        keep("word" if pair._line == "life" else "isend", frame)
+        return isend(pair, frame, tag)
+
+    Pair.isend = tapped_isend  # type: ignore[method-assign]
     for name, which in (("broadcast", 0), ("all_reduce", 0), ("all_gather", 1)):
         wrap(dist, name, which)
 

@@ -6,6 +6,7 @@ A command's module is imported when it is called, so that the list appears at on
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +35,7 @@ use.translate | translate outputs/DATE/TIME "El gato duerme." | translate lines 
 use.generate | generate outputs/DATE/TIME "The doctor" \
     | let a trained causal language model write on
 use.export | export outputs/DATE/TIME | join the clouds' parts of a trained causal language model
-launch.several_machines.torchrun \
+launch.torchrun.torchrun \
     | torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml \
     | start this cloud's ranks of a run over several machines
 launch.rank_process.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
@@ -55,6 +56,8 @@ COMMANDS = {row.example.split()[0]: row for row in ROWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # Before torch is imported: its C++ code warns of what is no fault (a host without a name).
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if arguments is None:  # a process of its own
         prepare_process()
     words = list(sys.argv[1:] if arguments is None else arguments)

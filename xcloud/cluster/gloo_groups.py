@@ -4,8 +4,6 @@ Where ranks may begin at any time, also again, those of a cloud begin together.
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -16,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from xcloud.base.errors import ConfigError, LinkTimeout
-from xcloud.cluster.transport import CPU, FOREVER, Collectives, Meeting, machine_id
+from xcloud.base.errors import ConfigError
+from xcloud.cluster.rendezvous import FOREVER, count_of, of_this_attempt
+from xcloud.cluster.transport import CPU, Collectives, Meeting, machine_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_LOOK_S = 0.05
 
 
 class GroupCollectives:
@@ -133,7 +130,7 @@ class OpenGroups:
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""
         store = self.meeting.store
-        newest = {peer: int(store.add(f"beginnings.{peer}", 0)) for peer in ranks}
+        newest = {peer: count_of(store, f"beginnings.{peer}") for peer in ranks}
         if any(count <= self.times(peer) for peer, count in newest.items()):
             return False
         self._known |= newest
@@ -143,59 +140,3 @@ class OpenGroups:
         """How often it has begun, as far as this rank's links are concerned."""
         own = rank == self.meeting.rank
         return self.meeting.beginning if own else self._known.get(rank, 1)
-
-
-def of_this_attempt(
-    store: Store,
-    rank: int,
-    ranks: Sequence[int],
-    within_s: float,
-    watch: Callable[[int, Store], None] = lambda peer, line: None,
-) -> Store:
-    """A part of the store that no earlier attempt of `ranks` to begin together has used. Every one
-    of them calls it.
-
-    The first of them numbers the attempt, the others sign in for it, and it begins once the first
-    has named all of them: a rank that was signed in and has died is not among those who wait for
-    that word.
-
-    watch: called in the first rank with every other one that has come, in these with the first,
-    and with a part of the store for the two. Ranks that have not come are waited for within_s;
-    then raises LinkTimeout naming them.
-    """
-    first, *missing = ranks
-    names: dict[int, str] = {}
-    mine, until_s = uuid.uuid4().hex, time.monotonic() + within_s
-    if rank == first:
-        part = f"attempt.{store.add('attempt.count', 1)}"
-        store.set("attempt", part)
-    else:
-        part, missing = "", [first]
-    while time.monotonic() < until_s:
-        if rank == first:
-            for other in [r for r in missing if store.check([f"{part}.{r}"])]:
-                missing.remove(other)
-                names[other] = store.get(f"{part}.{other}").decode()
-                watch(other, _line(store, part, names[other]))
-            if not missing:
-                store.set(f"{part}.all", ",".join(names.values()))
-                return PrefixStore(part, store)
-        elif store.check(["attempt"]):
-            current = store.get("attempt").decode()
-            if store.check([f"{current}.all"]):
-                if mine in store.get(f"{current}.all").decode().split(","):
-                    return PrefixStore(current, store)
-            elif current != part:
-                part = current
-                store.set(f"{part}.{rank}", mine)
-                watch(first, _line(store, part, mine))
-        time.sleep(_LOOK_S)
-    who = ", ".join(map(str, missing))
-    raise LinkTimeout(
-        f"ranks {who} have not come in {within_s:g} s (cluster.liveness.join_within_s)"
-    )
-
-
-def _line(store: Store, part: str, name: str) -> Store:
-    # A client of its own: whoever waits in a store keeps others of that client waiting.
-    return PrefixStore(f"{part}.line.{name}", store.clone())  # type: ignore[attr-defined]

@@ -9,25 +9,21 @@ after each message, so that averaging links, which are idle for most of a step, 
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import OF_A_STEP, Kind, seal_frame
 from xcloud.cluster.gloo_groups import GlooCollectives, OpenGroups
+from xcloud.cluster.gloo_pair import Pair, first_line
 from xcloud.cluster.link import PostedReceives, Reservation
 from xcloud.cluster.link_end import (
     ByteQueue,
@@ -38,49 +34,11 @@ from xcloud.cluster.link_end import (
     SendingEnd,
     await_peer,
 )
-from xcloud.cluster.transport import CPU, FOREVER, JOIN_WITHIN_S, Collectives, Meeting, Transport
+from xcloud.cluster.rendezvous import FOREVER, JOIN_WITHIN_S
+from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
-_SOURCE = re.compile(r"^\[\S+:\d+\] ")
-
-
-class Pair:
-    """The process group of one direction of a line between two ranks, which has place 0 or 1."""
-
-    def __init__(self, store: Store, line: str, ranks: str, place: int) -> None:
-        self._store, self._line, self.ranks, self._place = store, line, ranks, place
-        self._group: Any = None
-
-    def join(self, timeout: timedelta = FOREVER) -> None:
-        """In the thread of the link's end, which waits there for the other side. Who wants
-        something of that end waits no longer than its deadline."""
-        # A client of its own: whoever waits in a store keeps others of that client waiting.
-        own: Any = self._store.clone()  # type: ignore[attr-defined]
-        own.set_timeout(timeout)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = [_device(self._line)], 2, timeout
-        store = PrefixStore(f"{self._line} {self.ranks}", own)
-        self._group = gloo(store, self._place, 2, options)
-
-    def isend(self, frame: Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._group.send([frame], 1 - self._place, tag)
-        return work
-
-    def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._group.recv([buffer], 1 - self._place, tag)
-        return work
-
-
-@cache
-def _device(line: str) -> Any:
-    """The thread of each device looks a hundred times a second, so all pairs of a line have one.
-    On the interface that torch would take."""
-    gloo: Any = dist.ProcessGroupGloo
-    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return gloo.create_device(interface=names.split(",")[0])
-    return gloo.create_default_device()
 
 
 class GlooOutLink(SendingEnd):
@@ -216,12 +174,6 @@ class GlooInLink(ReceivingEnd):
             self._end(LinkClosed(f"{self.peer_name} is gone: {first_line(error)}"))
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
-
-
-def first_line(error: BaseException) -> str:
-    """Without gloo's source position, advice and C++ trace."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()
 
 
 class GlooTransport(Transport):

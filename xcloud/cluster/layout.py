@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field, SkipValidation
 
@@ -60,9 +60,6 @@ class Layout(ABC):
     liveness: Liveness = field(default_factory=Liveness)
     link_budget_bytes: Positive = BUDGET_BYTES
     carrier: SkipValidation[Carrier | None] = None
-
-    ranks_meet_in_the_end: ClassVar[bool] = True
-    """No rank may be lost on the way, so that all take part in what the end asks for."""
 
     def _check_clouds(self) -> None:
         if not self.clouds:

@@ -51,8 +51,6 @@ class OneWayLayout(Layout):
     name: str = "one_way"
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
 
-    ranks_meet_in_the_end = False
-
     def __post_init__(self) -> None:
         self._check_clouds()
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]

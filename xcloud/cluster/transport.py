@@ -10,20 +10,20 @@ import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
-from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.cluster.rendezvous import FOREVER, JOIN_WITHIN_S
+from xcloud.cluster.words import Words, words_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,18 +45,14 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-# Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
-# off while others wait for it in a collective is ended, or these are, by the launcher on one
-# machine (launch/processes.py), by heartbeats on several (join/restarts.py).
-FOREVER = timedelta(days=30)
-JOIN_WITHIN_S = 12 * 3600.0
-
-
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a job meet before they have links. store: of all of them. within_s: how
-    long ranks that have not come are waited for. is_open: ranks may begin at any time, also again;
-    beginning: how often this one has, with this time."""
+    """Where the ranks of a job meet before they have links.
+
+    store: in which all of them find each other. within_s: how long ranks that have not come are
+    waited for. is_open: ranks may begin at any time, also again; beginning: how often this one
+    has, with this time.
+    """
 
     rank: int
     num_ranks: int
@@ -65,26 +61,23 @@ class Meeting:
     is_open: bool = False
     beginning: int = 1
 
+    @cached_property
+    def words(self) -> Words:
+        """What this rank and rank 0 tell each other."""
+        return words_of(
+            self.store, self.rank, self.num_ranks,
+            within_s=self.within_s, beginning=self.beginning if self.is_open else None,
+        )  # fmt: skip
+
     def write(self, name: str, text: str) -> None:
-        self.store.set(name, text)
+        """Tell rank 0 something by this name, once; rank 0 tells it to every rank that asks."""
+        self.words.tell(name, text)
 
     def read(self, name: str, rank: int) -> str:
-        """What `rank` writes by this name. Raises LinkTimeout naming it, LinkClosed if the store
-        has ended with rank 0."""
-        try:
-            self.store.wait([name], timedelta(seconds=self.within_s))
-        except dist.DistNetworkError:
-            raise LinkClosed(f"rank 0 ended while this rank waited for rank {rank}") from None
-        except dist.DistStoreError:
-            raise LinkTimeout(
-                f"rank {rank} has not come in {self.within_s:g} s (cluster.liveness.join_within_s)"
-            ) from None
-        return self.store.get(name).decode("utf-8", "replace")
-
-    def gather(self, name: str, text: str, ranks: Iterable[int]) -> list[str]:
-        """What each of `ranks` writes by this name, of which this rank is one."""
-        self.write(f"{name}.{self.rank}", text)
-        return [self.read(f"{name}.{rank}", rank) for rank in ranks]
+        """Return what rank 0 tells by this name or, in rank 0, what `rank` does. Raises
+        LinkTimeout naming a rank that has not come, LinkClosed for one that is gone, FrameError
+        for one that sends anything but such words."""
+        return self.words.hear(name, rank)
 
 
 def meeting_store(run_dir: Path) -> Store:
@@ -146,7 +139,7 @@ class Transport(ABC):
         return int(self.meeting.read("run number", 0))
 
     def machines(self) -> set[int]:
-        """`machine_id` of every rank; in an open meeting of rank 0 and this one, as there are no
-        links between others."""
-        ranks = {0, self.rank} if self.meeting.is_open else range(self.meeting.num_ranks)
-        return set(map(int, self.meeting.gather("machine", str(machine_id()), ranks)))
+        """Return `machine_id` of this rank and of rank 0: of two, some rank is elsewhere."""
+        if self.rank == 0:
+            self.meeting.write("machine", str(machine_id()))
+        return {machine_id(), int(self.meeting.read("machine", 0))}

@@ -4,9 +4,9 @@ have them. The data are compared later, by fingerprint (`agree_on`, from rank/ta
 
 Clouds draw batches, learning rates and dropout from the experiment file alone, so another `seed`
 pairs samples that do not belong together, and another layout hangs the process groups: hence
-before wiring and loading, and through the store where the ranks meet. What is compared and what
-may differ stands in docs/several-machines.md. Tables of other ranks are not trusted: they are
-limited in bytes, lines and text, and to printable ASCII.
+before wiring and loading, as words to and from rank 0 (cluster/words.py). What is compared and
+what may differ stands in docs/several-machines.md. Tables of other ranks are not trusted: they
+are limited in bytes, lines and text, and to printable ASCII.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def agree(job: Job, meeting: Meeting, mine: Table, held: Held, newest: Newest) -
         compared = {*job.roster.saving}
     mine = {**mine, "held": {step: line[:MAX_VALUE] for step, line in held.items()}}
     if rank in compared:
-        meeting.write(f"table.{rank}", encode_table(mine))
+        meeting.write("table", encode_table(mine))
     if rank == 0:
         told = _Comparison(job, meeting, mine, compared - {0}).verdict(newest)
         told = replace(told, text=_printable(told.text), attempt=time.time_ns())
@@ -137,10 +137,10 @@ def agree_on(
     Raises ConfigError in the rank that differs, naming the fact, and in rank 0, but where ranks
     may begin at any time.
     """
-    meeting.write(f"{what}.{meeting.rank}", json.dumps(dict(facts)))
+    meeting.write(what, json.dumps(dict(facts)))
     theirs, others = facts, range(0 if meeting.is_open else meeting.num_ranks)
     for peer in others[1:] if meeting.rank == 0 else [0]:
-        theirs = decode_facts(meeting.read(f"{what}.{peer}", peer), peer)
+        theirs = decode_facts(meeting.read(what, peer), peer)
         compare_facts(facts, theirs, peer, left_out.get(max(peer, meeting.rank), ()))
     return facts if meeting.rank == 0 else theirs
 
@@ -195,7 +195,7 @@ class _Comparison:
         self._tables: dict[int, Table] = {meeting.rank: mine}
         self._unread: dict[int, str] = {}
         for peer in sorted(peers):
-            text = meeting.read(f"table.{peer}", peer)
+            text = meeting.read("table", peer)
             try:
                 self._tables[peer] = decode_table(text, self._name_of(peer))
             except FrameError as error:

@@ -21,21 +21,36 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
-from torch.distributed.rendezvous import rendezvous
 
-from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.gloo_groups import of_this_attempt
-from xcloud.cluster.gloo_link import Pair
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.cluster.gloo_pair import Pair, first_line
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.link_end import PeerLife
-from xcloud.cluster.transport import FOREVER, JOIN_WITHIN_S, Meeting, meeting_store
+from xcloud.cluster.rendezvous import (
+    FOREVER,
+    JOIN_WITHIN_S,
+    count_of,
+    of_this_attempt,
+    quiet,
+    value_of,
+)
+from xcloud.cluster.transport import Meeting, meeting_store
 from xcloud.job.job import Job
+from xcloud.join.addresses import (
+    INTERFACE_VARIABLE,
+    choose_interface,
+    is_loopback,
+    port_range,
+    store_at,
+)
+from xcloud.join.agreement import rank_name
 from xcloud.parallel.exchange import digest
 from xcloud.parallel.hub import HUB
 from xcloud.record.files import ready_file
@@ -76,41 +91,68 @@ def meet_at_any_time(job: Job, rank: int, run_dir: Path) -> Meeting:
 
 
 def server_store(rank: int, host: str, port: int, within_s: float = JOIN_WITHIN_S) -> Store:
-    """In rank 0, which is there within_s from now. Who then waits in it for a rank waits as long
-    as that one and rank 0 live; a server that ends is noticed at once. Raises ConfigError for a
-    port that is taken."""
-    within = timedelta(seconds=within_s)
-    try:
-        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"port {port} is taken, at which rank 0 serves the others (under torchrun the one "
-            "after torchrun's own); give all clouds another port"
-        ) from None
-    store.set_timeout(FOREVER)
-    return store
+    """Return the store that rank 0 serves, on `host` alone. Whoever then waits in it for a rank
+    waits as long as that one and rank 0 live; a server that ends is noticed at once. Raises
+    ConfigError for a port that is taken."""
+    return store_at(host, port, serves=rank == 0, within_s=within_s)
 
 
-def meet_under_torchrun(job: Job, rank: int, run_dir: Path, detector: FailureDetector) -> Meeting:
+def meet_under_torchrun(
+    job: Job, rank: int, run_dir: Path, detector: FailureDetector, say: Callable[[str], None]
+) -> Meeting:
+    """Meet the ranks of all machines, on the interface that faces MASTER_ADDR. say: is told once a
+    minute who is waited for."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = choose_interface(host)
     if job.roster.is_elastic:
         meeting = meet_at_any_time(job, rank, run_dir)
         watch(meeting, detector, job.cluster)
         return meeting
     num_ranks, within_s = int(os.environ["WORLD_SIZE"]), job.cluster.liveness.join_within_s
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # whose agent serves
 
     def connect(timeout_s: float) -> Store:
-        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+        store = store_at(host, port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
+        store.set(address_key(rank), address)
         detector.ask(store)
+        own = store.clone()  # type: ignore[attr-defined]
+        detector.explain = lambda peer, why: unreachable(
+            why, f"{host}:{port}", here=address, there=value_of(own, address_key(peer))
+        )
         return store
 
-    store = attempt_of(connect, rank, num_ranks, detector.watch, within_s)
+    name_of = partial(rank_name, job)
+    store = attempt_of(connect, rank, num_ranks, detector.watch, within_s, name_of, say)
     return Meeting(rank, num_ranks, store, within_s)
 
 
+def address_key(rank: int) -> str:
+    """Return the key under which a rank leaves the address that it listens on."""
+    return f"address.{rank}"
+
+
+def unreachable(why: str, store: str, here: str, there: str) -> str:
+    """Say why two ranks that both reach the store have no connection, and what to do. why: as gloo
+    says it. here, there: addresses on which the two listen."""
+    if is_loopback(here) != is_loopback(there):
+        whose = "this rank listens" if is_loopback(here) else "it listens"
+        own = here if is_loopback(here) else there
+        return (
+            f"{whose} on {own}, a loopback address, which only its own machine reaches ({why}). "
+            "Give --master-addr in all clouds as an address, not as a name that the first machine "
+            f"takes for itself, or set {INTERFACE_VARIABLE} to the interface that faces the others"
+        )
+    return (
+        f"both reach the store at {store}, but no connection came about between {here} (here) and "
+        f"{there or 'its address'} ({why}). Ranks listen on ports that the system chooses "
+        f"({port_range()} here): open these between the two addresses, in both directions, or "
+        "put a VPN between the clouds (docs/several-machines.md)"
+    )
+
+
 def watch(meeting: Meeting, detector: FailureDetector, layout: Layout) -> None:
-    """Rank 0 looks for ranks that begin, also again, as long as it lives."""
+    """Rank 0 looks for ranks that begin, also again, as long as it lives. One that begins is
+    greeted once an earlier greeting of it has come to an end."""
     store = meeting.store.clone()  # type: ignore[attr-defined]
     if meeting.rank != HUB:
         return detector.watch(HUB, life_of(store, meeting.rank, meeting.beginning))
@@ -119,9 +161,10 @@ def watch(meeting: Meeting, detector: FailureDetector, layout: Layout) -> None:
     def greet() -> None:
         while not detector.over.wait(_LOOK_EVERY_S):
             for rank, before in list(greeted.items()):
-                greeted[rank] = int(store.add(f"beginnings.{rank}", 0))
-                if greeted[rank] > before:
-                    life = life_of(store.clone(), rank, greeted[rank])
+                beginning = count_of(store, f"beginnings.{rank}")
+                if beginning > before and not detector.is_greeting(rank):
+                    greeted[rank] = beginning
+                    life = life_of(store.clone(), rank, beginning)
                     detector.watch(rank, life, layout.ranks_in(layout.cloud_of(rank)))
 
     threading.Thread(target=greet, name="greeting", daemon=True).start()
@@ -137,14 +180,19 @@ def attempt_of(
     num_ranks: int,
     watch: Callable[[int, Store], None],
     within_s: float,
+    name_of: Callable[[int], str] = "rank {}".format,
+    say: Callable[[str], None] = quiet,
 ) -> Store:
-    """`of_this_attempt` of the store that `connect` finds in at most so many seconds. A rank that
-    is started again may find the store of an attempt that just ends: it then looks again."""
+    """Return `of_this_attempt` of the store that `connect` finds in at most so many seconds. A
+    rank that is started again may find the store of an attempt that just ends: it then looks
+    again."""
     until_s = time.monotonic() + within_s
     while True:
         left_s = max(1.0, until_s - time.monotonic())
         try:
-            return of_this_attempt(connect(left_s), rank, range(num_ranks), left_s, watch)
+            return of_this_attempt(
+                connect(left_s), rank, range(num_ranks), left_s, watch, name_of=name_of, say=say
+            )
         except DistNetworkError:
             if rank == 0 or time.monotonic() > until_s:
                 raise
@@ -204,7 +252,10 @@ class FailureDetector:
         self._rank, self._name_of, self._on_lost, self._needs = rank, name_of, on_lost, needs
         self._lost_after_s = lost_after_s
         self._beat_s = min(BEAT_S, lost_after_s / 4)
-        self._lines: dict[int, threading.Thread] = {}
+        self._lines: dict[int, threading.Thread] = {}  # one of each peer counts
+        self._greetings: dict[int, threading.Thread] = {}  # lines that are not joined yet
+        self._unreached: dict[int, str] = {}  # why there is no line to a rank that has come
+        self.explain: Callable[[int, str], str] = lambda peer, why: why
         self._lost: dict[int, Word] = {}
         self._silence = Silence(lost_after_s)
         self._lives: Mapping[int, PeerLife] = {}
@@ -216,15 +267,22 @@ class FailureDetector:
 
     def watch(self, peer: int, store: Store, anew: Collection[int] = ()) -> None:
         """From now on `peer` is here: rank 0 calls it for each other rank, these for rank 0, with
-        the same part of the store, which nothing else uses. Replaces an earlier line to it.
-        anew: ranks that begin again with it: what befell them before is forgotten."""
+        the same part of the store, which nothing else uses. It replaces an earlier line to that
+        rank once it is joined, for a word in the store alone says nothing.
+
+        anew: ranks that begin again with it: what befell them before is forgotten.
+        """
+        thread = threading.Thread(target=self._follow, args=(peer, store, anew), daemon=True)
         with self._changed:
-            for rank in anew:
-                self._lost.pop(rank, None)
-            self._silence.forget(peer)
-            thread = threading.Thread(target=self._follow, args=(peer, store), daemon=True)
-            self._lines[peer] = thread
+            if peer not in self._lines:
+                self._lines[peer] = thread
+            self._greetings[peer] = thread
             thread.start()
+
+    def is_greeting(self, peer: int) -> bool:
+        """Whether a line to `peer` is neither joined nor given up."""
+        with self._changed:
+            return peer in self._greetings and self._greetings[peer].is_alive()
 
     def ask(self, store: Store) -> None:
         """Until `met`: whether the store still answers, asked through a client of its own."""
@@ -276,10 +334,16 @@ class FailureDetector:
         for line in lines:
             line.join(max(0.0, until_s - time.monotonic()))
 
-    def _follow(self, peer: int, store: Store) -> None:
-        told: set[int] = set()
+    def _follow(self, peer: int, store: Store, anew: Collection[int]) -> None:
+        this, told = threading.current_thread(), set[int]()
         try:
-            line = Line(store, int(self._rank != 0), self._lost_after_s)
+            try:
+                line = Line(store, int(self._rank != 0), self._lost_after_s)
+            except RuntimeError as error:
+                if self._lines[peer] is this:
+                    self._unreached[peer] = self.explain(peer, first_line(error))
+                raise
+            self._joined(peer, anew)
             self._hear(peer)
             if self._rank == 0:
                 line.send(Word.ALIVE, 0)
@@ -304,9 +368,23 @@ class FailureDetector:
         except FrameError as error:
             self._end(error)
         except RuntimeError as error:
-            if self._lines[peer] is threading.current_thread():
+            if self._lines[peer] is this:
                 is_late = any(sign in str(error).lower() for sign in ("timed out", "timeout"))
                 self._lose(Word.SILENT if is_late else Word.ENDED, peer)
+        finally:
+            with self._changed:
+                if self._greetings.get(peer) is this:
+                    del self._greetings[peer]
+
+    def _joined(self, peer: int, anew: Collection[int]) -> None:
+        """The line of this thread takes the place of an earlier one."""
+        with self._changed:
+            for rank in anew:
+                self._lost.pop(rank, None)
+            self._silence.forget(peer)
+            self._unreached.pop(peer, None)
+            self._lines[peer] = threading.current_thread()
+            self._greetings.pop(peer, None)
 
     def _next_word(self, peer: int, told: set[int]) -> tuple[Word, int] | None:
         """What to say to `peer`, when it is time to; None: nothing more."""
@@ -347,6 +425,9 @@ class FailureDetector:
     def _error(self) -> LinkError:
         named = [r for r in self._lost if self._needs(frozenset([r]))] or [*self._lost]
         names = " and ".join("the store" if r == STORE else self._name_of(r) for r in named)
+        reasons = [self._unreached[rank] for rank in named if rank in self._unreached]
+        if reasons:
+            return LinkTimeout(f"{names} cannot be reached: {reasons[0]}")
         awaited = [self._lives[rank].awaited for rank in named if rank in self._lives]
         waits = [f" while this rank waited for {found[0]}" for found in awaited if found]
         when = "".join(waits[:1]) if self._has_met else " while the ranks joined"

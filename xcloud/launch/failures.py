@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -16,11 +17,13 @@ from typing import Any, Protocol
 
 from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
+from xcloud.cluster.rendezvous import Ending
 from xcloud.record.files import error_file, failure_of, state_file
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
+ENDINGS = "XCLOUD_ENDINGS"  # folder in which the ranks of a machine leave how they have ended
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 
 
@@ -62,6 +65,13 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
 
 def failed(error: BaseException) -> str:
     return f"has failed: {str(error)[:300]}"
+
+
+def leave_ending(rank: int, ending: Ending) -> None:
+    """Tell the torchrun of this machine, if it is ours, how a rank has ended before its time."""
+    if folder := os.environ.get(ENDINGS):
+        with contextlib.suppress(OSError):
+            (Path(folder) / str(rank)).write_text(ending.value)
 
 
 def own_failures(run_dir: Path, failed: Iterable[int]) -> list[int]:

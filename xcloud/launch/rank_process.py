@@ -83,7 +83,13 @@ def _(job: OneWayExperiment, rank: int) -> type[Role[Any]]:
 class Process:
     """What a rank's process has beside the rank. asked: whether it is to end early. state: what it
     does at the moment, for python -m xcloud status; None: nobody asks. Here the launcher of this
-    machine looks after the ranks."""
+    machine looks after the ranks.
+
+    roll_back: agreed checkpoints later than the one that the ranks go on from may be deleted. On
+    one machine all of them are one user's.
+    """
+
+    roll_back = True
 
     def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
         self.asked, self.state = asked, state
@@ -111,7 +117,11 @@ def live(
     rank, layout, roster, is_resumed = transport.rank, job.cluster, job.roster, has_events(run_dir)
     device = _device_of(job, rank)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
-    intake = Intake(events, layout.cloud_of, job.max_steps, roster.may_report) if events else None
+    intake = None
+    if events is not None:
+        intake = Intake(
+            events, layout.cloud_of, job.max_steps, roster.may_report, clouds=tuple(layout.clouds)
+        )
     # The role is there before anything is reported.
     reporter = Reporter(
         rank, layout.cloud_of(rank),
@@ -120,13 +130,13 @@ def live(
     take = intake.take if intake else lambda peer, frame: None
     context = RankContext(
         job, settings, run_dir, device, reporter, take, verdict, process.asked, transport,
-        is_resumed,
+        is_resumed=is_resumed, roll_back=process.roll_back,
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
 
     def write_audit() -> None:
         sent, kinds = role.records, reporter.contents
-        write_rank_audit(run_dir, rank, layout, sent, kinds, role.received, roster.is_elastic)
+        write_rank_audit(run_dir, rank, layout, sent, kinds, role.received)
 
     def last_words() -> None:  # if rank 0 still listens
         with contextlib.suppress(LinkError):
@@ -247,6 +257,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
     parser.add_argument("--cloud", help="refuse to start if this rank is in another cloud")
     parser.add_argument("--run-dir", type=Path, help="where to write; needed with a file")
+    parser.add_argument(
+        "--roll-back", action="store_true",
+        help="let agreed checkpoints be deleted that are later than the one all ranks go on from",
+    )  # fmt: skip
     arguments = parser.parse_args(words)
     if arguments.parent is not None:
         _tie_to_parent(arguments.parent)
@@ -263,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "any folder"
         )
     several_machines = importlib.import_module("xcloud.launch.several_machines")  # builds on this
-    several_machines.live(file, run_dir, arguments.cloud)
+    several_machines.live(file, run_dir, arguments.cloud, roll_back=arguments.roll_back)
 
 
 def _tie_to_parent(parent: int) -> None:

@@ -5,31 +5,31 @@ each other, and rank 0 starts the monitor, for no launcher does.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
-import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.errors import ConfigError, LinkError
+from xcloud.base.errors import ConfigError, DataError, LinkError
 from xcloud.base.project import MODEL_DIR, module_paths, python_command
 from xcloud.base.run_folder import check_owned_by_parent, owned
 from xcloud.base.terminal import say, signals_to_stop
+from xcloud.cluster.rendezvous import Ending
 from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job import given
 from xcloud.job.job import Job
 from xcloud.join.agreement import rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
-from xcloud.launch.failures import EXIT_START_AGAIN, failed, write_failure
-from xcloud.launch.processes import LIBRARY_SETTINGS
+from xcloud.launch.failures import failed, leave_ending, write_failure
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.rank.role import Role, is_needed
+from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.files import CheckpointSteps
 from xcloud.record.summary import SUMMARY_FILE, drop_unfinished, read_summary
 
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
@@ -46,6 +46,8 @@ class TorchrunProcess(RankProcess):
         self.is_first_here = is_first_here
         self.stop_signals = tuple(signals_to_stop())
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
+        leave_ending(rank, Ending.FAILED)  # if it says nothing else
+        self.asked.before_exit = partial(leave_ending, rank, Ending.STOPPED)
         self._cloud = cloud
         self._monitor: subprocess.Popen[bytes] | None = None
         self._detector: FailureDetector | None = None
@@ -60,7 +62,12 @@ class TorchrunProcess(RankProcess):
             self.rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
             self._end_alone, partial(is_needed, job, self.rank) if job.roster.is_elastic else bool,
         )  # fmt: skip
-        return meet_under_torchrun(job, self.rank, self.run_dir, self._detector)
+        return meet_under_torchrun(job, self.rank, self.run_dir, self._detector, self._say)
+
+    def _say(self, text: str) -> None:
+        """One rank of a machine speaks for it."""
+        if self.is_first_here:
+            say(text)
 
     @contextmanager
     def taking_part(self, role: Role[Any], last_words: Callable[[], None]) -> Iterator[None]:
@@ -84,6 +91,8 @@ class TorchrunProcess(RankProcess):
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, self.file)
         is_stopped = super().play(job, config, *agreed)
+        if is_stopped:
+            leave_ending(self.rank, Ending.STOPPED)
         model = self.run_dir / MODEL_DIR
         if self.is_first_here and self.rank and not is_stopped and model.is_dir():
             say(f"this cloud's part of the model: {model.resolve()}")
@@ -103,8 +112,11 @@ class TorchrunProcess(RankProcess):
     def fail(self, error: BaseException) -> int:
         if self._detector is not None:
             self._detector.close()
+        if isinstance(error, ConfigError | DataError):
+            leave_ending(self.rank, Ending.REFUSED)
         code = super().fail(error)
         self._await_table()
+        self._say_how_to_go_on()
         return code
 
     def _end_alone(self, error: LinkError) -> None:
@@ -112,6 +124,7 @@ class TorchrunProcess(RankProcess):
         code = write_failure(self.run_dir, self.rank, error)
         self.state.close(failed(error))
         self._await_table()
+        self._say_how_to_go_on()
         os._exit(code)
 
     def _await_table(self) -> None:
@@ -119,6 +132,11 @@ class TorchrunProcess(RankProcess):
         if self._monitor is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._monitor.wait(TABLE_WITHIN_S)
+
+    def _say_how_to_go_on(self) -> None:
+        steps = CheckpointSteps(self.run_dir).agreed_steps()
+        if steps:
+            self._say(f"last checkpoint: step {steps[0]}; give the same command in every cloud")
 
 
 def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
@@ -132,8 +150,10 @@ def keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """On several machines no launcher watches the run: rank 0's machine follows its events."""
     drop_unfinished(run_dir)
+    past = sum(1 for _ in EventReader(run_dir / EVENTS_FILE, warn=False))
     words = ["monitor", str(run_dir), "--experiment", str(file), "--parent", str(os.getpid())]
-    return subprocess.Popen(python_command("xcloud", *words), env={**os.environ, **module_paths()})
+    command = python_command("xcloud", *words, "--past", str(past))
+    return subprocess.Popen(command, env={**os.environ, **module_paths()})
 
 
 def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
@@ -182,7 +202,7 @@ def _check_cloud(job: Job, rank: int, cloud: str | None, me: str | None) -> None
         )
 
 
-def live(file: Path, run_dir: Path, cloud: str | None) -> None:
+def live(file: Path, run_dir: Path, cloud: str | None, roll_back: bool = False) -> None:
     """The rank that torchrun has started. Ends the process itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
         end_with_parent()
@@ -192,50 +212,7 @@ def live(file: Path, run_dir: Path, cloud: str | None) -> None:
             held.enter_context(owned(run_dir))
         else:
             check_owned_by_parent(run_dir)
-        TorchrunProcess(file, run_dir, int(os.environ["RANK"]), cloud, is_first_here).main()
-
-
-def torchrun(words: Sequence[str]) -> int:
-    """Start this cloud's ranks: python -m xcloud torchrun OPTIONS -m xcloud worker EXPERIMENT
-
-    OPTIONS are torchrun's. The ranks get the memory settings of a local run (processes.py), and
-    torch's C++ code shows errors only (TORCH_CPP_LOG_LEVEL); set in the environment, these stay.
-    No traceback follows what the ranks have said. Exit code 75: the same command goes on.
-    """
-    for name, value in {**LIBRARY_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
-        os.environ.setdefault(name, value)
-    os.environ |= {**module_paths(), "PYTHONSAFEPATH": "1"}  # as python -P, for torchrun's ranks
-    # Here, as no rank needs them.
-    from torch.distributed import DistNetworkError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, run
-
-    parser = get_args_parser()
-    parser.prog, parser.description = "python -m xcloud torchrun", torchrun.__doc__
-    # Passed on to the ranks, which save and end; torchrun would take SIGHUP back from nohup.
-    handled = [one.name for one in signals_to_stop() if one is not signal.SIGUSR1]
-    parser.set_defaults(signals_to_handle=",".join(handled))
-    given = parser.parse_args(words)
-    logging.disable(logging.ERROR)  # of torchrun, which repeats what its ranks have said
-    if given.nproc_per_node.isdigit():
-        threads = (os.cpu_count() or 1) // int(given.nproc_per_node)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
-    place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or 29500}"
-    say(f"waiting for all machines at {place}")
-    try:
-        run(given)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            if failure.exitcode < 0:  # it could say nothing
-                say(f"xcloud: rank {rank} was ended by {failure.signal_name()}", error=True)
-        codes = {failure.exitcode for failure in error.failures.values()}
-        return EXIT_START_AGAIN if codes == {EXIT_START_AGAIN} else 1
-    except SignalException:  # the ranks were given the signal, and have said what they did
-        return EXIT_START_AGAIN
-    except DistNetworkError as error:
-        why = "the port is taken" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
-        advice = "Give all clouds the address and one free port of the first one's machine"
-        say(f"xcloud: nobody can meet at {place}: {why}. {advice}", error=True)
-        return 1
-    return 0
+        rank = int(os.environ["RANK"])
+        process = TorchrunProcess(file, run_dir, rank, cloud, is_first_here)
+        process.roll_back = roll_back
+        process.main()

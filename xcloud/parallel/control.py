@@ -27,6 +27,7 @@ _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
 _NORMS = ("squared gradient norm of each stage, NaN if not finite",)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CODE = TensorSpec((1,), torch.uint8)
+_WORD = ("which of the last steps all ranks report int64",)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
@@ -118,6 +119,15 @@ def reply_of(parts: Parts, first: int) -> Reply:
     return Reply(float(parts[0]), Signal(code))
 
 
+def word_of(parts: Parts) -> int:
+    """Return the number that rank 0 tells at a meeting, 0 for none. Raises FrameError for anything
+    else."""
+    specs = [*map(TensorSpec.of, parts)]
+    if specs not in ([], [TensorSpec((1,), torch.int64)]):
+        raise FrameError(f"rank 0 sent {specs} to a meeting of all ranks")
+    return int(parts[0]) if parts else 0
+
+
 @dataclass(eq=False)
 class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
@@ -136,9 +146,11 @@ class Control:
     def peers(self) -> list[int]:
         return sorted(self.out)
 
-    def meet(self, ranks: Collection[int] | None = None) -> None:
+    def meet(self, ranks: Collection[int] | None = None, word: int = 0) -> int:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
         and rank 0 is one of them.
+
+        word: a number that rank 0 tells the others; returned in all ranks.
 
         A rank is waited for as long as it sends heartbeats. Raises LinkTimeout naming one that
         gives none, LinkClosed naming one that is gone.
@@ -147,27 +159,33 @@ class Control:
         key, started_s = MessageKey(Kind.MEETING, self._num_meetings), time.monotonic()
         if self.rank != 0:
             self.out[0].send(key, ())
-        peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
-        missing = peers
+        missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
+        came: dict[int, Parts] = {}
         while missing:  # in turn, so that the end of any of them is seen at once
-            missing = [peer for peer in missing if not self._has_come(peer, key, started_s)]
-        if self.rank == 0:
-            for peer in peers:
-                self.out[peer].send(key, ())
+            for peer in missing:
+                if (parts := self._come(peer, key, started_s)) is not None:
+                    came[peer] = parts
+            missing = [peer for peer in missing if peer not in came]
+        if self.rank != 0:
+            return word_of(came[0]) if 0 in came else 0
+        told = (torch.tensor([word]),) if word else ()
+        for peer in peers:
+            self.out[peer].send(key, told, _WORD[: len(told)])
+        return word
 
-    def _has_come(self, peer: int, key: MessageKey, started_s: float) -> bool:
+    def _come(self, peer: int, key: MessageKey, started_s: float) -> Parts | None:
+        """Return the message of a rank that has come, None for one that has not yet."""
         try:
-            self.incoming[peer].recv(key, _LOOK_S)
+            return self.incoming[peer].recv(key, _LOOK_S)
         except LinkTimeout:
             life, now_s = self.lives[peer], time.monotonic()
             if now_s < life.deadline_s(started_s, self.overdue_s):
-                return False
+                return None
             raise LinkTimeout(
                 f"rank {peer} has not come to the meeting of all ranks, and sent no heartbeat "
                 f"for {min(life.silent_s, now_s - started_s):.0f} s. Is that rank stopped, or its "
                 "link down?"
             ) from None
-        return True
 
     def say_alive(self) -> None:
         """Tell that this rank lives, and, in rank 0, when it last heard each of the others."""

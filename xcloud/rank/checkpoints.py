@@ -50,8 +50,7 @@ def restored(
         load_states(parts, state, f"rank {rank}")
     elif job.checkpoint.are_made:
         bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
-    if step:  # of a run that begins anew nothing is deleted that is complete
-        folder.delete_after(step, rank, context.verdict.attempt)
+    folder.delete_after(step, rank, context.verdict.attempt, context.roll_back)
     if context.is_resumed and rank == 0:
         changed = holder.changes(step) if step else Changes()
         reporter.event("resume", now=True, step=step, changed=changed.said)

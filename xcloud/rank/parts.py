@@ -166,7 +166,7 @@ class Features:
                 # It asks all ranks at once.
                 None
                 if job.roster.is_elastic
-                else TypicalStep(self.clock, context.transport.meeting, reporter),
+                else TypicalStep(self.clock, wiring.control, reporter),
             ]
         )
 

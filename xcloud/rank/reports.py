@@ -1,12 +1,11 @@
 """What one rank reports of itself after the last update: the memory that its training took, and of
-what; one of the last steps, span by span and message by message. Which step, the ranks agree
-then; record/timeline.py merges what they report. Where it computes on a GPU: the clock of its
+what; one of the last steps, span by span and message by message. Rank 0 says which;
+record/timeline.py merges what they report. Where it computes on a GPU: the clock of its
 steps.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import threading
@@ -18,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import MessageLog
 from xcloud.cluster.link_end import QueuedBytes
-from xcloud.cluster.transport import Meeting, machine_id
+from xcloud.cluster.transport import machine_id
 from xcloud.comm.step_clock import RecordedStep, Span, StepClock
+from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import local_part
 from xcloud.parallel.part import Part, StepReport
 from xcloud.record.reporter import Reporter
@@ -38,25 +37,25 @@ _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 
 @dataclass(frozen=True)
 class TypicalStep(Part):
+    """Reports one of the last steps. control: None where there is one rank."""
+
     clock: StepClock
-    meeting: Meeting
+    control: Control | None
     reporter: Reporter
 
     def finish(self) -> None:
-        """Send the "timeline" events of the step, which every rank has recorded."""
+        """Send the "timeline" events of the step that rank 0 chooses by its own clock, as a step
+        ends in all ranks together. Every rank has recorded it."""
         steps, messages = self.clock.recorded, self.clock.messages
         if not steps or messages is None:  # the last step was made before the run was resumed
             return
-        offset_s = time.time() - time.monotonic()  # a machine's own, else
-        own = [[moment_s + offset_s for moment_s in step[1:3]] for step in steps]
-        ranks = range(self.meeting.num_ranks)
-        texts = self.meeting.gather("last steps", json.dumps(own), ranks)
-        # When the last rank began and ended each, so that all ranks choose the same one.
-        moments = np.array([json.loads(text) for text in texts]).max(0)
-        step_s = (moments[:, 1] - moments[:, 0]).tolist()
-        chosen = steps[most_typical([step.step for step in steps], step_s)]
-        for part in timeline_events(chosen, messages):
-            self.reporter.event("timeline", **part)
+        step_s = [step.ended_at_s - step.started_at_s for step in steps]
+        typical = steps[most_typical([step.step for step in steps], step_s)].step
+        number = typical if self.control is None else self.control.meet(word=typical)
+        for step in steps:
+            if step.step == number:
+                for part in timeline_events(step, messages):
+                    self.reporter.event("timeline", **part)
         self.reporter.flush()
 
 

@@ -33,7 +33,8 @@ class RankContext(Generic[JobT]):
     settings: as all ranks have compared them. verdict: of that comparison, with the checkpoint to
     go on from. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: joins this rank to the
-    others.
+    others. roll_back: this cloud's user lets agreed checkpoints go that are later than the one
+    that all ranks go on from.
     """
 
     job: JobT
@@ -46,6 +47,7 @@ class RankContext(Generic[JobT]):
     asked: StopSignal
     transport: Transport
     is_resumed: bool = False
+    roll_back: bool = False
 
     @property
     def rank(self) -> int:

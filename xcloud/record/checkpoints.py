@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xcloud.base.errors import DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.record.files import (
     AGREED_FILE,
     CheckpointSteps,
@@ -135,12 +135,36 @@ class CheckpointFolder(CheckpointSteps):
         with contextlib.suppress(OSError):  # other ranks' parts are there
             folder.rmdir()
 
-    def delete_after(self, step: int, rank: int, attempt: int | None = None) -> None:
-        """Parts of later steps, which will be done again: this rank's, and those of attempts
-        before this one."""
-        for later in self.steps():
-            if later > step:
-                self._delete_all(later, rank, "attempt", attempt)
+    def delete_lost(self, step: int, rank: int) -> bool:
+        """Delete this rank's part of a step that some rank has no part of. Return whether it did:
+        what all ranks have agreed on stays, whoever calls it lost."""
+        if self.is_agreed(step):
+            return False
+        self.delete(step, rank)
+        return True
+
+    def delete_after(
+        self, step: int, rank: int, attempt: int | None = None, roll_back: bool = False
+    ) -> list[int]:
+        """Delete parts of later steps, which will be done again: this rank's, and those of
+        attempts before this one. Return the steps.
+
+        roll_back: also those that all ranks had agreed on. Raises ConfigError, and deletes
+        nothing, if there are some and it is not given.
+        """
+        later = [number for number in self.steps() if number > step]
+        agreed = [number for number in later if self.is_agreed(number) and self.ranks(number)]
+        if agreed and not roll_back:
+            steps = ", ".join(map(str, reversed(agreed)))
+            raise ConfigError(
+                f"the ranks go on from step {step}, but this cloud has later checkpoints that all "
+                f"ranks had agreed on (step {steps}). They would be deleted: if that is meant, "
+                "start this cloud's worker with --roll-back; else ask the other clouds what "
+                "became of theirs"
+            )
+        for number in later if step else ():
+            self._delete_all(number, rank, "attempt", attempt)
+        return later if step else []
 
     def _delete_all(self, step: int, rank: int, fact: str, now: object) -> None:
         """This rank's part, and others here that were written with another fact."""

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from pydantic import (
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
-from xcloud.record.events import HEAD, MEMORY, TIMES, Event
+from xcloud.record.events import AVERAGING, HEAD, MEMORY, TIMES, TRAFFIC, Event
 from xcloud.record.reporter import EventFile
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
@@ -123,6 +123,10 @@ def check(event: Event, max_steps: int) -> None:
 
 BYTES_PER_S = 1 << 18  # of one rank
 BURST_BYTES = 1 << 22  # a timeline at the end of a run comes at once
+BYTES_IN_ALL = 1 << 26  # of one rank, in a run without steps
+BYTES_A_STEP = 1 << 12  # that come to them; an honest step takes less than 1 kB a cloud
+MAX_NAMES = 64  # figures of a step by names that the task chooses, in all
+_BY_NAME_OF_JOB = ("sent", "raw", "taken", "skipped", "fed_bytes", "line_s")
 CLOCKS_DIFFER_S = 3600.0  # at most; a report whose time is further off gets that of its arrival
 
 
@@ -131,6 +135,8 @@ class Intake:
 
     may_report: ranks other than 0 that may report a kind of event, or a "loss", by that name; any
     may report the kinds that are not named there.
+    clouds: by whose names, beside those of traffic, a step may have figures: each name is a column
+    in the memory of whoever follows the run.
     """
 
     def __init__(
@@ -140,11 +146,15 @@ class Intake:
         max_steps: int,
         may_report: Mapping[str, frozenset[int]],
         clock: Callable[[], float] = time.monotonic,
+        clouds: Collection[str] = (),
     ) -> None:
         self._events, self._cloud_of, self._max_steps = events, cloud_of, max_steps
         self._may_report, self._clock = may_report, clock
+        self._names = {*TRAFFIC, AVERAGING, *clouds}
+        self._chosen: set[str] = set()  # names in "values"
         self._lock = threading.Lock()
         self._room: dict[int, tuple[float, float]] = {}  # bytes left of a rank, and when
+        self._num_bytes: Counter[int] = Counter()  # taken, by sender
         self.num_refused: Counter[int] = Counter()  # by sender
 
     def take(self, peer: int, frame: Frame) -> None:
@@ -154,6 +164,10 @@ class Intake:
         data, accepted = frame.parts[0].numpy().tobytes(), b""
         if not self._has_room(peer, len(data)):
             return self._refuse(peer, f"more than {BYTES_PER_S:,} bytes a second")
+        most = BYTES_IN_ALL + BYTES_A_STEP * self._max_steps
+        if self._num_bytes[peer] + len(data) > most:
+            return self._refuse(peer, f"more than {most:,} bytes in all")
+        self._num_bytes[peer] += len(data)
         for line in filter(bytes.strip, data.split(b"\n")):
             try:
                 accepted += self._checked(peer, line)
@@ -188,9 +202,27 @@ class Intake:
         for name in (kind, "loss") if has_loss else (kind,):
             if peer not in self._may_report.get(name, {peer}):
                 raise Refused(f"rank {peer} may not report the {name} of this run")
+        if kind == "step":
+            self._check_names(event)
         is_near = isinstance(at_s, float) and abs(at_s - now_s) < CLOCKS_DIFFER_S
         event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": at_s if is_near else now_s}
         return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+    def _check_names(self, step: Event) -> None:
+        """Raises Refused for a figure of a step whose name is none of the job's."""
+        busy = step.get("line_busy_s") or {}
+        fields: list[tuple[str, Iterable[str]]] = [("line_busy_s", busy)]
+        fields += [("line_busy_s", of_kind) for of_kind in busy.values()]
+        fields += [(field, step.get(field) or ()) for field in _BY_NAME_OF_JOB]
+        for field, names in fields:
+            for name in names:
+                if name not in self._names:
+                    raise Refused(f"step with {field}.{name!r:.60}, which is no name of this job")
+        with self._lock:
+            chosen = self._chosen | (step.get("values") or {}).keys()
+            if len(chosen) > MAX_NAMES:
+                raise Refused(f"steps with values of more than {MAX_NAMES} names")
+            self._chosen = chosen
 
     def _refuse(self, peer: int, why: str) -> None:
         with self._lock:

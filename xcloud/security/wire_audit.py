@@ -30,23 +30,26 @@ AUDIT_FILE = "wire_audit.json"
 _TEXT = {"text", "source", "target", "ids", "tokens", "first", "second"}  # fields of tasks
 _LABELS = {"label", "labels", "start", "end"}
 
+_TELLING = {
+    ("activation", "evaluation", "start"): "hidden states",
+    ("gradient", "averaging"): "gradients and weight changes",
+}
+
 log = logging.getLogger(__name__)
 _DIRECTION = {
     **dict.fromkeys(("activation", "evaluation", "start", "batch"), "forward"),
     "gradient": "backward",
 }
 
-# What torch.distributed sends itself, in the store where the ranks meet, before the first step
-# and, where ranks meet in the end, after the last one.
+# What crosses before the first step, by which ranks find each other and agree on what they run.
 UNFRAMED = [
-    "rendezvous: addresses and ports of the ranks, names of their process groups; where ranks may "
-    "begin again, how often each has",
-    "start: settings of the experiment, digests of the code, checkpoints, numbers of samples and "
-    "digests of the task's settings and data: lines of text from each rank, and whether it may go "
-    "on; where ranks may begin again, with digests of parameters",
-    "start: a number for this run and one for each machine (emulated links only)",
-    "start: a barrier before the first step",
-    "end: when the last steps of each rank began and ended, 8 or fewer",
+    "rendezvous, in a store: addresses and ports of the ranks, names of their process groups; "
+    "where ranks may begin again, how often each has",
+    "start, between each rank and rank 0: settings of the experiment, digests of the code, "
+    "checkpoints, numbers of samples and digests of the task's settings and data: lines of text, "
+    "and whether the rank may go on; where ranks may begin again, digests of parameters",
+    "start, from rank 0: a number for this run and one for its machine (emulated links only)",
+    "start: a barrier before the first step, but where ranks may begin again",
 ]
 
 
@@ -61,7 +64,6 @@ def write_rank_audit(
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
-    is_elastic: bool = False,
 ) -> None:
     """report_contents: kind of event -> names of its fields. received: by rank of the sender.
 
@@ -70,7 +72,6 @@ def write_rank_audit(
     path = audit_file(run_dir, rank)
     sent = [message for record in records for message in record.described()]
     crosses = any(message["kind"] == "report" for message in sent)
-    meet = layout.ranks_meet_in_the_end and not is_elastic
     audit = {
         "rank": rank,
         "cloud": layout.placement(rank).cloud,
@@ -82,7 +83,7 @@ def write_rank_audit(
             for sender, record in (received or {}).items()
             for message in record.described()
         ],
-        "unframed": UNFRAMED if meet else UNFRAMED[:3],
+        "unframed": UNFRAMED,
         "reports": _sorted(report_contents) if crosses else {},
     }
     draft = path.with_name(f".{path.name}")  # a partial file would break the joined audit
@@ -157,19 +158,33 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_table(audit: Mapping[str, Any]) -> str:
-    """What left each cloud, for a terminal; whether texts or labels did comes first."""
-    parts = [(m["kind"], p["carries"].split()[0]) for m in audit["messages"] for p in m["parts"]]
-    crosses = {"text": any(kind == "batch" or name in _TEXT for kind, name in parts),
-               "labels": any(name in _LABELS for _, name in parts)}  # fmt: skip
-    said = ", ".join(f"{what}: {'yes' if found else 'no'}" for what, found in crosses.items())
-    if missing := audit["missing_ranks"]:
-        said += f"; not known of ranks {', '.join(map(str, missing))}, whose records are not here"
-    lines = [said, ""]
+    """What left each cloud, for a terminal; first whether texts or labels did, and how much did
+    from which they may be guessed."""
+    lines = [*_in_words(audit), ""]
     for way, kinds in compact({**audit, "missing_ranks": []}).items():
         for kind, found in kinds.items():
             head = f"{way}  {kind:<14}{found['messages']:>8} messages {found['bytes']:>14,} bytes"
             lines.append(f"{head}  {'; '.join(found['carries'])}".rstrip())
     return "\n".join(lines)
+
+
+def _in_words(audit: Mapping[str, Any]) -> list[str]:
+    parts = [(m["kind"], p["carries"].split()[0]) for m in audit["messages"] for p in m["parts"]]
+    crosses = {
+        "token ids": any(kind == "batch" or name in _TEXT for kind, name in parts),
+        "labels": any(name in _LABELS for _, name in parts),
+    }
+    lines = [f"{what} as such: {'yes' if found else 'no'}" for what, found in crosses.items()]
+    for kinds, what in _TELLING.items():
+        num_bytes = sum(m["num_bytes"] for m in audit["messages"] if m["kind"] in kinds)
+        if num_bytes:
+            lines.append(f"{what}: {num_bytes:,} bytes, from which texts may be guessed")
+    if len(lines) > len(crosses):
+        lines.append("security/meter=attack measures how much of them can be")
+    if missing := audit["missing_ranks"]:
+        names = ", ".join(map(str, missing))
+        lines.append(f"not known of ranks {names}, whose records are not here")
+    return lines
 
 
 def _sorted(contents: Mapping[str, set[str]]) -> dict[str, list[str]]:

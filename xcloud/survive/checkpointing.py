@@ -268,7 +268,7 @@ class Checkpointer(Part):
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """In a link's thread, or in the one that writes."""
-        message, folder = CheckpointMessage(code), self.writer.folder
+        message = CheckpointMessage(code)
         if message is CheckpointMessage.STOP:
             self._stops = True
         elif self.rank == 0 and message in _OF_RANK_0:
@@ -278,20 +278,25 @@ class Checkpointer(Part):
         elif message is CheckpointMessage.AGREED:
             self.writer.later(lambda: self._agree(step))
         elif message is CheckpointMessage.LOST:
-            self.writer.later(partial(folder.delete, step, self.rank))
+            self.writer.later(partial(self._delete_lost, step))
         elif reports := self._ledger.report(peer, step, message is CheckpointMessage.DONE):
             if all(reports.values()):
                 verdict, others = CheckpointMessage.AGREED, frozenset(reports)
                 self.writer.later(lambda: self._agree(step, others))
             else:
                 verdict, others = CheckpointMessage.LOST, self._others
-                self.writer.later(partial(folder.delete, step, self.rank))
+                self.writer.later(partial(self._delete_lost, step))
             for other in sorted(others - {0}):
                 with contextlib.suppress(LinkError):  # it is gone, and its part is there
                     self._tell(other, step, verdict)
 
+    def _delete_lost(self, step: int) -> None:
+        self.writer.folder.delete_lost(step, self.rank)
+
     def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
         folder, later = self.writer.folder, self._notes.later
+        if self.rank not in folder.ranks(step):  # or what is there would be pruned for nothing
+            return later(partial(self._notes.lost, step, "agreed on, but its part is not here"))
         try:
             folder.mark_agreed(step, self.rank, {"held_by": sorted(held_by)})
         except OSError as error:

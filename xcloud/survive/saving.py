@@ -42,6 +42,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.is_armed = False
         self.is_reported = False  # to rank 0
+        self.before_exit: Callable[[], object] = lambda: None  # where it ends at once
         self._asked_at_s: float | None = None
 
     @property
@@ -53,6 +54,7 @@ class StopSignal:
             now_s = time.monotonic()
             again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
             if again or not self.is_armed:
+                self.before_exit()
                 os._exit(128 + number if again else exit_code)
             self._asked_at_s = self._asked_at_s or now_s
 

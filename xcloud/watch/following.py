@@ -62,6 +62,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
     parser.add_argument("--parent", type=int, help="process to end with, set by rank 0")
+    parser.add_argument(
+        "--past", type=int, default=0, help="events of earlier attempts, set by rank 0"
+    )
     parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
@@ -72,16 +75,22 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.parent is None:  # else rank 0 owns the folder
             check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
             held.enter_context(owned(run_dir))
-        return _monitor(run_dir, arguments.experiment, arguments.parent, arguments.again)
+        return _monitor(
+            run_dir, arguments.experiment, arguments.parent,
+            is_again=arguments.again, past=arguments.past,
+        )  # fmt: skip
 
 
-def _monitor(run_dir: Path, experiment: Path, parent: int | None, is_again: bool) -> int:
+def _monitor(
+    run_dir: Path, experiment: Path, parent: int | None, is_again: bool, past: int
+) -> int:
     try:
         monitor = monitor_of(run_dir, experiment)
     except XcloudError as error:
         sys.exit(f"xcloud: {printable(error)}")
     try:
-        return _follow(monitor, os.getppid() if parent is None else parent, is_again)
+        parent = os.getppid() if parent is None else parent
+        return _follow(monitor, parent, is_again, 0 if is_again else past)
     except Exception as error:  # without a summary the run would seem to be running still
         log.exception("the monitor of %s has failed", run_dir)
         failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
@@ -90,8 +99,8 @@ def _monitor(run_dir: Path, experiment: Path, parent: int | None, is_again: bool
         return 1
 
 
-def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
-    monitor.start(is_again)
+def _follow(monitor: Monitor, parent: int, is_again: bool, past: int) -> int:
+    monitor.start(is_again, past)
     essential, run_dir = monitor.experiment.roster.essential, monitor.run.run_dir
     attempt = monitor.attempt
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed

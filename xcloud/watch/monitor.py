@@ -70,18 +70,19 @@ class Monitor:
         self._recording = Recording()  # until the start
         self._keeps_earlier = False  # the record of an earlier attempt has not been touched yet
 
-    def start(self, is_again: bool = False) -> None:
+    def start(self, is_again: bool = False, past: int | None = None) -> None:
         """Read what there is and begin the record.
 
         The record of a finished run stays as it is until the ranks have taken over its state: one
         that cannot be trained longer is no worse for the attempt.
-        is_again: in place of a monitor that was lost; else events are of earlier attempts.
+        is_again: in place of a monitor that was lost. past: how many events are of earlier
+        attempts; None: all that are there.
         """
         logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
-        # Of earlier attempts ranks may have stopped; a run that has finished never resumes, so
-        # "finish" is of this attempt, which may be ahead of this monitor.
-        self.attempt.stops_count = is_again
-        for event in self._reader:
+        # Of earlier attempts ranks may have stopped. This one may be ahead of this monitor.
+        for number, event in enumerate(self._reader):
+            is_past = past is None or number < past
+            self.attempt.stops_count = is_again or not is_past
             self._take(event)
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one

@@ -1,0 +1,161 @@
+"""What ranks tell each other before they have links: in nobody else's name, bounded, and never by
+the store in which they meet."""
+
+import json
+import struct
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.pipelines import in_threads
+from tests.runs import wait_for
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.cluster.transport import Meeting, meeting_store
+from xcloud.cluster.words import (
+    MAX_NAME_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_WORDS,
+    Message,
+    WordKind,
+    _Line,
+    decode,
+    encode,
+    line_of,
+)
+from xcloud.job.job import Job
+from xcloud.join.agreement import agree
+from xcloud.survive.common_step import newest_common
+
+
+def meeting(folder: Path, rank: int, within_s: float = 60.0, beginning: int = 0) -> Meeting:
+    store = meeting_store(folder)
+    return Meeting(rank, 3, store, within_s, is_open=beginning > 0, beginning=beginning or 1)
+
+
+def test_every_rank_hears_rank_0_and_rank_0_hears_every_rank(tmp_path: Path) -> None:
+    def first() -> list[str]:
+        own = meeting(tmp_path, 0)
+        heard = [own.read("table", rank) for rank in (2, 1)]
+        own.write("verdict", "go " + " ".join(heard))
+        return heard
+
+    def other(rank: int) -> list[str]:
+        own = meeting(tmp_path, rank)
+        own.write("table", f"of {rank} ü")
+        return [own.read("verdict", 0), own.read("table", rank)]
+
+    found = in_threads([first, lambda: other(1), lambda: other(2)])
+    verdict = "go of 2 ü of 1 ü"
+    assert found == [["of 2 ü", "of 1 ü"], [verdict, "of 1 ü"], [verdict, "of 2 ü"]]
+
+
+@pytest.mark.parametrize("name", ["verdict", "word 0 verdict", "data", "run number", "table"])
+def test_a_text_in_the_store_is_nobody_s_word(name: str, tmp_path: Path) -> None:
+    """Whoever reaches the store can write any key before the rank does whose word it would be."""
+    store = meeting_store(tmp_path)
+    for key in (name, f"{name}.0", f"{name}.1"):
+        store.set(key, json.dumps({"kind": "go", "from_step": 100, "attempt": 7}))
+
+    def first() -> list[str]:
+        own = meeting(tmp_path, 0)
+        own.write(name, "mine")
+        return [own.read(name, rank) for rank in (1, 2)]
+
+    def other(rank: int) -> str:
+        own = meeting(tmp_path, rank)
+        own.write(name, f"of {rank}")
+        return own.read(name, 0)
+
+    found = in_threads([first, lambda: other(1), lambda: other(2)])
+    assert found == [["of 1", "of 2"], "mine", "mine"]
+
+
+@pytest.mark.parametrize("kind", ["stop", "go"])
+def test_a_verdict_that_another_writes_into_the_store_is_not_followed(
+    kind: str, tmp_path: Path
+) -> None:
+    told = {"kind": kind, "refused": [], "text": "cancelled", "from_step": 100, "attempt": 7}
+    meeting_store(tmp_path).set("verdict", json.dumps(told))
+    job = cast(Job, SimpleNamespace(roster=SimpleNamespace(saving=())))
+    with pytest.raises(LinkTimeout, match="rank 0 has not come"):
+        agree(job, meeting(tmp_path, 1, within_s=0.5), {"setting": {}}, {}, newest_common)
+
+
+def test_a_rank_that_may_come_late_hears_what_rank_0_said_before_it_came(tmp_path: Path) -> None:
+    first = meeting(tmp_path, 0, beginning=1)
+    first.write("verdict", "go")
+    for beginning in (1, 2):
+        meeting_store(tmp_path).add("beginnings.2", 1)
+        late = meeting(tmp_path, 2, beginning=beginning)
+        assert late.read("verdict", 0) == "go"
+        late.write("data", f"of beginning {beginning}")
+        wait_for(lambda n=beginning: first.read("data", 2) == f"of beginning {n}", 20)
+
+
+@pytest.mark.parametrize("trouble", ["twice", "too many", "answers", "garbage", "gone"])
+def test_a_rank_that_breaks_the_rules_is_named_and_the_others_are_heard(
+    trouble: str, tmp_path: Path
+) -> None:
+    first, good = meeting(tmp_path, 0), meeting(tmp_path, 2)
+
+    def misbehave() -> None:
+        line = _Line(line_of(meeting_store(tmp_path), 1, 1, is_first=False), 0, 60.0)
+        if trouble == "garbage":
+            line._pair.isend(torch.full((70,), 0xFF, dtype=torch.uint8), 0).wait()
+        messages = {
+            "twice": [Message(WordKind.TELL, "a", "1")] * 2,
+            "too many": [Message(WordKind.TELL, f"{n}") for n in range(MAX_WORDS + 1)],
+            "answers": [Message(WordKind.ANSWER, "verdict", "stop")],
+        }
+        for message in messages.get(trouble, ()):
+            line.send(message)
+        if trouble != "gone":
+            done.wait(60)
+
+    def hear() -> str:
+        with pytest.raises(LinkClosed if trouble == "gone" else FrameError, match="rank 1"):
+            first.read("what it never tells", 1)
+        done.set()
+        return first.read("table", 2)
+
+    done = threading.Event()
+    good_word = lambda: good.write("table", "good")  # noqa: E731
+    assert in_threads([misbehave, hear, good_word])[1] == "good"
+
+
+def test_a_word_comes_back_as_it_was_and_is_bounded() -> None:
+    for text in ("", "x" * MAX_TEXT_BYTES, "é\n\0"):
+        message = Message(WordKind.TELL, "n" * MAX_NAME_BYTES, text)
+        longer = torch.cat([encode(message), torch.ones(9, dtype=torch.uint8)])
+        assert decode(encode(message), "rank 1") == decode(longer, "rank 1") == message
+    with pytest.raises(ValueError, match="262,145 bytes"):
+        encode(Message(WordKind.TELL, "n", "x" * (MAX_TEXT_BYTES + 1)))
+
+
+def _bytes(*parts: Any) -> torch.Tensor:
+    data = b"".join(
+        part if isinstance(part, bytes) else struct.pack("<BBI", *part) for part in parts
+    )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        _bytes((0, 1, 0), b"a"), _bytes((4, 1, 0), b"a"), _bytes((1, 0, 1), b"a"),
+        _bytes((1, MAX_NAME_BYTES + 1, 0), b"a" * 99), _bytes((1, 1, 1 << 31), b"ab"),
+        _bytes((1, 2, 0), b"\xff\xff"), _bytes((1, 1, 1), b"a\xff"), _bytes((1, 1, 0), b"\x1b"),
+    ],
+)  # fmt: skip
+def test_what_is_no_word_is_refused_by_the_sender_s_name(buffer: torch.Tensor) -> None:
+    with pytest.raises(LinkError, match="rank 7"):
+        decode(buffer, "rank 7")
+
+
+def test_only_rank_0_decides_so_nobody_asks_for_another_s_word(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        meeting(tmp_path, 1, within_s=0.1).read("table", 2)

@@ -1,0 +1,221 @@
+"""`python -m xcloud torchrun`: torchrun, with machines that tell each other how they fare.
+
+All machines meet at --master-addr before any rank starts. Whoever waits there says so once a
+minute, and for whom. A machine whose ranks end before its time leaves one of the words of `Ending`
+in the store; rank 0, if it still waits for them, then ends instead of waiting for hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from xcloud.base.errors import XcloudError
+from xcloud.base.project import module_paths
+from xcloud.base.terminal import say, signals_to_stop
+from xcloud.cluster.rendezvous import JOIN_WITHIN_S, Ending, Waiting, ended_key
+from xcloud.join.addresses import store_at, why_unreachable
+from xcloud.launch.failures import ENDINGS, EXIT_START_AGAIN
+from xcloud.launch.processes import LIBRARY_SETTINGS
+
+_LOOK_EVERY_S = 0.2
+_TELL_WITHIN_S = 5.0
+_DEFAULT_PORT = 29500
+
+
+class StopAsked(Exception):
+    """The ranks of this machine were asked to stop, so torchrun must not start them again."""
+
+
+class Machines(RendezvousHandler):
+    """Where all machines meet: a store that the first of them serves at --master-addr."""
+
+    def __init__(self, host: str, port: int, number: int, num_machines: int, run_id: str,
+                 within_s: float, say: Callable[[str], None]) -> None:  # fmt: skip
+        self._host, self._port = host, port
+        self._number, self._num_machines = number, num_machines
+        self._run_id, self._within_s, self._say = run_id, within_s, say
+        self._store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return where the ranks of all machines meet, once every machine has come. Raises
+        StopAsked where torchrun would start ranks again that were asked to stop."""
+        if self._store is None:
+            self._store = self._open()
+            self._await_all(self._store)
+        elif Ending.STOPPED in _endings().values():
+            raise StopAsked
+        return RendezvousInfo(
+            PrefixStore(self._run_id, self._store),
+            self._number,
+            self._num_machines,
+            RendezvousStoreInfo(self._host, self._port),
+        )
+
+    def _open(self) -> TCPStore:
+        if self._number != 0:
+            waiting = Waiting(f"for {self._host}:{self._port}", self._within_s, self._say)
+            while (why := why_unreachable(self._host, self._port)) is not None:
+                waiting.go_on(why, _LOOK_EVERY_S)
+        return store_at(self._host, self._port, self._number == 0, self._within_s)
+
+    def _await_all(self, store: TCPStore) -> None:
+        store.set(f"machine.{self._number}", "here")
+        waiting = Waiting("for all machines", self._within_s, self._say)
+        while not store.check(["machines"]):
+            missing = [n for n in range(self._num_machines) if not store.check([f"machine.{n}"])]
+            if self._number == 0 and not missing:
+                store.set("machines", "all")
+                return
+            who = ", ".join(map(str, missing)) or "0"
+            waiting.go_on(f"--node-rank {who} has not come", _LOOK_EVERY_S)
+
+    def get_backend(self) -> str:
+        return "xcloud"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:
+    host, port = _place(parameters.endpoint)
+    within_s = float(parameters.config.get("timeout", JOIN_WITHIN_S))
+    return Machines(
+        host, port, int(parameters.config["rank"]), parameters.max_nodes,
+        run_id=parameters.run_id, within_s=within_s, say=say,
+    )  # fmt: skip
+
+
+def _place(endpoint: str) -> tuple[str, int]:
+    """Return host and port of "host:port", "[::1]:port" or "host"."""
+    host, colon, port = endpoint.strip().rpartition(":")
+    if not colon or not port.isdigit():
+        host, port = endpoint.strip(), str(_DEFAULT_PORT)
+    return host.strip("[]"), int(port)
+
+
+def torchrun(words: Sequence[str]) -> int:
+    """Start this cloud's ranks: python -m xcloud torchrun OPTIONS -m xcloud worker EXPERIMENT
+
+    OPTIONS are torchrun's. The ranks get the memory settings of a local run (processes.py); what
+    is set in the environment stays. No traceback follows what the ranks have said. Exit code 75:
+    the same command goes on; a run that was asked to stop is not started again by --max-restarts,
+    in any cloud.
+    """
+    for name, value in LIBRARY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    os.environ |= {**module_paths(), "PYTHONSAFEPATH": "1"}  # as python -P, for torchrun's ranks
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    parser = get_args_parser()
+    parser.prog, parser.description = "python -m xcloud torchrun", torchrun.__doc__
+    # Passed on to the ranks, which save and end; torchrun would take SIGHUP back from nohup.
+    handled = [one.name for one in signals_to_stop() if one is not signal.SIGUSR1]
+    parser.set_defaults(signals_to_handle=",".join(handled))
+    given = parser.parse_args(words)
+    logging.disable(logging.ERROR)  # of torchrun, which repeats what its ranks have said
+    if given.nproc_per_node.isdigit():
+        threads = (os.cpu_count() or 1) // int(given.nproc_per_node)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or _DEFAULT_PORT}"
+    is_ours = given.rdzv_backend == "static" and not given.standalone
+    if is_ours:
+        _take_over_rendezvous(given, place)
+    say(f"waiting for all machines at {place}")
+    with tempfile.TemporaryDirectory(prefix="xcloud-") as folder:
+        os.environ[ENDINGS] = folder
+        code, killed = 0, {}
+        try:
+            run(given)  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            for rank, failure in error.failures.items():
+                if failure.exitcode < 0:  # it could say nothing
+                    say(f"xcloud: rank {rank} was ended by {failure.signal_name()}", error=True)
+            killed = dict.fromkeys(error.failures, Ending.FAILED)
+            codes = {failure.exitcode for failure in error.failures.values()}
+            code = EXIT_START_AGAIN if codes == {EXIT_START_AGAIN} else 1
+        except SignalException:  # the ranks were given the signal, and have said what they did
+            code = EXIT_START_AGAIN
+        except StopAsked:
+            code = EXIT_START_AGAIN
+        except XcloudError as error:
+            say(f"xcloud: {error}", error=True)
+            return 1
+        except DistNetworkError as error:
+            why = "the port is taken" if "EADDRINUSE" in str(error) else _first_line(error)
+            advice = "Give all clouds the address and one free port of the first one's machine"
+            say(f"xcloud: rendezvous failed at {place}: {why}. {advice}", error=True)
+            return 1
+        if code and is_ours and given.node_rank:  # the store ends with the first machine
+            _tell(place, {**killed, **_endings()}, code)
+    return code
+
+
+def _take_over_rendezvous(given: Any, place: str) -> None:
+    with contextlib.suppress(ValueError):  # registered before, in this process
+        rendezvous_handler_registry.register("xcloud", _machines_of)
+    conf = f"rank={given.node_rank}"
+    given.rdzv_conf = f"{given.rdzv_conf},{conf}" if given.rdzv_conf else conf
+    given.rdzv_backend, given.rdzv_endpoint = "xcloud", place
+
+
+def _endings() -> dict[int, Ending]:
+    """Return how ranks of this machine have ended, as far as they could say so."""
+    found: dict[int, Ending] = {}
+    folder = os.environ.get(ENDINGS)
+    if folder is None:
+        return found
+    for path in Path(folder).iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            found[int(path.name)] = Ending(path.read_text())
+    return found
+
+
+def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
+    """Leave word for rank 0 that this machine's ranks come no more."""
+    host, port = _place(place)
+    if why_unreachable(host, port, _TELL_WITHIN_S) is not None:
+        return  # the first machine has ended, too
+    with contextlib.suppress(RuntimeError, XcloudError):
+        store = store_at(host, port, serves=False, within_s=_TELL_WITHIN_S)
+        for rank, ending in endings.items():
+            told = Ending.STOPPED if code == EXIT_START_AGAIN else ending
+            store.set(ended_key(rank), told.value)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
