@@ -100,7 +100,8 @@ def _monitor(
 
 
 def _follow(monitor: Monitor, parent: int, is_again: bool, past: int) -> int:
-    monitor.start(is_again, past)
+    monitor.past = past
+    monitor.start(is_again)
     essential, run_dir = monitor.experiment.roster.essential, monitor.run.run_dir
     attempt = monitor.attempt
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed

@@ -66,22 +66,22 @@ class Monitor:
         steps, most = experiment.statistics().collector, experiment.max_steps
         self.run = TrackedRun(experiment.run_name, params, tags, run_dir, steps, most)
         self._reader = EventReader(run_dir / EVENTS_FILE)
+        self.past: int | None = None  # events of earlier attempts; None: all that are there
         self._progress: ProgressLine | None = None
         self._recording = Recording()  # until the start
         self._keeps_earlier = False  # the record of an earlier attempt has not been touched yet
 
-    def start(self, is_again: bool = False, past: int | None = None) -> None:
+    def start(self, is_again: bool = False) -> None:
         """Read what there is and begin the record.
 
         The record of a finished run stays as it is until the ranks have taken over its state: one
         that cannot be trained longer is no worse for the attempt.
-        is_again: in place of a monitor that was lost. past: how many events are of earlier
-        attempts; None: all that are there.
+        is_again: in place of a monitor that was lost.
         """
         logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         # Of earlier attempts ranks may have stopped. This one may be ahead of this monitor.
         for number, event in enumerate(self._reader):
-            is_past = past is None or number < past
+            is_past = self.past is None or number < self.past
             self.attempt.stops_count = is_again or not is_past
             self._take(event)
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
