@@ -107,6 +107,9 @@ class ToyProducer:
     def parameters_module(self) -> nn.Module | None:
         return None if self.model.frozen else self.net
 
+    def own_digests(self) -> dict[str, str]:
+        return {}
+
     def produce(self, number: int) -> Fed:
         self._fail_if_asked(number)
         time.sleep(self.model.batch_s.get(self.cloud, 0.0))
@@ -158,6 +161,9 @@ class ToyConsumer:
             self.module = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
         self.optimizer = torch.optim.Adam(self.module.parameters(), 0.01)
         self.num_consumed = 0
+
+    def own_digests(self) -> dict[str, str]:
+        return {}
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
         time.sleep(self.model.step_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import BASES, Stage
 from xcloud.hub import kept_digest
+from xcloud.job.inputs import inputs_of
 from xcloud.join.agreement import agree_where_shared, compared_settings
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora
 from xcloud.models.split_point import Split
 from xcloud.rank.parts import Features
+from xcloud.rank.task_data import shown_digest
 from xcloud.tasks.classification import FolderClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering
@@ -388,3 +391,54 @@ def test_a_run_goes_on_with_the_base_that_it_began_with(
     with pytest.raises(DataError, match=rf"checkpoint of step {STEPS} was made with: base model"):
         toy_run(tmp_path, monkeypatch, lambda rank: "b", longer)
     toy_run(tmp_path, monkeypatch, lambda rank: "a", longer)
+
+
+# --- what a run reads, for whoever takes its result for that of another ---
+
+
+@pytest.mark.parametrize(
+    ("key", "counts"),
+    [
+        ("task.path", True),
+        ("task.source_monolingual_file", True),
+        ("task.tokenizer.name_or_path", True),
+        ("task.tokenizer.path", True),
+        ("model.checkpoint", True),
+        ("model.own.text.path", True),
+        ("model.public_text.path", True),
+        ("model.text.source.path", True),
+        ("task.cache_dir", False),
+        ("tracker.root", False),
+    ],
+)
+def test_inputs_are_told_by_their_contents(key: str, counts: bool, tmp_path: Path) -> None:
+    for name in ("a", "b", "moved"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "train.tsv").write_text(f"rows of {name[0].replace('m', 'a')}")
+    found = [inputs_of({key: str(tmp_path / name)}, tmp_path / "cache") for name in ("a", "b")]
+    moved = inputs_of({key: str(tmp_path / "moved")}, tmp_path / "cache")
+    assert all(set(one) == ({key} if counts else set()) for one in found)
+    assert (found[0] != found[1]) == counts and moved == found[0]
+    assert inputs_of({key: "owner/name"}, tmp_path / "cache") == {}, "not on this machine"
+
+
+def test_settings_may_be_nested(tmp_path: Path) -> None:
+    (tmp_path / "corpus").write_text("a")
+    nested = {"task": {"path": str(tmp_path / "corpus"), "sizes": [1, 2]}}
+    found = inputs_of(nested, tmp_path / "cache")
+    assert found == inputs_of({"task.path": str(tmp_path / "corpus")}, tmp_path / "cache") != {}
+
+
+@pytest.mark.parametrize("holders", [{}, {"text": ["cloud_a"]}])
+def test_a_record_knows_data_by_their_contents_unless_a_rule_keeps_them(
+    holders: dict[str, list[str]], tmp_path: Path
+) -> None:
+    digests = []
+    for word in ("cat", "dog"):
+        (folder := tmp_path / word).mkdir()
+        for split in SPLITS:
+            texts(folder, word, "", split)
+        task = TASKS["language modelling"][1](str(folder), str(tmp_path / "cache"))
+        job: Any = SimpleNamespace(security=SimpleNamespace(holders=holders))
+        digests.append(shown_digest(job, task.load(frozenset(task.fields), 1)))
+    assert (digests[0] == digests[1]) == bool(holders)

@@ -178,8 +178,12 @@ def test_folders_whose_files_look_alike_have_tokens_of_their_own(tmp_path: Path)
         os.utime(path, ns=(10**18, 10**18))
     one, other = (FolderText(str(tmp_path / folder)) for folder in ("a", "b"))
 
-    assert one.identity("es") != other.identity("es")
-    assert one.identity("es") == FolderText(f"{tmp_path}/b/../a").identity("es")
+    before = one.identity("es", tmp_path)
+    assert before != other.identity("es", tmp_path)
+    assert before == FolderText(f"{tmp_path}/b/../a").identity("es", tmp_path)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "train.es.txt").touch()
+    assert before == FolderText(str(tmp_path / "moved")).identity("es", tmp_path), "by contents"
 
 
 def test_a_local_folder_of_the_hub_is_told_by_its_files_and_named_without_its_path(
@@ -190,10 +194,10 @@ def test_a_local_folder_of_the_hub_is_told_by_its_files_and_named_without_its_pa
         (tmp_path / folder / "train.jsonl").write_text("{}\n")
     source = HubText(str(tmp_path / "texts"), None, pairs_name=str(tmp_path / "pairs"))
     for part, folder in (("es", "texts"), ("es-en", "pairs")):
-        before = source.identity(part)
-        assert source.identity(part) == before
+        before = source.identity(part, tmp_path / "cache")
+        assert source.identity(part, tmp_path / "cache") == before
         rewritten(tmp_path / folder / "train.jsonl", "[]\n")
-        assert source.identity(part) != before
+        assert source.identity(part, tmp_path / "cache") != before
 
     assert source.describe() == "files in texts"
     assert HubText("owner/name").describe() == "owner/name"

@@ -236,6 +236,28 @@ def test_a_change_of_code_is_said_and_the_point_runs_again(
     assert "none s1 runs again; code changed since" in said and "accept_changes=true" in said
 
 
+@pytest.mark.parametrize("status", ["finished", "failed"])
+def test_a_point_whose_files_are_others_runs_again_from_the_start(
+    status: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under the same names, so no setting differs: its result is of other data, and its checkpoint
+    too."""
+    run_sweep(folder, GRID[:1], FakeRuns(fail=["none s1"] if status == "failed" else []))
+    capsys.readouterr()
+    monkeypatch.setattr("xcloud.sweep.points.inputs_of", lambda *of: {"task.path": "another"})
+    again = FakeRuns()
+
+    assert run_sweep(folder, GRID[:1], again) == 0
+    assert again.names == ["none s1"]
+    if status == "finished":
+        assert "none s1 runs again; other contents since: task.path" in capsys.readouterr().out
+    third = FakeRuns()
+    assert run_sweep(folder, GRID[:1], third) == 0 and third.names == []
+
+
 def test_code_that_decides_nothing_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,18 @@ def kept_digest(path: Path, cache_dir: Path) -> str:
     return kept.read_text()
 
 
+def contents_of(place: Path, cache_dir: Path) -> str | None:
+    """Return a digest of a file, or of the names and contents of all files below a folder; None
+    where nothing is there."""
+    if place.is_file():
+        return kept_digest(place, cache_dir)
+    if not place.is_dir():
+        return None
+    files = sorted(path for path in place.rglob("[!.]*") if path.is_file())
+    named = ((str(f.relative_to(place)), kept_digest(f, cache_dir)) for f in files)
+    return key_of({"files": list(named)})
+
+
 def make_once(path: Path, make: Callable[[Path], None]) -> bool:
     """Make `path` unless it exists; returns whether it had to be made.
 

@@ -59,6 +59,10 @@ class Producer(Stateful, Protocol):
     def parameters_module(self) -> nn.Module | None:
         """What is trained, its gradients averaged over the cloud's ranks. None: nothing is."""
 
+    def own_digests(self) -> Mapping[str, str]:
+        """Return a digest of each thing that this rank has read, by a name for messages. A later
+        attempt at the run must read the same; nobody else is shown them."""
+
     def produce(self, number: int) -> Fed:
         """Batch `number` (from 1) of this rank's own stream; adds the gradients of its own mean
         loss to `.grad`. The same seed and number give the same batch whatever other clouds do.
@@ -81,6 +85,9 @@ class Consumer(Stateful, Protocol):
 
     @property
     def module(self) -> nn.Module: ...
+
+    def own_digests(self) -> Mapping[str, str]:
+        """Return digests as Producer.own_digests does."""
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
         """Forward and backward of (number of the producer, payload) pairs. Adds gradients of the

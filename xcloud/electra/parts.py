@@ -213,6 +213,9 @@ class _Learner(StatefulParts):
     def parts(self) -> dict[str, Stateful]:
         return {"network": self._trained}
 
+    def own_digests(self) -> dict[str, str]:
+        return {"the tokenizer": f"{self.tokenizer.digest:08x}"}
+
     def _learn(self, number: int) -> None:
         if self._optimizer is None:
             return
@@ -234,6 +237,10 @@ class GeneratorRank(_Learner):
         super().__post_init__()
         words = self.settings.whole_words
         self._starts_V = torch.tensor(self.tokenizer.word_starts()) if words else None
+
+    def own_digests(self) -> dict[str, str]:
+        texts = {f"texts of {part}": table.digest for part, table in self.stream.tables.items()}
+        return super().own_digests() | texts
 
     @property
     def parameters_module(self) -> nn.Module | None:

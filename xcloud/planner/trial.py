@@ -36,6 +36,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.contracts.model import SplitModel
 from xcloud.job import config as configs
+from xcloud.job.inputs import inputs_of
 from xcloud.job.job import PipelineJob
 from xcloud.launch.local import run
 from xcloud.launch.processes import RunStopped
@@ -81,7 +82,9 @@ class TrialRun:
         """Of a trial that was made before, where the same would be tried; else of one made now.
         Raises RunFailed, RunStopped, ConfigError."""
         runs = self, *self.others
-        tried = [self.of, *(configs.plain_settings(each.trial_config) for each in runs)]
+        settings = [configs.plain_settings(each.trial_config) for each in runs]
+        inputs = [inputs_of(each, self.job.cache_path) for each in settings]
+        tried = [self.of, *settings, *inputs]
         digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
         file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
         if file.exists():

@@ -89,11 +89,25 @@ def note_data(context: RankContext[Experiment], data: TaskData) -> None:
         return
     reporter.note(data.describe())
     rows = {split: data.num_samples(split) for split in SPLITS}
-    digest = data.fingerprint()[:16]
+    digest = shown_digest(job, data)
     reporter.event("data", name=job.task.describe(), digest=digest, rows=rows)
     for text, (what, split, cut) in zip(texts, cuts, strict=True):
         reporter.note(text)
         reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)
+
+
+def shown_digest(job: Experiment, data: TaskData) -> str:
+    """Return what a record knows the data by: with the contents that this rank has read, unless a
+    rule keeps a field in some cloud. The digest of few labels would tell them."""
+    described = data.fingerprint()
+    if not is_held(job):
+        described += json.dumps(dict(data.own_digests()), sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def is_held(job: Experiment) -> bool:
+    """Whether the job, or the policy of this cloud, keeps a field in some clouds."""
+    return bool(job.security.holders or this_clouds_policy().holders)
 
 
 def context_of(
@@ -192,16 +206,16 @@ class Evaluator(Part):
         """Write what is said of single samples, and whether a tracker may have it: texts of public
         corpora that no rule keeps in a cloud, and digests of texts."""
         job, reporter, run_dir = self.context.job, self.context.reporter, self.context.run_dir
-        is_held = bool(job.security.holders or this_clouds_policy().holders)
-        may_show = job.has_public_texts and not is_held
+        held = is_held(job)
+        may_show = job.has_public_texts and not held
         with reporter.may_lose(SAMPLES_FILE):
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
             samples = self.data.sample_outputs(split, scores, 5)
             (run_dir / SAMPLES_FILE).write_text(samples, encoding="utf-8")
         if split == "test" and step:
             with reporter.may_lose(SCORES_FILE):
-                note_trackable(run_dir, **{SCORES_FILE: may_show or is_held})
-                write_scores(run_dir / SCORES_FILE, scores, shows_text=not is_held)
+                note_trackable(run_dir, **{SCORES_FILE: may_show or held})
+                write_scores(run_dir / SCORES_FILE, scores, shows_text=not held)
 
 
 def report_scores(

@@ -23,6 +23,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -33,6 +34,7 @@ from xcloud.base.project import code_digests, commit
 from xcloud.base.run_folder import LOCK_FILE, owned
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config
 from xcloud.job.given import settings_of
+from xcloud.job.inputs import inputs_of
 from xcloud.job.job import Job
 from xcloud.record.files import CheckpointSteps
 from xcloud.record.summary import read_summary, write_summary
@@ -72,6 +74,11 @@ class Point:
     @property
     def identity(self) -> str:
         return identity(self.settings)
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Digests of the files that it reads here, by setting."""
+        return inputs_of(self.settings, self.experiment.cache_path)
 
     @property
     def name(self) -> str:
@@ -290,6 +297,7 @@ class SweepState:
             "overrides": list(decision.point.overrides),
             "commit": self.commit,
             "code": self.code,
+            "inputs": decision.point.inputs,
             "at_once": parallel,
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
@@ -303,6 +311,8 @@ class SweepState:
         changes = [f"config changed since: {_describe(changed)}"] if changed else []
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
+        if other := _other_inputs(entry.get("inputs", {}), point.inputs):
+            changes.append(f"other contents since: {', '.join(other)}")
         status = summary.get("status", "unfinished")
         if status != "finished":
             why = ": ".join(filter(None, (status, summary.get("cause"))))
@@ -311,6 +321,12 @@ class SweepState:
             return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
         is_kept = accept_changes or not changes
         return Decision(point, "skip" if is_kept else "again", folder, "; ".join(changes))
+
+
+def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the settings whose files are not what they were. What lies elsewhere now is the same
+    if it has the same contents."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.contracts.model import TokenIds
-from xcloud.hub import key_of, make_once
+from xcloud.hub import kept_digest, key_of, make_once
 from xcloud.tasks.text_sources import FolderText, TextSource, languages_of
 from xcloud.tasks.text_task import TokenTable, write_table
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
@@ -103,7 +103,9 @@ class MultilingualText:
         report: may be shown in another cloud, so it must not name folders.
         """
         limits = f"{tokenizer.digest} {self.max_length} {self.max_texts}"
-        key = key_of({"format": FORMAT, "texts": self.source.identity(part), "limits": limits})
+        key = key_of(
+            {"format": FORMAT, "texts": self.source.identity(part, cache_dir), "limits": limits}
+        )
         folder = cache_dir / "tokens"
         tokens, offsets = folder / f"{key}.tokens", folder / f"{key}.offsets"
         counts = folder / f"{key}.counts"
@@ -118,6 +120,7 @@ class MultilingualText:
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
         table = TokenTable.mapped(tokens, offsets)
+        table.digest = key_of({"files": [kept_digest(f, cache_dir) for f in (tokens, offsets)]})
         found = json.loads(counts.read_text())
         table.num_cut, table.num_left_out = found["num_cut"], found["num_left_out"]
         return table

@@ -22,6 +22,7 @@ from xcloud.base.settings import HubName, ReadPath, settings
 from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
+from xcloud.hub import kept_digest
 from xcloud.tasks.rows import DEV_NAMES, FileKind, Form, Text, name_of
 from xcloud.tasks.sources import (
     HubTable,
@@ -43,10 +44,9 @@ def languages_of(part: str) -> tuple[str, ...]:
     return tuple(part.split("-")) if part.count("-") == 1 else (part,)
 
 
-def stamp(paths: Iterable[Path]) -> str:
-    """Paths, sizes and modification times of these files."""
-    stats = [(path.resolve(), path.stat()) for path in paths]
-    return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
+def named_digests(paths: Iterable[Path], cache_dir: Path) -> str:
+    """Return names and digests of these files: what they hold, wherever they lie."""
+    return " ".join(f"{path.name} {kept_digest(path, cache_dir)}" for path in paths)
 
 
 class TextSource(ABC):
@@ -61,8 +61,9 @@ class TextSource(ABC):
         """Quick check: raise DataError or ConfigError if a part is missing."""
 
     @abstractmethod
-    def identity(self, part: str) -> str:
-        """Cache key: changes when the texts change."""
+    def identity(self, part: str, cache_dir: Path) -> str:
+        """Return what the texts are known by, for a cache: another for other texts. cache_dir:
+        where digests of files are kept."""
 
     @abstractmethod
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
@@ -87,7 +88,7 @@ class DemoText(TextSource):
             said = "the demo has es, en and the pair es-en, got"
             raise ConfigError(f"{said} {odd[0]!r}; for other languages set profile=files")
 
-    def identity(self, part: str) -> str:
+    def identity(self, part: str, cache_dir: Path) -> str:
         digest = hashlib.sha256("\n".join(map(str, self._pairs())).encode()).hexdigest()
         return f"demo {part} {digest}"
 
@@ -127,9 +128,9 @@ class FolderText(TextSource):
             for file, *_ in self._files(part):
                 file.check()
 
-    def identity(self, part: str) -> str:
+    def identity(self, part: str, cache_dir: Path) -> str:
         files = [path for file, *_ in self._files(part) for path in file.paths.values()]
-        return f"files {self.text_key} {part} {stamp(files)}"
+        return f"files {self.text_key} {part} {named_digests(files, cache_dir)}"
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         for file, columns, language in self._files(part):
@@ -207,11 +208,11 @@ class HubText(TextSource):
             if (folder := local_folder(name or "")) is not None:
                 check_data_files(folder)
 
-    def identity(self, part: str) -> str:
+    def identity(self, part: str, cache_dir: Path) -> str:
         name = self.name if len(languages_of(part)) == 1 else self.pairs_name
         folder = local_folder(name or "")
         files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
-        return f"hub {self!r} {part} {stamp(files)}".rstrip()
+        return f"hub {self!r} {part} {named_digests(files, cache_dir)}".rstrip()
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         columns = languages_of(part)

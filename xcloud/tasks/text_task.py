@@ -287,6 +287,7 @@ class TokenTable:
     """Rows of tokens; `pad` fills up the shorter ones of a batch. 4 bytes per token, 8 per row.
     num_cut: texts that were longer than a row may be. num_left_out: texts that gave no row."""
 
+    digest = ""  # of a table that is mapped from files
     num_cut = 0
     num_left_out = 0
 

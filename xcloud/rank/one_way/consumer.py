@@ -282,7 +282,9 @@ class ConsumerRank(OneWayRank):
         with self.computing:
             part = job.model.consumer(self.building(job.max_steps))
         run = ConsumerRun(self, part)
-        checkpoints = restored(self.context, {"consumer": run}, self.control, {})
+        checkpoints = restored(
+            self.context, {"consumer": run}, self.control, {"data": part.own_digests()}
+        )
         self.group.barrier()
         self._phase("training")
         self.context.asked.is_armed = job.checkpoint.are_made

@@ -271,7 +271,9 @@ class ProducerRank(OneWayRank):
         with self.computing:
             part = job.model.producer(self.building(max(1, math.ceil(wanted / place.group_size))))
         run = ProducerRun(self, part, place.cloud)
-        checkpoints = restored(self.context, {"producer": run}, self.control, {})
+        checkpoints = restored(
+            self.context, {"producer": run}, self.control, {"data": part.own_digests()}
+        )
         self.orders.begin_after(run.number, run.kept)
         ready_file(self.context.run_dir, self.rank).touch()
         self.say_ready()

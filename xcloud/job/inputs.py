@@ -1,0 +1,40 @@
+"""What a job reads from this machine's disk, told by its contents: whoever takes the result of an
+earlier run for that of this one (a sweep's point, a trial) must know that it read the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xcloud.hub import contents_of
+
+_READ = re.compile(r"(task|model)\.(.*\.)?(\w*_)?(path|paths|file|checkpoint)")
+
+
+def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
+    """Return a digest of each file or folder here that a setting of task or model names, by the
+    setting. Digests stay on this machine.
+
+    settings: of a job, nested or with dotted names.
+    cache_dir: where digests of large files are kept.
+    """
+    found = {}
+    for key, value in _flat(settings, ""):
+        if _READ.fullmatch(key) and isinstance(value, str) and value:
+            digest = contents_of(Path(value).expanduser(), cache_dir)
+            if digest is not None:
+                found[key] = digest
+    return found
+
+
+def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for name, entry in node.items():
+            yield from _flat(entry, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list | tuple):
+        for entry in node:
+            yield from _flat(entry, key)
+    else:
+        yield key, node
