@@ -346,6 +346,9 @@ def test_a_study_gets_whole_paths_and_a_record_keeps_its_note(
         assert record is not None and record.note == note
         replace(record, note="seeds 2 and 3 are of later").write(Path("out"), mine)
     assert ran == [[str(tmp_path / "data"), str(tmp_path / "out")]] * 2
+    (tmp_path / "data" / "corpus" / "another").write_text("row")
+    with pytest.raises(ConfigError, match="holds rows of other data than these"):
+        reproduce.main(["front", "--data", "data", "--out", "out"])
 
 
 def test_rows_of_an_interrupted_quick_run_never_become_a_whole_ones(

@@ -272,7 +272,6 @@ def test_a_public_base_is_made_on_the_processor_that_all_have(tmp_path: Path) ->
         ("model.public_text", True),
         ("model.own.text", True),
         ("model.backbone.text", True),
-        ("task.tokenizer", True),
         ("task", False),
         ("model.text.source", False),
     ],

@@ -75,6 +75,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if earlier and earlier.is_quick != given.quick:
         kind = "quick" if earlier.is_quick else "whole"
         raise ConfigError(f"{out} holds a {kind} run of {earlier.claim}; give another --out")
+    if before and earlier and earlier.data != digests(data):
+        raise ConfigError(f"{out} holds rows of other data than these; give another --out")
     note = earlier.note if before and earlier else ""
 
     def write() -> Record:
