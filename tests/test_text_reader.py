@@ -227,3 +227,13 @@ def test_a_text_is_not_truncated_as_a_tokenizer_file_may_ask() -> None:
     backend.enable_padding(length=50)
     (ids,) = TextReader(backend, ()).encode(["use the tag " * 20])
     assert len(ids) > 50
+
+
+def test_a_special_piece_of_one_character_stays_what_it_is() -> None:
+    """Many give a model without padding the piece "!" for it."""
+    backend = bpe(["use the tag!!"] * 9)
+    backend.add_special_tokens([AddedToken("!", special=True)])
+    reader = TextReader(backend, [backend.token_to_id("!")])
+    texts = ["use the tag!", "!", "!!"]
+    theirs = backend.encode_batch(texts, add_special_tokens=False)
+    assert reader.encode(texts) == [encoding.ids for encoding in theirs]

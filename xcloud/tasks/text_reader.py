@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from xcloud.base.errors import DataError
+
 
 class TextReader:
     """A copy of a tokenizer in which special pieces go by names that no text holds.
@@ -18,6 +20,7 @@ class TextReader:
     A literal "</s>" in a text is then cut like any other word, whatever the tokenizer's kind: also
     where the piece is in the model's vocabulary (SentencePiece), is found before any merge (BPE of
     Llama 3), or results from a normalizer. Ids are those of the original. Nothing is truncated.
+    A special piece of one character, such as a pad_token "!", stays what it is.
 
     backend: of `tokenizers`. special: further special ids than the backend itself calls so.
     """
@@ -26,30 +29,42 @@ class TextReader:
         from tokenizers import AddedToken
 
         content = json.loads(backend.to_str())
-        own = {token["id"] for token in content["added_tokens"] if token["special"]}
+        added = content["added_tokens"]
+        own = {token["id"] for token in added if token["special"]}
         pieces = {number: backend.id_to_token(number) for number in sorted(own | {*special})}
         secret = secrets.token_hex(8)  # no text can know it
-        self._names = {piece: f"\ufdd0{secret}.{n}\ufdd1" for n, piece in pieces.items() if piece}
+        self._names = {
+            piece: f"\ufdd0{secret}.{number}\ufdd1"
+            for number, piece in pieces.items()
+            if piece and len(piece) > 1
+        }
         self._literals = sorted(self._names, key=len, reverse=True)  # the longest is found first
         self._literal = re.compile("|".join(map(re.escape, self._literals)) or r"(?!)")
         self._veil = f"\ufdd0{secret}:"
         self._veiled = re.compile(rf"{self._veil}(\d+)\ufdd1")
         self._cut = f"\ufdd0{secret}.cut\ufdd1"
 
-        for token in content["added_tokens"]:
+        for token in added:
             if token["content"] in self._names:
                 token |= {"content": self._names[token["content"]], "normalized": False}
         content |= {"truncation": None, "padding": None}
         _rename(content["model"], self._names)
-        self._backend = type(backend).from_str(json.dumps(content))
-        names = [*self._names.values(), self._cut]
-        known = {token["content"] for token in content["added_tokens"]}
+        renamed = json.dumps(content)
+        del content  # a quarter of a million pieces take a lot of room as Python objects
+        self._backend = type(backend).from_str(renamed)
+        known = {token["content"] for token in added}
         self._backend.add_special_tokens(
-            [AddedToken(name, normalized=False) for name in names if name not in known]
+            [
+                AddedToken(name, normalized=False)
+                for name in (*self._names.values(), self._cut)
+                if name not in known
+            ]
         )
         self._cut_id = self._backend.token_to_id(self._cut)
         for number, piece in pieces.items():
-            assert piece is None or self._backend.token_to_id(self._names[piece]) == number
+            name = self._names.get(piece)
+            if name is not None and self._backend.token_to_id(name) != number:
+                raise DataError(f"tokenizer: its special piece {piece!r} has two ids")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts, none of them special unless for what is unknown."""
