@@ -14,6 +14,7 @@ from experiments.what_if.planning import WhatIfPlan, plan_what_if
 from tests.plan_pieces import EIGHT
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.units import human_bytes, human_duration
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.schedule import GPipe
@@ -183,6 +184,7 @@ def test_the_command_prints_a_table_and_leaves_json(
         "links: {a-b: {bandwidth_bits_per_s: 1.0e+7}}\n"
         "model: {profile: mine.json}\n"
         "batch_size: 8\n"
+        "tokens: 2.0e+7\n"
         "prices: {egress_per_gb: {'*': 0.1}}\n"
     )
 
@@ -194,6 +196,10 @@ def test_the_command_prints_a_table_and_leaves_json(
     costs = [sum(plan["cost_per_million_tokens"].values()) for plan in plans]
     assert costs == sorted(costs) and len(plans) == 6
     assert plans[0]["model_flop_utilisation"] is None
+    hours_s = 2e7 / plans[0]["tokens_per_s"]
+    sent = human_bytes(20 * plans[0]["egress_bytes_per_million_tokens"])
+    assert f"20 Mtok with plan 1: {human_duration(hours_s)}, {sent} leave clouds, cost " in said
+    assert "FP32" not in said, "a profile was measured as it was"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ FILE is YAML; docs/plans/eight_clouds.yaml is one, with every key explained. The
     model: {layers: 24, hidden: 2048, vocabulary: 50000, sequence_length: 1024, flop_per_s: 1.0e14}
     batch_size: 256
 
+tokens: of the whole run, such as 1.0e9: then a line says what all of it takes and costs.
 clouds: ranks, slowdown, memory_gb. links, inside: bandwidth_bits_per_s, latency_s.
 prices: rank_hour, egress_per_gb; by cloud, pair of clouds (a-b) or "*".
 model: as above, and utilisation, seconds_per_layer (in place of flop_per_s),
@@ -36,7 +37,7 @@ from omegaconf import OmegaConf
 
 from experiments.what_if.file import WhatIf, what_if_from, with_lines
 from experiments.what_if.planning import plan_what_if
-from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked
+from experiments.what_if.tables import ORDERS, as_table, print_planned, ranked, total_of
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.wording import meant
@@ -62,10 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"xcloud: {given.file}: {error}", file=sys.stderr)
         return 2
     rows = ranked(planned, given.by)
-    if what_if.model is not None and what_if.model.trained_share == 1:
-        print("all weights are trained; with LoRA or frozen parts give model.trained_share")
+    if what_if.model is not None:
+        print(
+            "weights are in FP32: 16 bytes a trained one (with its gradient and two moments), 4 a "
+            "frozen one; activations in 16 bits; a rank's program and buffers come on top"
+        )
+        if what_if.model.trained_share == 1:
+            print("all weights are trained; with LoRA or frozen parts give model.trained_share")
     has_prices = bool(what_if.prices.rank_hour or what_if.prices.egress_per_gb)
     print_planned(rows[: given.rows], planned, has_prices, time.perf_counter() - started_s)
+    if what_if.tokens is not None:
+        print(total_of(rows[0], what_if.tokens, has_prices))
     if given.out:
         given.out.write_text(json.dumps(as_table(rows, planned), indent=1) + "\n")
     return 0

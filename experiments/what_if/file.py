@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegativeFloat, Positive, settings
+from xcloud.base.settings import NotNegativeFloat, Positive, PositiveFloat, settings
 from xcloud.base.wording import unknown_key
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
@@ -264,10 +264,11 @@ class Search:
 @settings()
 class WhatIf:
     """A file, read. model: None where a profile came with it. links: by pair of clouds, or "*";
-    inside: by cloud, or "*"."""
+    inside: by cloud, or "*". tokens: of the whole run, to say what all of it takes."""
 
     clouds: Annotated[Mapping[str, WhatIfCloud], Field(min_length=1, max_length=MOST_CLOUDS)]
     batch_size: Positive
+    tokens: PositiveFloat | None = None
     model: Decoder | None = None
     profile: str | None = None
     links: Mapping[str, LinkProfile] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.what_if.planning import Planned, WhatIfPlan
-from xcloud.base.units import human_bytes, human_seconds
+from xcloud.base.units import human_bytes, human_duration, human_seconds
 from xcloud.report.plan_report import NAMES, WIDTH
 from xcloud.report.tables import Column, console_of, print_table, say
 
@@ -48,6 +48,17 @@ def print_planned(
         *(f"left out: {name}: {why}" for name, why in planned.left_out.items()),
     ):
         say(console, note)
+
+
+def total_of(row: WhatIfPlan, tokens: float, has_prices: bool) -> str:
+    """Say what the first plan takes for all tokens of a run."""
+    millions = tokens / 1e6
+    took, sent = (
+        human_duration(tokens / row.tokens_per_s),
+        human_bytes(millions * row.egress_bytes),
+    )
+    cost = f", cost {millions * row.cost:,.3g}" * has_prices
+    return f"{millions:,g} Mtok with plan 1: {took}, {sent} leave clouds{cost}"
 
 
 def as_table(rows: Sequence[WhatIfPlan], planned: Planned) -> dict[str, Any]:
