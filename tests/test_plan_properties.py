@@ -289,3 +289,16 @@ def test_the_bubble_that_a_price_shows_is_that_of_the_paper_on_a_free_line(p: in
     plan = Plan("pipeline", tuple(range(1, p + 1)), GPipe(m), NO_COMPRESSION)
 
     assert pricer.price(plan).bubble_ratio == pytest.approx((p - 1) / m, rel=1e-3)
+
+
+def test_waits_of_averaging_are_in_no_bubble_of_a_price_as_in_none_of_a_run() -> None:
+    """A run counts them under "averaging"."""
+    line = LinkProfile(1e6, 0.02)
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, line)
+    strategy = Strategy("data_parallel", None, GradientAveraging())
+    arranged = {"data_parallel": Arranged(strategy, strategy.arrange(layout))}
+    plan = Plan("data_parallel", (8,), GPipe(2), NO_COMPRESSION)
+    price = Pricer(EIGHT, arranged, 8).price(plan)
+
+    assert any("averaging over link" in name and s > 0 for name, s in price.spent_s.items())
+    assert price.bubble_ratio == 0

@@ -53,10 +53,8 @@ def print_planned(
 def total_of(row: WhatIfPlan, tokens: float, has_prices: bool) -> str:
     """Say what the first plan takes for all tokens of a run."""
     millions = tokens / 1e6
-    took, sent = (
-        human_duration(tokens / row.tokens_per_s),
-        human_bytes(millions * row.egress_bytes),
-    )
+    took = human_duration(tokens / row.tokens_per_s)
+    sent = human_bytes(millions * row.egress_bytes)
     cost = f", cost {millions * row.cost:,.3g}" * has_prices
     return f"{millions:,g} Mtok with plan 1: {took}, {sent} leave clouds{cost}"
 

@@ -96,10 +96,9 @@ class Pricer:
             "codec of averaging": exchange.codec_s_per_step,
             f"averaging over link {exchange.where}": waits_s,
         }
-        after_s = step_s - exchange.codec_s_per_step
-        uses = [(use, after_s - part.step_s) for part, _ in parts for use in part.ranks]
-        compute_s = sum(use.compute_s for use, _ in uses)
-        idle_s = sum(use.idle_s + waits_s for use, waits_s in uses)
+        uses = [use for part, _ in parts for use in part.ranks]
+        compute_s = sum(use.compute_s for use in uses)
+        idle_s = sum(use.idle_s for use in uses)  # as in a run, without the waits of averaging
         num_bytes = defaultdict[str, float](float, exchange.bytes_per_step)
         for part, layout in parts:
             named = dict(zip(part.step.layout.clouds, layout.clouds, strict=True))

@@ -215,6 +215,10 @@ def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[st
     if program := report.pricer.profile.program_bytes:
         memory += f"; beside them each rank takes {human_bytes(program)} of program, and buffers"
     yield memory
+    yield (
+        "bubble: waiting / computing, without the waits of averaging, as in the table of a run; "
+        "bytes: that leave clouds in a step, all kinds together"
+    )
     yield "* changes what is learned, too; quality is not predicted (docs/planning.md)"
     for name, row in rows.items():
         if epochs := row["over_epochs"]:
