@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.runs import ROOT, command, read, wait_for
+from tests.runs import ROOT, cloud, command, layout, read, wait_for
 from tests.sweep_runs import points
 from tests.toy import toy_config
 from xcloud import __main__ as commands
@@ -23,6 +23,7 @@ from xcloud.job import config as configs
 from xcloud.launch import local, several_machines
 from xcloud.planner.planning import planned
 from xcloud.record.events import EventReader
+from xcloud.record.mlflow_store import Store
 from xcloud.record.reporter import EventFile
 from xcloud.survive.resume import check_can_go_on
 from xcloud.sweep.points import Decision, SweepState
@@ -237,3 +238,34 @@ def test_a_second_command_does_not_disturb_a_living_run(tmp_path: Path) -> None:
     events = [json.loads(line) for line in read(run_dir / "events.jsonl").splitlines()]
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert steps == [*range(1, len(steps) + 1)]
+
+
+BAD_NAMES = ["$(touch x)", "`id`", "../up", "a/b", " a", "", "a;b", "a'b", "-rf", "\x1b[2J"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_leads_neither_out_of_a_folder_nor_into_a_shell(name: str, tmp_path: Path) -> None:
+    """Of clouds and sweeps; what only describes a run may have more characters."""
+    one = {"_target_": "xcloud.cluster.layout.Cloud"}
+    for key, value in {
+        "cluster": {**layout(a=cloud(1)), "clouds": {name: one}},
+        "sweep": name,
+    }.items():
+        given = {**toy_config("local"), key: value}
+        with pytest.raises(ConfigError, match="must be a name of letters, digits"):
+            configs.job_from_config(OmegaConf.create(given))
+    if name:
+        store = Store(tmp_path)
+        (tmp_path / "mlflow.db").touch()
+        with pytest.raises(ConfigError, match="sweep must be a name of"):
+            store.artifacts_of_sweep(name)
+
+
+@pytest.mark.parametrize("key", ["name", "label", "profile"])
+@pytest.mark.parametrize("text", ["$(touch x)", "`id`", "\x1b[2J", "two\nlines"])
+def test_what_a_run_is_called_by_is_no_command(key: str, text: str) -> None:
+    given = {**toy_config("local"), key: text}
+    with pytest.raises(ConfigError, match=f"{key} must be a text without control characters"):
+        configs.job_from_config(OmegaConf.create(given))
+    job = configs.job_from_config(OmegaConf.create({**given, key: "stanford/sst2 (two) 50 %"}))
+    assert getattr(job, key) == "stanford/sst2 (two) 50 %"

@@ -17,7 +17,14 @@ from tests.runs import wait_for
 from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import Store, final_metrics
-from xcloud.record.tracking import MlflowTracker, NullTracker, Sender, TrackedRun, Tracker
+from xcloud.record.tracking import (
+    TOKEN_TAG,
+    MlflowTracker,
+    NullTracker,
+    Sender,
+    TrackedRun,
+    Tracker,
+)
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
 
@@ -226,6 +233,7 @@ def test_failed_run_has_its_cause_as_a_tag(
     tracker.finish("failed", {"cause": "rank 1 died", "num_steps": 0})
 
     tags = dict(pair for batch in client.taken("tags") for pair in batch)
+    assert len(tags.pop(TOKEN_TAG)) == 32
     assert tags == {"status": "failed", "cause": "rank 1 died"}
     assert client.calls[-1] == ("status", "FAILED")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -151,6 +152,31 @@ def unknown_key(
     if elsewhere and said == ".":
         said = f"; did you mean {elsewhere!r}?"
     return f"unknown setting {where!r}{said}" + (f" Allowed here: {there}" if there else "")
+
+
+def check_name(what: str, name: object, spoken: bool = False) -> None:
+    """Refuse a name that could lead out of a folder, into a shell or into another command.
+
+    Clouds and sweeps become parts of file names, tags and commands that are shown.
+    spoken: letters of any language and spaces may be in it. Raises ConfigError.
+    """
+    pattern, more = (r"\w[\w .+-]*", ", '+' and spaces") if spoken else (r"\w[\w.-]*", "")
+    if not re.fullmatch(pattern, str(name), 0 if spoken else re.ASCII):
+        raise ConfigError(
+            f"{what} must be a name of letters, digits, '_', '-', '.'{more}, for it becomes part "
+            "of file names and commands: leave out '/' and control characters, quotes and '$'; "
+            f"got {name!r}"
+        )
+
+
+def check_label(what: str, text: str) -> str:
+    """Return a text that only describes. Raises ConfigError for one that a shell or a terminal
+    would act upon, wherever it is shown."""
+    if not text.isprintable() or set(text) & set("$`"):
+        raise ConfigError(
+            f"{what} must be a text without control characters, '$' and '`'; got {text!r}"
+        )
+    return text
 
 
 NO_REFERENCE = (

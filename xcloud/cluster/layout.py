@@ -21,6 +21,7 @@ from pydantic import Field, SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.base.wording import check_name
 from xcloud.cluster.link_profile import BUDGET_BYTES, FREE, REAL, Liveness, Wan
 
 if TYPE_CHECKING:
@@ -65,11 +66,7 @@ class Layout(ABC):
         if not self.clouds:
             raise ConfigError("cluster.clouds must name at least one cloud")
         for name in self.clouds:
-            if "/" in name or not name.isprintable():
-                raise ConfigError(
-                    f"cluster.clouds: files are named after a cloud, and {name!r} cannot be in "
-                    "their names; leave out '/' and control characters"
-                )
+            check_name("a cloud in cluster.clouds", name, spoken=True)
 
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
         """pairs: of clouds between which there is a link."""

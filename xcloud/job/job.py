@@ -9,14 +9,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
-from pydantic import SkipValidation
+from pydantic import AfterValidator, SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import NotNegative, WritePath, settings
+from xcloud.base.wording import check_label, check_name
 from xcloud.cluster.layout import ClusterLayout, Layout
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import CompressionPlan
@@ -82,6 +84,11 @@ class Roster:
     restart_s: float | None = None
 
 
+def _checked_sweep(name: str) -> str:
+    check_name("sweep", name)
+    return name
+
+
 @settings(kw_only=True)
 class Names:
     """What a run is called by.
@@ -91,11 +98,11 @@ class Names:
     label: distinguishes this run from others of its sweep, seeds apart; the launcher gives it.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(partial(check_label, "name"))]
     seed: NotNegative = 1
-    profile: str = "demo"
-    sweep: str | None = None
-    label: str | None = None
+    profile: Annotated[str, AfterValidator(partial(check_label, "profile"))] = "demo"
+    sweep: Annotated[str, AfterValidator(_checked_sweep)] | None = None
+    label: Annotated[str, AfterValidator(partial(check_label, "label"))] | None = None
 
 
 @settings(kw_only=True)

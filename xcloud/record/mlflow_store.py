@@ -36,6 +36,7 @@ from xcloud.base.locks import locked
 from xcloud.base.project import project_root, python_command
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.units import LESS_IS_BETTER
+from xcloud.base.wording import check_name
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Event, StepTotals
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
@@ -173,6 +174,22 @@ def prepare_environment() -> None:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
 
 
+def without_password(text: str) -> str:
+    """Return a text without the user and password of any address in it."""
+    return re.sub(r"(?<=://)[^/?#\s@]*@", "", text)
+
+
+def check_no_password(what: str, uri: str | None) -> None:
+    """Refuse an address with a user or a password: it would stand in experiment.yaml, in the
+    record of the run, and in the links that are printed."""
+    if uri is not None and uri != without_password(uri):
+        raise ConfigError(
+            f"{what} must be an address without user and password, such as "
+            f"{without_password(uri)}; give them as MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD in the environment"
+        )
+
+
 @dataclass(frozen=True)
 class Store:
     """An experiment in MLflow: in the folder `root`, which `python -m xcloud ui` serves at `port`,
@@ -249,7 +266,7 @@ class Store:
         yield f"MLflow charts  {self.charts(key, sweep)}"
         if files:
             mark, name = {"report_of_sweep": sweep}, f"report of sweep {sweep}"
-            runs = client.search_runs([key], f"tags.report_of_sweep = '{sweep}'", max_results=1)
+            runs = client.search_runs([key], _of_sweep(sweep, "report_of_sweep"), max_results=1)
             run = runs[0] if runs else client.create_run(key, tags=mark, run_name=name)
             for path in files:
                 self.keep(client, run.info.run_id, path)
@@ -269,7 +286,7 @@ class Store:
             [experiment.experiment_id] if experiment else [],
             ["attributes.start_time ASC"],
         )
-        runs = client.search_runs(keys, f"tags.sweep = '{sweep}'", order_by=order)
+        runs = client.search_runs(keys, _of_sweep(sweep), order_by=order)
         if self.uri is None:
             return [self.artifacts(run.info.run_id) for run in runs]
         return [Path(client.download_artifacts(run.info.run_id, "")) for run in runs]
@@ -287,6 +304,17 @@ class Store:
         return self.runs(experiment_id, sweep) + "&compareRunsMode=CHART"
 
 
+def _of_sweep(sweep: str | None, tag: str = "sweep") -> str:
+    """Return MLflow's filter for the runs of a sweep, or for all.
+
+    Raises ConfigError for what is no name of a sweep: a quote would end the filter.
+    """
+    if not sweep:
+        return ""
+    check_name("sweep", sweep)
+    return f"tags.{tag} = '{sweep}'"
+
+
 def view_of(sweep: str | None) -> str:
     return f"sweep-{sweep}" if sweep else "xcloud"
 
@@ -302,7 +330,7 @@ def show_first(
     runs. MLflow shows no figure in its table of runs until columns are selected by hand, and has
     no call for that: this is the tag that its "share" button sets, with the least in it."""
     state = {
-        "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
+        "searchFilter": _of_sweep(sweep),
         "orderByKey": f"metrics.`{metrics[0]}`" if sweep else "attributes.start_time",
         "orderByAsc": bool(sweep) and metrics[0] in LESS_IS_BETTER,
         "selectedColumns": [f"params.`{name}`" for name in params]
@@ -376,7 +404,7 @@ def links(store: Store, sweep: str | None = None) -> Iterator[str]:
     then to table and charts of its five latest sweeps. Or those of one sweep."""
     client = store.client()
     for experiment in client.search_experiments(order_by=["creation_time ASC"]):
-        key, chosen = experiment.experiment_id, f"tags.sweep = '{sweep}'" if sweep else ""
+        key, chosen = experiment.experiment_id, _of_sweep(sweep)
         runs = client.search_runs([key], chosen, max_results=1000)  # the latest first
         if runs and not sweep:
             yield f"{experiment.name}:"

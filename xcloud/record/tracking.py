@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -29,12 +31,13 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Address, WritePath, settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector
-from xcloud.record.files import read_json
+from xcloud.record.files import read_json, replace_text
 from xcloud.record.mlflow_store import (
     COSTS,
     Point,
     Store,
     Thinner,
+    check_no_password,
     final_metrics,
     legal_name,
     points_of,
@@ -42,6 +45,7 @@ from xcloud.record.mlflow_store import (
     quality_metrics,
     step_metrics,
     ui_command,
+    without_password,
 )
 
 Status = Literal["finished", "failed", "stopped"]
@@ -53,6 +57,10 @@ RETRY_AFTER_S = 5.0
 SYSTEM_EVERY_S = 10.0
 TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
 REPLACED_FILE = "mlflow_run_replaced.json"  # which one it takes the place of, if it begins again
+TOKEN_TAG = "run_folder_token"  # which a run in MLflow and the file that names it have in common
+RESUMED_TAG = "resumed."  # before a parameter that another attempt has changed
+NOTE_TAG = "mlflow.note.content"  # shown above everything else, as Markdown
+STEPS_PER_ATTEMPT = 10**9  # MLflow shows the value of the highest step as the latest one
 FINISH_ATTEMPTS = 3
 _STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
 
@@ -78,8 +86,8 @@ class Recording:
     def artifact(self, path: Path) -> None:
         """Keep a file; it must not change until `finish` returns."""
 
-    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """The run has ended."""
+    def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
+        """End the record of a run. note: what a reader is to see first, as Markdown."""
 
     def places(self) -> Mapping[str, str]:
         """Where the run was recorded, how to see it, and what the record lacks: label -> text."""
@@ -123,6 +131,7 @@ class MlflowTracker(Tracker):
                 f"tracker.uri must be the address of a tracking server, such as "
                 f"http://host:5000, got {self.uri!r}. For another folder set tracker.root."
             )
+        check_no_password("tracker.uri", self.uri)
 
     @property
     def store(self) -> Store:
@@ -161,14 +170,19 @@ class Sender(threading.Thread, Recording):
         keep, path = self._store.keep, path.absolute()
         self._waiting.append((path.name, lambda: keep(self._client, str(self.run_id), path)))
 
-    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def finish(self, status: Status, summary: Mapping[str, Any], note: str = "") -> None:
         """Send the rest and the final values; takes at most `finish_timeout_s`."""
         tags = {k: v for k in ("commit", "profile", "cause") if (v := summary.get(k)) is not None}
-        num_steps, now_s = int(summary.get("num_steps") or 0), time.time()
-        values = points_of(final_metrics(summary), now_s, num_steps)
+        if note:
+            tags[NOTE_TAG] = note
+        now_s = time.time()
+        # A resumed run may end at an earlier step than it had come to before.
+        attempt = int(summary.get("num_resumes") or 0)
+        step = attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
+        values = points_of(final_metrics(summary), now_s, step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
-            ("final values", partial(self._log, values)),
+            ("final values", lambda: self._log([*values, *self._outdated(values, now_s, step)])),
         ]
         if status == "finished":
             self._ending.append(("the model", partial(self._log_model, summary, values)))
@@ -232,26 +246,66 @@ class Sender(threading.Thread, Recording):
 
     def _create_run(self) -> None:
         self._client, self.experiment_id = self._store.open()
-        earlier = self._recorded_in(TRACKED_FILE)
-        if earlier is not None and self._reopen(self._client, earlier):
-            self.run_id = earlier
+        earlier = self._named_by(TRACKED_FILE)
+        if "run_id" in earlier and self._reopen(self._client, earlier["run_id"]):
+            self.run_id = earlier["run_id"]
+            self._note_changes(earlier.get("params", {}))
             return
         user = {"mlflow.user": psutil.Process().username()}
         self.run_id = self._client.create_run(
             self.experiment_id, int(1000 * self._started_at_s), user, run_name=self._run.name
         ).info.run_id
-        if (replaced := self._recorded_in(REPLACED_FILE)) is not None:
-            self._waiting.append(("the earlier run", partial(self._client.delete_run, replaced)))
-        # Not those of a later attempt: MLflow cannot change a parameter.
-        self._waiting.appendleft(("parameters", partial(self._log, params=self._run.params)))
+        if (replaced := self._named_by(REPLACED_FILE)) != {}:
+            drop = partial(self._client.delete_run, replaced["run_id"])
+            self._waiting.append(("the earlier run", drop))
+        token, params = secrets.token_hex(16), dict(_entries(self._run.params))
+        self._waiting.appendleft(("parameters", partial(self._log, params=params)))
+        self._waiting.appendleft(("its token", partial(self._log, tags={TOKEN_TAG: token})))
+        tracked = {
+            "run_id": self.run_id,
+            "store": self._store.tracking_uri,
+            "token": token,
+            "params": params,
+        }
         with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
-            tracked = {"run_id": self.run_id, "store": self._store.tracking_uri}
-            (self._run.run_dir / TRACKED_FILE).write_text(json.dumps(tracked), encoding="utf-8")
+            replace_text(self._run.run_dir / TRACKED_FILE, json.dumps(tracked))
 
-    def _recorded_in(self, file: str) -> str | None:
-        """Id of the run in this store that the file names, if there is one."""
+    def _named_by(self, file: str) -> dict[str, Any]:
+        """Return what the file says of a run in this store; empty if it names none.
+
+        A run folder may come from elsewhere and name any run: what counts is a run that has the
+        token which was made for both.
+        """
         tracked = read_json(self._run.run_dir / file)
-        return tracked.get("run_id") if tracked.get("store") == self._store.tracking_uri else None
+        if tracked.get("store") != self._store.tracking_uri or not tracked.get("token"):
+            return {}
+        try:
+            tags = self._client.get_run(tracked["run_id"]).data.tags
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            return {}
+        return tracked if tags.get(TOKEN_TAG) == tracked["token"] else {}
+
+    def _note_changes(self, first: Mapping[str, str]) -> None:
+        """Tag the run with the settings that differ from its parameters, which are those of the
+        first attempt and which MLflow cannot change."""
+        now = dict(_entries(self._run.params))
+        changed = {
+            f"{RESUMED_TAG}{name}": now.get(name, "not set")
+            for name in first.keys() | now.keys()
+            if first.get(name) != now.get(name)
+        }
+        for tag in self._client.get_run(self.run_id).data.tags.keys() - changed.keys():
+            if tag.startswith(RESUMED_TAG):
+                self._client.delete_tag(self.run_id, tag)
+        self._waiting.append(("changed settings", partial(self._log, tags=changed)))
+
+    def _outdated(self, values: Sequence[Point], now_s: float, step: int) -> list[Point]:
+        """Return "not a number" for the final values that only an earlier attempt has had."""
+        there = self._client.get_run(self.run_id).data.metrics if step > STEPS_PER_ATTEMPT else {}
+        old = {key for key in there if "/" not in key} - {value.key for value in values}
+        return points_of(dict.fromkeys(sorted(old), math.nan), now_s, step)
 
     def _reopen(self, client: Any, run_id: str) -> bool:
         """Resume an earlier record, after its last step; False if the store has it no more."""
@@ -388,7 +442,7 @@ def _entries(texts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Long values are cut: the complete file is logged as an artifact."""
     for name, value in texts.items():
         text = json.dumps(value) if isinstance(value, list) else str(value)
-        yield legal_name(name), text[:MAX_VALUE_CHARACTERS]
+        yield legal_name(name), without_password(text)[:MAX_VALUE_CHARACTERS]
 
 
 def _is_refusal(error: Exception) -> bool:

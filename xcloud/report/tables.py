@@ -115,6 +115,36 @@ def print_report(
         say(console, f"{label:<{margin}}  {place}")
 
 
+def write_csv(table: pd.DataFrame, path: Path, **more: Any) -> Path:
+    """Write a table for spreadsheets; more: as for `DataFrame.to_csv`.
+
+    A text that a spreadsheet would take for a formula gets a ' in front of it, so that labels and
+    messages of a run from elsewhere stay text.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = table.map(no_formula).rename(columns=no_formula)
+    texts.to_csv(path, index=False, **more)
+    return path
+
+
+def no_formula(cell: Any) -> Any:
+    """Return a cell as it is, unless a spreadsheet would compute it."""
+    if not isinstance(cell, str) or not re.match(r"\s*[=+\-@\t\r].", cell, re.DOTALL):
+        return cell
+    return cell if _NUMBER.match(cell) else f"'{cell}"
+
+
+def markdown_of(summary: Mapping[str, Any]) -> str:
+    """Return the closing table of a run as Markdown; empty for a run without a step."""
+    if not summary["num_steps"]:
+        return ""
+    lines = ["| | | |", "|---|---:|---|"]
+    for row in _rows(summary):
+        cells = (printable(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
     remark = Column("", right=False, wraps=True, dim=True)
     columns = [Column("", right=False, wraps=True), Column(""), remark]

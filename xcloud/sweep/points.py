@@ -53,6 +53,7 @@ BESIDE = ("sweep", "label", "tracker")
 UNLABELLED = {"seed", "sweep"}
 # A low-rank split. With `layer: null` the model is unsplit and the other keys are ignored.
 SPLIT, CUT_LAYER = "model.split", "model.split.layer"
+_UNSAFE = {ord(mark): None for mark in "$`"}  # which no label may have
 UNCOMPRESSED = "none"  # the label of the reference among compressions
 
 
@@ -177,7 +178,9 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
         elif key in given:
             is_named = is_value and key != "exp"
             parts.append(f"{shorts[key]}=" * is_named + given[key])
-    return " ".join(dict.fromkeys(parts)) or point.experiment.labels.compression
+    return " ".join(dict.fromkeys(parts)).translate(_UNSAFE) or (
+        point.experiment.labels.compression
+    )
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:

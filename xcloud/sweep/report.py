@@ -30,8 +30,9 @@ from xcloud.base.units import (
     shown_scores,
 )
 from xcloud.record.events import AVERAGING, TENSORS
-from xcloud.record.mlflow_store import COSTS, Store, prepare_environment
+from xcloud.record.mlflow_store import COSTS, Store, check_no_password, prepare_environment
 from xcloud.record.tracking import Tracker
+from xcloud.report import tables
 from xcloud.report.tables import (
     WIDTH_OF_A_FILE,
     Column,
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.sweep:
         say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
+    check_no_password("--uri", given.uri)
     store = Store(project_root() / given.root, given.experiment, given.uri)
     opened = dict(open_sweep(name, store) for name in given.sweep)
     names = [folder.name for folder in opened]
@@ -271,10 +273,10 @@ def write_csv(folder: Path, results: Results) -> list[Path]:
     table = table.rename(columns={"share": "share_of_uncompressed_step_time"})
     paper = {f"paper_{n}": [e.get(n) for e in results.rows.published] for n in _PUBLISHED}
     table = table.assign(**paper)
-    folder.mkdir(parents=True, exist_ok=True)
-    table.to_csv(folder / TABLE_FILE, index=False)
-    results.points.to_csv(folder / POINTS_FILE, index=False)
-    return [folder / TABLE_FILE, folder / POINTS_FILE]
+    return [
+        tables.write_csv(table, folder / TABLE_FILE),
+        tables.write_csv(results.points, folder / POINTS_FILE),
+    ]
 
 
 def print_swept(swept: Swept, console: Console | None = None) -> None:
@@ -301,11 +303,9 @@ def write_swept(folder: Path, swept: Swept) -> Path:
         rows.assign(score=score, **{name: rows.get(score + end) for name, end in figures.items()})
         for score in swept.scores
     )
-    folder.mkdir(parents=True, exist_ok=True)
     columns = ["score", swept.setting, "line", *figures, "seeds"]
     table = table.dropna(subset="mean")[columns].round(6)
-    table.to_csv(folder / SWEPT_FILE, index=False, float_format="{:g}".format)
-    return folder / SWEPT_FILE
+    return tables.write_csv(table, folder / SWEPT_FILE, float_format="{:g}".format)
 
 
 def _compare(results: Results) -> None:

@@ -20,6 +20,7 @@ import pandas as pd
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.run_folder import refuse_links
 from xcloud.base.units import (
     LEAKS,
     LESS_IS_BETTER,
@@ -374,6 +375,8 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
     given = Path(name)
     is_path = len(given.parts) > 1 or any(given.glob(f"*/{EXPERIMENT_FILE}"))
     folder = given if is_path else Path("multirun") / name
+    if folder.is_dir():
+        refuse_links(folder)  # into which the tables are written
     results = from_folder(folder)
     if not results and store is not None:
         results = from_store(store, folder.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+from xcloud.base import wording
 from xcloud.base.errors import ConfigError, RunFailed, XcloudError
 from xcloud.base.project import module_paths, python_command, run_command
 from xcloud.base.run_folder import LOCK_FILE
@@ -67,10 +67,9 @@ class LauncherSettings:
 
 
 def check_name(name: object) -> None:
-    """Raises ConfigError. name: of a sweep; None: it gets one."""
-    if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
-        allowed = "letters, digits, '_', '-' and '.', for it is a folder and an MLflow tag"
-        raise ConfigError(f"sweep must be a name of {allowed}; got {name!r}")
+    """Raise ConfigError for what is no name of a sweep. None: it gets one."""
+    if name is not None:
+        wording.check_name("sweep", name)
 
 
 class Processes:

@@ -19,6 +19,7 @@ import contextlib
 import io
 import logging
 import math
+import shlex
 import sys
 import time
 from collections import Counter
@@ -35,7 +36,7 @@ from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
 from xcloud.record.further_figures import files_of_samples
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.tracking import Recording
-from xcloud.report.tables import print_report
+from xcloud.report.tables import markdown_of, print_report
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
 
 TRACE_FILE = "timeline.json"
@@ -219,7 +220,7 @@ def write_record(
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
-    recording.finish(facts["status"], summary)
+    recording.finish(facts["status"], summary, note_of(summary, run_dir))
     places: dict[str, object] = {"run folder": run_dir}
     if (run_dir / MODEL_DIR).is_dir():
         places["model"] = run_dir / MODEL_DIR
@@ -229,6 +230,21 @@ def write_record(
         places |= recording.places()
     print_report(summary, places)
     return summary
+
+
+def note_of(summary: Mapping[str, Any], run_dir: Path) -> str:
+    """Return what a tracker shows first of a run, as Markdown: its command, where its record lies,
+    its code and its closing table."""
+    command = shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
+    if Path(sys.argv[0]).name == "run.py":
+        command = f"python {command}"
+    lines = [
+        f"`{printable(command)}`",
+        f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
+    ]
+    if summary.get("cause"):
+        lines.append(f"{summary['status']}: {summary['cause']}")
+    return "\n\n".join([*lines, markdown_of(summary)])
 
 
 @contextlib.contextmanager
