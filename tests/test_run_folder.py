@@ -256,7 +256,6 @@ def test_a_name_leads_neither_out_of_a_folder_nor_into_a_shell(name: str, tmp_pa
             configs.job_from_config(OmegaConf.create(given))
     if name:
         store = Store(tmp_path)
-        (tmp_path / "mlflow.db").touch()
         with pytest.raises(ConfigError, match="sweep must be a name of"):
             store.artifacts_of_sweep(name)
 

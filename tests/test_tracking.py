@@ -1,6 +1,8 @@
 """A tracker whose store hangs, fails or refuses never delays or ends the run."""
 
+import json
 import logging
+import math
 import pickle
 import subprocess
 import sys
@@ -18,13 +20,16 @@ from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import Store, final_metrics
 from xcloud.record.tracking import (
+    REPLACED_FILE,
     TOKEN_TAG,
+    TRACKED_FILE,
     MlflowTracker,
     NullTracker,
     Sender,
     TrackedRun,
     Tracker,
 )
+from xcloud.sweep.report import main as report_command
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one process imports it, not each
 
@@ -348,6 +353,62 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
     assert client.curve("train/loss") == [(n, float(n)) for n in (1, 2, 3, 4)]
     assert [n for n, _ in client.curve("dev/bleu")] == [1, 2, 3, 4]
     assert client.taken("params") == [[("rate", "0.6")]]
+
+
+def test_a_resumed_run_shows_the_last_attempts_figures_and_what_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow shows the value of the highest step as the latest, and cannot change a parameter."""
+    client = FakeClient()
+    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+
+    def attempt(number: int, params: dict[str, Any], **figures: Any) -> None:
+        run = tracked(tmp_path, params=params)
+        tracker = MlflowTracker(uri="http://down:1", flush_s=0.01).start(run)
+        tracker.finish(
+            "stopped", {"num_resumes": number, "quality": {}, **figures}, f"note {number}"
+        )
+
+    attempt(0, {"rate": 0.6, "steps": 30}, num_steps=30, final_loss=6.0, quality={"bleu": 1.0})
+    attempt(1, {"rate": 0.1, "steps": 30, "codec": "int4"}, num_steps=20, final_loss=2.8)
+    latest = {name: max(client.curve(name))[1] for name in ("num_steps", "final_loss")}
+    assert latest == {"num_steps": 20, "final_loss": 2.8}
+    assert math.isnan(client.curve("bleu")[-1][1])
+    assert client.taken("params") == [[("rate", "0.6"), ("steps", "30")]]
+    resumed = {tag: text for tag, text in client.tags.items() if tag.startswith("resumed.")}
+    assert resumed == {"resumed.rate": "0.1", "resumed.codec": "int4"}
+    assert client.tags["mlflow.note.content"] == "note 1"
+
+    attempt(2, {"rate": 0.6, "steps": 30}, num_steps=25, final_loss=2.5)
+    assert not [tag for tag in client.tags if tag.startswith("resumed.")]
+    assert max(client.curve("num_steps"))[1] == 25
+
+
+@pytest.mark.parametrize("token", ["", "guessed"])
+def test_a_file_from_elsewhere_cannot_name_somebody_elses_run(
+    token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient()
+    client.tags[TOKEN_TAG] = "the victim's"
+    client.delete_run = lambda run_id: pytest.fail("deleted")  # type: ignore[attr-defined]
+    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+    tracker = MlflowTracker(uri="http://down:1", flush_s=0.01)
+    for file in (TRACKED_FILE, REPLACED_FILE):
+        named = {"run_id": "id-of-the-run", "store": tracker.store.tracking_uri, "token": token}
+        (tmp_path / file).write_text(json.dumps(named))
+    sender = tracker.start(tracked(tmp_path))
+    sender.finish("finished", SUMMARY)
+    assert "MLflow lacks" not in sender.places()
+    assert client.taken("reopened") == []  # a run of its own was made
+
+
+@pytest.mark.parametrize("uri", ["http://user:pa55word@mlflow.here:5000", "https://token@here/x"])
+def test_an_address_with_a_password_is_refused_without_repeating_it(uri: str) -> None:
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as refused:
+        MlflowTracker(uri=uri)
+    assert "pa55word" not in str(refused.value) and "token@" not in str(refused.value)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
+        report_command(["some", "--uri", uri])
 
 
 def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(

@@ -278,6 +278,7 @@ class Store:
     def artifacts_of_sweep(self, sweep: str) -> list[Path]:
         """Artifact folders of the runs with this `sweep` tag, oldest first; downloaded copies if
         the store is a server."""
+        chosen = _of_sweep(sweep)
         if self.uri is None and not self.database.exists():
             return []
         client = self.client()
@@ -286,7 +287,7 @@ class Store:
             [experiment.experiment_id] if experiment else [],
             ["attributes.start_time ASC"],
         )
-        runs = client.search_runs(keys, _of_sweep(sweep), order_by=order)
+        runs = client.search_runs(keys, chosen, order_by=order)
         if self.uri is None:
             return [self.artifacts(run.info.run_id) for run in runs]
         return [Path(client.download_artifacts(run.info.run_id, "")) for run in runs]
