@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError
+from xcloud.base.terminal import say
 from xcloud.cluster.transport import Meeting
 from xcloud.contracts.model import (
     SPLITS,
@@ -83,7 +84,7 @@ def note_data(context: RankContext[Experiment], data: TaskData) -> None:
         f"{split}: {cut.num:,} of {cut.of:,} {what} ({cut.setting})" for what, split, cut in cuts
     ]
     if rank != 0:
-        print(data.describe(), flush=True)
+        say(data.describe())
         for text in texts:
             log.warning(text)
         return
