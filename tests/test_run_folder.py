@@ -74,8 +74,8 @@ WRITERS: dict[str, Writer] = {
 }
 # export needs a trained language model: tests/test_causal_run.py.
 READERS = {
-    "run", "ui", "report", "claims", "reproduce", "site", "translate", "generate", "export",
-    "torchrun", "status", "train-tokenizer",
+    "run", "settings", "ui", "report", "claims", "reproduce", "site", "translate", "generate",
+    "export", "torchrun", "status", "train-tokenizer",
 }  # fmt: skip
 
 
