@@ -309,3 +309,25 @@ def test_settings_of_a_checkpoint_are_checked_when_given() -> None:
         PretrainedBackbone(7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="hidden must be a whole number"):
         PretrainedBackbone("x", hidden="wide")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reader", ["causal", "encoder"])
+@pytest.mark.parametrize(
+    ("said", "config"),
+    [
+        ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("quant", {"x": 1}),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_name(
+    reader: str, said: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Packed weights have another shape, and unpacked ones would be read without their scales."""
+    from xcloud.models import causal_network
+
+    kind = {"model_type": "llama" if reader == "causal" else "bert"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**kind, "quantization_config": config}))
+    read = causal_network.read_config if reader == "causal" else backbone.read_config
+    with pytest.raises(DataError, match=rf"is quantized \({said}.*give the one that it was made"):
+        read(str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Scores
 from xcloud.tasks.language_modelling import (
     CausalTokenizer,
     DemoLanguageModelling,
@@ -424,3 +425,47 @@ def test_what_is_no_chat_is_named(lines: list[str], said: str, tmp_path: Path) -
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError, match=said):
         read_chats(tmp_path / "chats.jsonl")
+
+
+@pytest.mark.parametrize("fields", [ALL, frozenset({"label"})], ids=["all", "labels only"])
+@pytest.mark.parametrize("are_chats", [True, False], ids=["chats", "texts"])
+def test_samples_are_shown_document_by_document(
+    are_chats: bool, fields: frozenset[str], folder: Path, tmp_path: Path
+) -> None:
+    """Several are packed into a sample; run together nobody can read them."""
+    if are_chats:
+        asked = [
+            {"role": "user", "content": "Who is n{n}?"},
+            {"role": "assistant", "content": "Ana {n}"},
+        ]
+        rows = [
+            json.dumps({"messages": [{**m, "content": m["content"].format(n=n)} for m in asked]})
+            for n in range(12)
+        ]
+        (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    else:
+        (tmp_path / "train.txt").write_text("\n\n".join(f"text {n} is\nhere" for n in range(12)))
+    task = FolderLanguageModelling(
+        path=str(tmp_path),
+        tokenizer=PretrainedTokenizer(str(folder)),
+        max_length=128,
+        dev_share=4,
+        test_share=4,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    data = task.load(fields, 1)
+    assert data.num_samples("test") < 4, "packed"
+    scores = Scores({}, {}, {i: {"loss": 1.0} for i in range(data.num_samples("test"))})
+    shown = data.sample_outputs("test", scores, 3).rstrip().split("\n\n")
+
+    assert len(shown) == 3
+    for document in shown:
+        if not are_chats and "text" in fields:
+            assert re.fullmatch(r"text       text \d+ is\n {11}here", document)
+        elif not are_chats:
+            assert re.fullmatch(r"expected   ext \d+ is\n {11}here", document), "without its first"
+        elif "text" in fields:
+            asked_of = re.fullmatch(r"question   Who is n(\d+)\?\nexpected   Ana (\d+)", document)
+            assert asked_of is not None and asked_of[1] == asked_of[2]
+        else:
+            assert re.fullmatch(r"expected   Ana \d+", document)

@@ -94,3 +94,20 @@ def test_no_key_is_accused_where_hydra_names_the_cause() -> None:
     assert hints(["+exp=no_such", "sed=3"], CONF) == []
     assert hints(["+exp=abnet_iwslt", "training.batch_size=3", "hydra.nothing=3"], CONF) == []
     assert hints(["what is this"], CONF) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.dtype=bfloat16", "weights are FP32; training.precision=bf16 computes in bf16"),
+        ("model.load_in_4bit=true", "weights are not quantized here"),
+        ("model.qlora=true", "weights are not quantized here"),
+        ("task.dpo=true", "preferences are not learned from"),
+        ("training.gradient_checkpointing=true", "it is model.activation_checkpointing=true"),
+    ],
+)
+def test_what_one_may_know_from_other_programs_is_answered(override: str, said: str) -> None:
+    """Not with the name that is nearest, of something else."""
+    (answer,) = hints(["+exp=lora_clm", override], CONF)
+    assert said in answer and "did you mean" not in answer
+    assert f"unknown setting '{override.partition('=')[0]}'" in answer

@@ -164,11 +164,18 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def raw_config(name_or_path: str) -> dict[str, Any]:
-    """What config.json says. Raises DataError if it is not found."""
+    """Return what config.json says. Raises DataError if it is not found, or of quantized
+    weights."""
     from transformers import PreTrainedConfig
 
     read = PreTrainedConfig.get_config_dict
     described: dict[str, Any] = _fetch(name_or_path, lambda name, **where: read(name, **where)[0])
+    if quantized := described.get("quantization_config"):
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise DataError(
+            f"checkpoint {name_or_path!r} is quantized ({how or 'quantization_config'}), and such "
+            "weights are not read here: give the one that it was made from"
+        )
     return described
 
 

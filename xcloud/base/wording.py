@@ -141,12 +141,31 @@ def meant(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
+_UNQUANTIZED = (
+    "weights are not quantized here: the frozen ones are FP32, with adapters beside them "
+    "(model.lora={r: 16})"
+)
+# Settings of other programs that one may wish for: what there is instead. Names that are near
+# theirs would mislead.
+WISHED = {
+    "dtype": "weights are FP32; training.precision=bf16 computes in bf16",
+    "torch_dtype": "weights are FP32; training.precision=bf16 computes in bf16",
+    "load_in_4bit": _UNQUANTIZED,
+    "load_in_8bit": _UNQUANTIZED,
+    "qlora": _UNQUANTIZED,
+    "dpo": "preferences are not learned from: chats are trained on their answers alone",
+    "gradient_checkpointing": "it is model.activation_checkpointing=true, of causal models",
+}
+
+
 def unknown_key(
     path: str, name: str, known: Sequence[str], optional: Sequence[str] = (), elsewhere: str = ""
 ) -> str:
     """The line that names the nearest of those that are known, and all of them. elsewhere: a
     setting of another part that may be meant if none of these is."""
     where = f"{path}.{name}" if path else name
+    if name in WISHED:
+        return f"unknown setting {where!r}: {WISHED[name]}"
     there = ", ".join([*known, *(f"+{one}" for one in optional)])
     said = meant(name, [*known, *optional])
     if elsewhere and said == ".":

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby, islice, takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
@@ -359,6 +359,12 @@ class LanguageData(View[LanguageModelling]):
         )  # fmt: skip
 
     @property
+    def tokenizer_here(self) -> CausalTokenizer:
+        """The tokenizer of text and labels, of a rank that sees either."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
     def _tokenizer_digests(self) -> dict[str, str]:
         """Of labels alone, too: they are its token ids."""
         if self._tokenizer is None or not self._fields:
@@ -401,12 +407,36 @@ class LanguageData(View[LanguageModelling]):
         over = "over all guessed tokens of the tokenizer, end tokens among them"
         return {"perplexity": f"exp of the mean loss {over}", "loss": f"nats, mean {over}"}
 
-    def shown(self, split: Split, ident: int) -> Mapping[str, str]:
-        """Return the whole text where it may be seen, else the answers."""
-        assert self._tokenizer is not None
-        name = "text" if "text" in self._fields else "label"
-        row = self._columns[name][split][ident]
-        return {name: self._tokenizer.decode(token for token in row if token != NO_LABEL)}
+    def sample_outputs(self, split: Split, scores: Scores, count: int) -> str:
+        """Return the first documents that were scored: of chats what was asked, where the text may
+        be seen, and the answer that was expected; of plain texts the text."""
+        found = chain.from_iterable(self._documents_of(split, ident) for ident in scores.samples)
+        lines = []
+        for document in islice(found, count):
+            for name, tokens in document.items():
+                text = self.tokenizer_here.decode(tokens).strip()
+                lines.append(f"{name:10} " + text.replace("\n", "\n" + 11 * " "))
+            lines.append("")
+        return "\n".join(lines)
+
+    def _documents_of(self, split: Split, ident: int) -> Iterator[dict[str, list[int]]]:
+        """Yield the documents of a sample: tokens by the names that they are shown under."""
+        labels = self._columns["label"][split][ident]
+        if "text" not in self._fields:  # then not even where a document ends: answers alone
+            for is_learned, run in groupby(labels, lambda token: token != NO_LABEL):
+                if is_learned:
+                    yield {"expected": list(run)}
+            return
+        texts, types = (self._columns[name][split][ident] for name in ("text", "types"))
+        rows = zip(texts, types, labels, strict=True)
+        for _, document in groupby(rows, lambda row: row[1]):
+            tokens, _, learned = map(list, zip(*document, strict=True))
+            if not self.tokenizer_here.learns_chats:
+                yield {"text": tokens}
+                continue
+            first = next(n for n, token in enumerate(learned) if token != NO_LABEL)
+            answer = list(takewhile(lambda token: token != NO_LABEL, learned[first:]))
+            yield {"question": tokens[: first + 1], "expected": answer}
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write tokenizer/ as transformers loads it, where text or labels are seen."""

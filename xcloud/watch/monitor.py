@@ -138,7 +138,7 @@ class Monitor:
         belong to."""
         if event["event"] == "resume":
             return {**event, "steps_again": self._statistics.resumes[-1]["steps_again"]}
-        if event["event"] == "quality":
+        if event["event"] == "quality" and self.experiment.sweep is None:  # its files have them
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 text = (self.run.run_dir / SAMPLES_FILE).read_text("utf-8")
                 return {**event, "samples_text": text}
