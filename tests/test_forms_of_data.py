@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from xcloud.models.causal import CausalLM
 from xcloud.tasks.classification import FolderClassification, HubClassification
 from xcloud.tasks.language_modelling import FolderLanguageModelling
 from xcloud.tasks.question_answering import FolderQuestionAnswering
+from xcloud.tasks.sources import read_lines
 from xcloud.tasks.text_sources import FolderText, HubText, PublicText
 from xcloud.tasks.text_task import SourceTask
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer
@@ -88,6 +91,7 @@ READ: dict[str, tuple[str, bytes]] = {
     "lines as on Windows": ("train.tsv", TABLE.replace("\n", "\r\n").encode()),
     "lines of both kinds": ("train.tsv", TABLE.replace("\n", "\r\n", 7).encode()),
     "empty lines at the end": ("train.tsv", TABLE.encode() + b"\n\n\n"),
+    "lines of spaces at the end": ("train.tsv", TABLE.encode() + b"\n \n  \n"),
     "empty lines as on Windows": ("train.tsv", TABLE.encode() + b"\r\n\r\n"),
     "packed": ("train.tsv.gz", gzip.compress(TABLE.encode())),
     "objects": ("train.jsonl", "\n".join(map(json.dumps, OBJECTS)).encode()),
@@ -314,6 +318,14 @@ def test_a_tokenizer_beside_a_placeholder_of_weights_may_be_used(tmp_path: Path)
     for read in (PretrainedTokenizer.check, PretrainedTokenizer.load):
         with pytest.raises(DataError, match=r"tokenizer\.json is not whole JSON"):
             read(PretrainedTokenizer(str(tmp_path)))
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("one\ntwo\n",))
+    writer.start()
+    assert list(read_lines(tmp_path / "pipe")) == ["one", "two"]
+    writer.join()
 
 
 def test_a_long_page_may_be_a_text(tmp_path: Path) -> None:

@@ -42,8 +42,10 @@ NO_TEXT: tuple[tuple[bytes, str, str], ...] = (
 
 def check_is_data(path: Path) -> bytes:
     """Return the first bytes of a file. Raises DataError if it is empty, or stands for a file that
-    is not here."""
+    is not here. Of a pipe nothing is read."""
     check_is_no_dead_link(path)
+    if path.is_fifo():
+        return b""
     try:
         with open(path, "rb") as file:
             head = file.read(HEAD)
@@ -68,7 +70,7 @@ def check_is_text(path: Path) -> None:
     """Raise DataError if a file is no UTF-8 text with line feeds, gzipped where its name ends in
     .gz."""
     head = check_is_data(path)
-    if path.suffix == ".gz":
+    if path.suffix == ".gz" and head:
         if not head.startswith(b"\x1f\x8b"):
             raise DataError(f"{path} cannot be read: no gzip, as its name says; rename or pack it")
         try:

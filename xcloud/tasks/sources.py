@@ -161,7 +161,7 @@ class TextFile:
         header = next(lines, (0, ""))[1].split("\t")
         empty: int | None = None  # the first of the empty lines before this one
         for number, line in lines:
-            if not line and len(header) > 1:
+            if not line.strip(" ") and len(header) > 1:
                 empty = empty or number
                 continue
             if empty is not None:
