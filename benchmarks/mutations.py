@@ -59,10 +59,6 @@ class Mutation:
     end: int
     new: str
 
-    @property
-    def room(self) -> str:
-        return Path(self.file).parts[1].removesuffix(".py")
-
     def applied(self, text: str) -> str:
         lines = text.splitlines(keepends=True)
         old = lines[self.line - 1]
@@ -117,9 +113,13 @@ def copy_tree(tree: Path) -> None:
 
 def drawn(count: int, seed: int, rooms: Sequence[str] | None = None) -> list[Mutation]:
     """Return so many mutations of these rooms, in equal shares of what could be drawn."""
-    every = [m for path in FILES for m in mutations_of(path)]
-    chosen = [m for m in every if rooms is None or m.room in rooms]
-    return random.Random(seed).sample(sorted(chosen), min(count, len(chosen)))
+    files = [path for path in FILES if rooms is None or room_of(path) in rooms]
+    every = sorted(mutation for path in files for mutation in mutations_of(path))
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def mutations_of(path: Path) -> Iterator[Mutation]:
