@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.namespaces import ADDRESSES, INTERFACE, inside, limit, two_hosts
+from benchmarks.namespaces import ADDRESSES, inside, limit, two_hosts
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.record.events import EVENTS_FILE, EventReader
 
@@ -43,9 +43,10 @@ def run_on_two_machines(
                 "-m", "xcloud", "worker", str(file), "--cloud", cloud, "--run-dir", str(run_dir),
             ]  # fmt: skip
             environment = {
-                **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
+                **os.environ, "OMP_NUM_THREADS": "1",
                 "XCLOUD_POLICY": str(ROOT / "tests" / "policy.yaml"),
             }  # fmt: skip
+            environment.pop("GLOO_SOCKET_IFNAME", None)  # the ranks find the interface
             with open(run_dir / "machine.log", "w") as log:
                 machines.append(
                     subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)

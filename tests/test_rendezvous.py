@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from tests.runs import free_port, wait_for
-from xcloud.base.errors import ConfigError, LinkClosed, LinkTimeout
+from xcloud.base.errors import ConfigError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster import rendezvous
 from xcloud.cluster.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
 from xcloud.join import addresses
 from xcloud.join.addresses import choose_interface, own_address, store_at, why_unreachable
-from xcloud.join.restarts import unreachable
+from xcloud.join.restarts import Doorbell, FailureDetector, unreachable
 from xcloud.launch import failures
 from xcloud.launch.torchrun import Machines, StopAsked, _endings, _place, _tell
 
@@ -81,14 +81,31 @@ def test_the_store_listens_on_the_address_it_was_asked_for_alone() -> None:
 
 def test_why_ranks_that_reach_the_store_have_no_connection_is_said_with_what_to_do() -> None:
     store = "10.77.0.1:29500"
-    blocked = unreachable("timed out", store, here="10.77.0.2", there="10.77.0.1")
-    for part in (store, "10.77.0.2 (here) and 10.77.0.1", "in both directions", "timed out"):
+    blocked = unreachable("timed out", store, here="10.77.0.2", there="10.77.0.1:33311")
+    for part in (store, "10.77.0.2 (here) and 10.77.0.1:33311", "in both directions", "timed out"):
         assert part in blocked
     low, high = addresses.port_range().split("-")
     assert f"({low}-{high} here)" in blocked
-    for here, there in (("127.0.1.1", "10.77.0.1"), ("10.77.0.2", "127.0.0.1")):
+    for here, there in (("127.0.1.1", "10.77.0.1:7"), ("10.77.0.2", "127.0.0.1:7")):
         text = unreachable("connection refused", store, here=here, there=there)
         assert "127.0." in text and "loopback" in text and "GLOO_SOCKET_IFNAME" in text
+
+
+def test_a_rank_that_has_come_and_cannot_be_reached_is_named_with_its_port() -> None:
+    store, lost = dist.HashStore(), list[LinkError]()
+    here, there = (Doorbell(store, rank, "127.0.0.1", "the store") for rank in (0, 1))
+    assert here.why_not(1) is None and there.why_not(0) is None
+    assert here.why_not(2) is None  # it has not come
+    closed = free_port()
+    store.set("address.1", f"127.0.0.1 {closed}")
+    detector = FailureDetector(0, "rank {}".format, 30.0, lost.append)
+    detector.why_not = here.why_not
+    detector.watch(1, store)
+    wait_for(lambda: bool(lost), 20)
+    assert f"127.0.0.1:{closed} (connection refused)" in str(lost[0])
+    assert str(lost[0]).startswith("rank 1 cannot be reached: both reach the store at the store")
+    here.close()
+    there.close()
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Verdict:
 
     kind: Literal["go", "stop"] = "go"
     refused: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    text: Annotated[str, StringConstraints(pattern=_PRINTABLE, max_length=_MAX_TEXT)] = ""
+    text: Annotated[str, StringConstraints(pattern=r"^[ -~\n]*$", max_length=_MAX_TEXT)] = ""
     from_step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
     attempt: Annotated[int, Field(ge=0)] = 0
 
@@ -238,9 +238,10 @@ class _Comparison:
                 f"{self._values('info', 'commit', ranks)})"
             )
         text = (
-            f"the ranks do not run the same experiment: {'; '.join(said)}. All clouds need the "
-            "same experiment file and the same code of xcloud; copy both from one place and start "
-            "again. Paths, caches, devices and trackers may differ."
+            "the ranks do not run the same experiment:\n"
+            + "".join(f"  {difference}\n" for difference in said)
+            + "All clouds need the same experiment file and the same code of xcloud; copy both "
+            "from one place and start again. Paths, caches, devices and trackers may differ."
         )
         # A rank with another layout cannot even join the process groups.
         fits = not self._unread and not any(k.startswith("cluster.") for k in differing["setting"])
@@ -307,7 +308,7 @@ def _decoded(adapter: TypeAdapter[T], text: str, what: str) -> T:
 
 
 def _printable(text: str) -> str:
-    return "".join(c if " " <= c <= "~" else "?" for c in text)[:_MAX_TEXT]
+    return "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in text)[:_MAX_TEXT]
 
 
 def table_of(settings: Mapping[str, Any]) -> Table:

@@ -16,6 +16,7 @@ Message: int64 [2], a word and the rank that it is about.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.gloo_pair import Pair, first_line
+from xcloud.cluster.gloo_pair import Pair
 from xcloud.cluster.layout import Layout
 from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.rendezvous import (
@@ -49,6 +50,7 @@ from xcloud.join.addresses import (
     is_loopback,
     port_range,
     store_at,
+    why_unreachable,
 )
 from xcloud.join.agreement import rank_name
 from xcloud.parallel.exchange import digest
@@ -60,6 +62,7 @@ BEAT_S = 0.5
 GRACE_S = 1.0  # in which the main thread may find a better reason to end
 STORE = -1  # in the place of a rank: where the ranks meet
 _LOOK_EVERY_S = 0.2
+_RING_WITHIN_S = 10.0
 
 
 def enter_late(
@@ -113,12 +116,8 @@ def meet_under_torchrun(
 
     def connect(timeout_s: float) -> Store:
         store = store_at(host, port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
-        store.set(address_key(rank), address)
+        detector.why_not = Doorbell(store, rank, address, f"{host}:{port}").why_not
         detector.ask(store)
-        own = store.clone()  # type: ignore[attr-defined]
-        detector.explain = lambda peer, why: unreachable(
-            why, f"{host}:{port}", here=address, there=value_of(own, address_key(peer))
-        )
         return store
 
     name_of = partial(rank_name, job)
@@ -126,15 +125,39 @@ def meet_under_torchrun(
     return Meeting(rank, num_ranks, store, within_s)
 
 
-def address_key(rank: int) -> str:
-    """Return the key under which a rank leaves the address that it listens on."""
-    return f"address.{rank}"
+class Doorbell:
+    """A port of this rank, chosen by the system as gloo's are, at which others try in seconds
+    whether they reach it: gloo itself tries for minutes. place: of the store, for messages."""
+
+    def __init__(self, store: Store, rank: int, address: str, place: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listening = socket.create_server((address, 0), family=family, backlog=256)
+        self._address, self._place = address, place
+        self._store = store.clone()  # type: ignore[attr-defined]
+        port = self._listening.getsockname()[1]
+        self._store.set(f"address.{rank}", f"{address} {port}")
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def why_not(self, peer: int) -> str | None:
+        """Return why this rank has no connection to `peer`, which has come; None if it has."""
+        host, _, port = value_of(self._store, f"address.{peer}").rpartition(" ")
+        if not host or not port.isdecimal():
+            return None  # it does not say
+        why = why_unreachable(host, int(port), _RING_WITHIN_S)
+        if why is None:
+            return None
+        return unreachable(why, self._place, self._address, f"{host}:{port}")
 
 
 def unreachable(why: str, store: str, here: str, there: str) -> str:
-    """Say why two ranks that both reach the store have no connection, and what to do. why: as gloo
-    says it. here, there: addresses on which the two listen."""
-    if is_loopback(here) != is_loopback(there):
+    """Say why two ranks that both reach the store have no connection, and what to do.
+
+    why: as the system says it. here: the address on which this rank listens. there: address and
+    port of the other.
+    """
+    if is_loopback(here) != is_loopback(there.rpartition(":")[0]):
         whose = "this rank listens" if is_loopback(here) else "it listens"
         own = here if is_loopback(here) else there
         return (
@@ -255,7 +278,7 @@ class FailureDetector:
         self._lines: dict[int, threading.Thread] = {}  # one of each peer counts
         self._greetings: dict[int, threading.Thread] = {}  # lines that are not joined yet
         self._unreached: dict[int, str] = {}  # why there is no line to a rank that has come
-        self.explain: Callable[[int, str], str] = lambda peer, why: why
+        self.why_not: Callable[[int], str | None] = lambda peer: None
         self._lost: dict[int, Word] = {}
         self._silence = Silence(lost_after_s)
         self._lives: Mapping[int, PeerLife] = {}
@@ -337,12 +360,10 @@ class FailureDetector:
     def _follow(self, peer: int, store: Store, anew: Collection[int]) -> None:
         this, told = threading.current_thread(), set[int]()
         try:
-            try:
-                line = Line(store, int(self._rank != 0), self._lost_after_s)
-            except RuntimeError as error:
-                if self._lines[peer] is this:
-                    self._unreached[peer] = self.explain(peer, first_line(error))
-                raise
+            if (why := self.why_not(peer)) is not None:
+                self._unreached[peer] = why
+                return self._lose(Word.ENDED, peer)
+            line = Line(store, int(self._rank != 0), self._lost_after_s)
             self._joined(peer, anew)
             self._hear(peer)
             if self._rank == 0:

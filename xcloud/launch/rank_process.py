@@ -90,6 +90,8 @@ class Process:
     """
 
     roll_back = True
+    crosses_owners = False
+    """Clouds may have several owners."""
 
     def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
         self.asked, self.state = asked, state
@@ -126,6 +128,7 @@ def live(
     reporter = Reporter(
         rank, layout.cloud_of(rank),
         events.append if events else lambda lines: role.report(lines), process.state,
+        is_abroad=process.crosses_owners and layout.cloud_of(rank) != layout.cloud_of(0),
     )  # fmt: skip
     take = intake.take if intake else lambda peer, frame: None
     context = RankContext(

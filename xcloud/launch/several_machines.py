@@ -23,9 +23,10 @@ from xcloud.cluster.transport import Meeting
 from xcloud.job import config as configs
 from xcloud.job import given
 from xcloud.job.job import Job
-from xcloud.join.agreement import rank_name
+from xcloud.join.agreement import Verdict, rank_name
 from xcloud.join.restarts import FailureDetector, meet_under_torchrun
 from xcloud.launch.failures import failed, leave_ending, write_failure
+from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess, end_with_parent
 from xcloud.rank.role import Role, is_needed
 from xcloud.record.events import EVENTS_FILE, EventReader
@@ -39,6 +40,8 @@ TABLE_WITHIN_S = 30.0  # of a run that has failed
 class TorchrunProcess(RankProcess):
     """is_first_here: of the ranks of its machine. The monitor reports rank 0; in every other cloud
     the first rank says what it does."""
+
+    crosses_owners = True
 
     def __init__(
         self, file: Path, run_dir: Path, rank: int, cloud: str | None, is_first_here: bool
@@ -88,12 +91,18 @@ class TorchrunProcess(RankProcess):
         if self.is_first_here:
             keep_experiment(self.file, config, self.run_dir)
             say(job.headline)
+        verdict = next(each for each in agreed if isinstance(each, Verdict))
+        if verdict.from_step:
+            self._say(f"goes on from step {verdict.from_step}")
+        if self.is_first_here and self.rank:
+            self.state.listener = OwnProgress(job.max_steps, self._say).hear
         if self.rank == 0:
             self._monitor = _start_monitor(self.run_dir, self.file)
         is_stopped = super().play(job, config, *agreed)
         if is_stopped:
             leave_ending(self.rank, Ending.STOPPED)
         model = self.run_dir / MODEL_DIR
+        self._say_what_left()
         if self.is_first_here and self.rank and not is_stopped and model.is_dir():
             say(f"this cloud's part of the model: {model.resolve()}")
         for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
@@ -133,7 +142,13 @@ class TorchrunProcess(RankProcess):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._monitor.wait(TABLE_WITHIN_S)
 
+    def _say_what_left(self) -> None:
+        """The first cloud's table has it."""
+        if self.rank and (table := what_left(self.run_dir)):
+            self._say(table)
+
     def _say_how_to_go_on(self) -> None:
+        self._say_what_left()
         steps = CheckpointSteps(self.run_dir).agreed_steps()
         if steps:
             self._say(f"last checkpoint: step {steps[0]}; give the same command in every cloud")

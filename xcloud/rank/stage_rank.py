@@ -57,7 +57,7 @@ class StageRank(Role[Experiment]):
     def build(self, data: TaskData) -> tuple[Trainer, Parts, Evaluator]:
         """Stages, what trains them, and its state if the run goes on from a checkpoint."""
         job, layout, features = self.job, self.job.cluster, self.features
-        device, wiring, note = self.context.device, self.wiring, self.reporter.note
+        device, wiring, note = self.context.device, self.wiring, self.reporter.remark
         stages = {
             stage: features.stage(stage, context_of(job, data, device, note, wiring.groups[stage]))
             for stage in self.placement.stages

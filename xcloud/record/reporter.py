@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -120,6 +121,7 @@ class RankState:
         self._path, self._rank, self.says = state_file(run_dir, rank), rank, says
         self._facts: dict[str, Any] = {"torchrun": torchrun}
         self.may_leave = False  # the run can do without this rank, which may come back
+        self.listener: Callable[[str, Mapping[str, Any]], object] = lambda event, fields: None
         self.enter("joining the others")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="state", daemon=True)
@@ -131,6 +133,7 @@ class RankState:
             say(f"rank {self._rank}: {phase}")
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:
+        self.listener(event, fields)
         if event == "phase":
             self.enter(str(fields["name"]))
         elif event in ("step", "fed") and "step" in fields:
@@ -171,13 +174,20 @@ class Reporter:
     """Collect one rank's events and flush them about once a second.
 
     sink: takes whole lines, at most 128 KiB per call, and does not block for long. state: hears
-    every event.
+    every event. is_abroad: the reports leave this rank's cloud for that of another owner; then
+    they name no place on this machine.
     """
 
     def __init__(
-        self, rank: int, cloud: str, sink: Callable[[bytes], None], state: RankState | None = None
+        self,
+        rank: int,
+        cloud: str,
+        sink: Callable[[bytes], None],
+        state: RankState | None = None,
+        is_abroad: bool = False,
     ) -> None:
         self._rank, self._cloud, self._sink, self.state = rank, cloud, sink, state
+        self._is_abroad = is_abroad
         self._pending: list[bytes] = []
         self.contents: dict[str, set[str]] = {}  # kind of event -> names of its fields
         self._flushed_at_s = time.monotonic()
@@ -193,6 +203,8 @@ class Reporter:
         self.contents.setdefault(event, set()).update(head, fields)
         if self.state is not None:
             self.state.hear(event, fields)
+        if self._is_abroad:
+            fields = {name: _without_paths(value) for name, value in fields.items()}
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
         )
@@ -201,6 +213,14 @@ class Reporter:
 
     def note(self, text: str) -> None:
         self.event("note", now=True, text=text)
+
+    def remark(self, text: str) -> None:
+        """Note what concerns this cloud's own files and texts: how a network was made of them.
+        Another owner's cloud is not told."""
+        if self._is_abroad:
+            say(f"rank {self._rank}: {text}")
+        else:
+            self.note(text)
 
     @contextlib.contextmanager
     def may_lose(self, name: str) -> Iterator[None]:
@@ -222,3 +242,18 @@ class Reporter:
             self._sink(chunk)
         self._pending.clear()
         self._flushed_at_s = time.monotonic()
+
+
+_A_PATH = re.compile(r"(?<![\w.:/~\\])(?:~|[A-Za-z]:)?[/\\][^\s'\",;:()\[\]]+|file:\S+")
+A_PATH = "(a path)"
+
+
+def _without_paths(value: Any) -> Any:
+    """Return a value of an event with every absolute path in its texts left out."""
+    if isinstance(value, str):
+        return _A_PATH.sub(A_PATH, value)
+    if isinstance(value, Mapping):
+        return {key: _without_paths(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(each) for each in value]
+    return value

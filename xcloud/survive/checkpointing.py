@@ -270,6 +270,8 @@ class Checkpointer(Part):
         """In a link's thread, or in the one that writes."""
         message = CheckpointMessage(code)
         if message is CheckpointMessage.STOP:
+            if self.rank == 0 and not (self._stops or self._asked.was_asked):
+                self._notes.later(partial(self._notes.reporter.event, "stop_asked", of=peer))
             self._stops = True
         elif self.rank == 0 and message in _OF_RANK_0:
             raise FrameError(f"rank {peer} tells rank 0 what rank 0 decides of checkpoint {step}")
@@ -334,7 +336,7 @@ class Notes:
                 self._calls.get_nowait()()
 
     def lost(self, step: int, why: Exception | str) -> None:
-        reason = f"{why if isinstance(why, OSError | str) else repr(why)!s:.200}"
+        reason = f"{_short(why):.200}"
         text = f"the checkpoint of step {step} could not be written ({reason}); "
         self.once(text + "the run goes on, older checkpoints stay", "lost")
         self.reporter.event("lost_checkpoint", step=step, reason=reason)
@@ -344,3 +346,10 @@ class Notes:
         if what not in self._noted:
             self._noted.add(what)
             self.reporter.note(text)
+
+
+def _short(why: Exception | str) -> str:
+    """Return what went wrong, without the file, which is nobody else's matter."""
+    if isinstance(why, OSError) and why.strerror:
+        return why.strerror
+    return why if isinstance(why, str) else repr(why)

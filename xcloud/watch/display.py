@@ -195,7 +195,8 @@ def _describe_quality(event: Event) -> str:
 def write_record(
     job: Job, run_dir: Path, run: RunStatistics, recording: Recording, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the summary. facts: status, cause and commit, lost_event_lines."""
+    """Returns the summary. facts: status, cause and commit, lost_event_lines; has_step: this
+    attempt made one. Else, unless it has finished, its tables would be those of earlier ones."""
     cause, labels = facts["cause"], job.labels
     pictures = _draw(job, run_dir, run) if run.num_steps else []
     known = {name: facts[name] for name in ("status", "cause", "commit")}
@@ -226,9 +227,12 @@ def write_record(
         places["model"] = run_dir / MODEL_DIR
         if cause is None and (command := job.next_command(run_dir)) is not None:
             places["next"] = command
-    if summary["num_steps"]:  # else there is nothing to compare
+    shown = summary
+    if cause is not None and not facts["has_step"]:
+        shown = {**summary, "num_steps": 0, "num_resumes": 0, "wall_s": None}
+    if shown["num_steps"]:  # else there is nothing to compare
         places |= recording.places()
-    print_report(summary, places)
+    print_report(shown, places)
     return summary
 
 

@@ -32,22 +32,29 @@ log = logging.getLogger(__name__)
 class Attempt:
     """What the ranks have said of themselves since they were last started.
 
-    is_stopped: ended before its time, as it was asked to. trains: the ranks have the state that
-    they resume from. reports: any rank has reported, which they do once all have met.
+    is_stopped: ended before its time, as it was asked to. stop_asked_of: the rank, other than 0,
+    that was asked. has_step: any rank has made one. trains: the ranks have the state that they
+    resume from. reports: any rank has reported, which they do once all have met.
     """
 
     def __init__(self) -> None:
         self.finished_ranks: set[int] = set()
-        self.is_stopped = self.trains = self.reports = False
+        self.is_stopped = self.trains = self.reports = self.has_step = False
+        self.stop_asked_of: int | None = None
         self.stops_count = True
 
     def take(self, event: Event) -> None:
         kind = event["event"]
         if kind == "resume":
             self.finished_ranks, self.is_stopped, self.stops_count = set(), False, True
-            self.trains = False
+            self.trains = self.has_step = False
+            self.stop_asked_of = None
         elif kind == "phase":
             self.trains |= event.get("name") == "training"
+        elif kind in ("step", "fed"):
+            self.has_step = True
+        elif kind == "stop_asked":
+            self.stop_asked_of = event["of"]
         elif kind == "finish" or (kind == "stop" and self.stops_count):
             self.finished_ranks.add(event["rank"])
             self.is_stopped = kind == "stop"
@@ -84,6 +91,8 @@ class Monitor:
             is_past = self.past is None or number < self.past
             self.attempt.stops_count = is_again or not is_past
             self._take(event)
+            if not self.attempt.stops_count:  # it is of an earlier attempt
+                self.attempt.has_step = False
         self._progress, self.attempt.stops_count = ProgressLine(self.experiment.max_steps), True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
@@ -164,6 +173,7 @@ class Monitor:
             return read_summary(self.run.run_dir)
         status = "finished" if cause is None else "stopped" if is_stopped else "failed"
         facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
-                 "lost_event_lines": self.lost_lines() + self.num_malformed}  # fmt: skip
+                 "lost_event_lines": self.lost_lines() + self.num_malformed,
+                 "has_step": self.attempt.has_step}  # fmt: skip
         run_dir, recording = self.run.run_dir, self._recording
         return write_record(self.experiment, run_dir, self._statistics, recording, facts)

@@ -153,7 +153,7 @@ class OneWayRank(Role[OneWayExperiment]):
         job, place = self.job, self.place
         return OneWayContext(
             seed=job.seed, device=self.context.device, cache_dir=job.cache_path,
-            report=self.reporter.note, group_rank=place.group_rank, barrier=self.group.barrier,
+            report=self.reporter.remark, group_rank=place.group_rank, barrier=self.group.barrier,
             num_steps=num_steps, producers=job.cluster.producers, cloud=place.cloud,
             group_size=place.group_size,
         )  # fmt: skip

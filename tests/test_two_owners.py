@@ -1,0 +1,138 @@
+"""What each owner of a run over several machines sees, and what he learns of the other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.toy import toy_config
+from xcloud.cluster.frame import Kind
+from xcloud.job import config as configs
+from xcloud.launch.own_progress import OwnProgress, what_left
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.reporter import Reporter
+from xcloud.watch import following
+from xcloud.watch.following import monitor_of
+
+HERE = "/data/eu/hospital.b/train.es"
+
+
+def reported(is_abroad: bool, **fields: Any) -> dict[str, Any]:
+    lines: list[bytes] = []
+    reporter = Reporter(1, "cloud_b", lines.append, is_abroad=is_abroad)
+    reporter.event("x", now=True, **fields)
+    (line,) = lines
+    return dict(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"kept as {HERE}", f"'{HERE}': no space left", f"from ({HERE})", HERE,
+        "[Errno 2] No such file: '~/corpus/train.es'", "in C:\\data\\eu\\train.es",
+        "file:///data/eu/train.es", f"a\n{HERE}\nb", "path=/data/eu, and more",
+    ],
+)  # fmt: skip
+def test_no_path_of_this_machine_is_reported_to_another_owner(text: str) -> None:
+    """Wherever in an event it stands; to rank 0 of the same cloud it is told as it is."""
+    for fields in ({"text": text}, {"values": {"a": text}}, {"rows": [["b", {"c": text}]]}):
+        told = json.dumps(reported(True, **fields))
+        assert "(a path)" in told and "eu" not in told and "corpus" not in told
+        assert "(a path)" not in json.dumps(reported(False, **fields))
+
+
+@pytest.mark.parametrize(
+    "text", ["3/4 of 1.5 s/step", "int8+int8", "loss 2.1", "a -> b", "int4/8"]
+)
+def test_what_is_no_path_is_reported_as_it_is(text: str) -> None:
+    assert reported(True, text=text)["text"] == text
+
+
+def test_how_a_network_was_made_of_own_texts_stays_in_the_own_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent: list[bytes] = []
+    for is_abroad in (True, False):
+        reporter = Reporter(1, "cloud_b", sent.append, is_abroad=is_abroad)
+        reporter.remark(f"backbone: held-out loss 2.530, from {HERE}")
+        assert len(sent) == (0 if is_abroad else 1)
+        assert ("loss 2.530" in capsys.readouterr().out) is is_abroad
+
+
+def test_every_cloud_sees_its_own_steps_twice_a_minute() -> None:
+    said: list[str] = []
+    now_s = [100.0]
+    progress = OwnProgress(100, said.append, clock=lambda: now_s[0])
+    progress.hear("note", {"text": "x"})
+    for step in range(1, 62):
+        sent = {"forward": 1000, "other": 250}
+        progress.hear("step", {"step": step, "step_s": 0.5, "waiting_s": 0.2, "sent": sent})
+        now_s[0] += 1.0
+    assert [line.split()[1] for line in said] == ["1/100", "31/100", "61/100"]
+    assert said[1] == "step 31/100  34 s left  0.500 s/step  waits 0.200 s  sends 0.0 Mbit/s"
+    progress.hear("step", {"step": 62, "step_s": 0.5, "loss": 2.0})
+    now_s[0] += 30
+    progress.hear("step", {"step": 63, "step_s": 0.5})
+    assert "loss 2.000" in said[-1]
+
+
+def test_every_cloud_sees_what_left_it_by_kind(tmp_path: Path) -> None:
+    assert what_left(tmp_path) == ""
+    for rank, num in ((1, 2_000_000), (2, 1_000_000)):
+        messages = [{"kind": "gradient", "num_bytes": num}, {"kind": "alive", "num_bytes": 0}]
+        (tmp_path / f"rank{rank}.wire.json").write_text(json.dumps({"messages": messages}))
+    heading, row = what_left(tmp_path).splitlines()
+    assert heading == "sent to other clouds:" and row.split() == ["gradient", "3.00", "MB"]
+    assert Kind.GRADIENT.name.lower() == "gradient"
+
+
+def follow(folder: Path, monkeypatch: pytest.MonkeyPatch, *events: dict[str, Any]) -> str:
+    """What the monitor's table says of a run of two clouds whose second attempt had these."""
+    file = folder / configs.EXPERIMENT_FILE
+    configs.write(OmegaConf.create(toy_config("two_clouds", ["cluster/wan=real"])), file)
+    first = [
+        {"event": "step", "step": 1, "step_s": 0.5, "rank": 0},
+        {"event": "step", "step": 1, "step_s": 0.5, "rank": 1},
+        *({"event": "stop", "step": 1, "rank": rank} for rank in (0, 1)),
+    ]
+    with (folder / EVENTS_FILE).open("w") as log:
+        for number, event in enumerate([*first, *events]):
+            cloud = f"cloud_{'ab'[event['rank']]}"
+            log.write(json.dumps({"cloud": cloud, "t": 1000.0 + number, **event}) + "\n")
+    (folder / "rank0.wire.json").write_text("{}")  # rank 0 has ended
+    monkeypatch.setattr(following, "RECORD_WITHIN_S", 0.1)
+    monitor = monitor_of(folder, file)
+    following._follow(monitor, following.os.getppid(), is_again=False, past=len(first))
+    return ""
+
+
+STOPS = [{"event": "stop", "step": 2, "rank": rank} for rank in (0, 1)]
+RESUME = {"event": "resume", "step": 1, "rank": 0}
+STEPS = [{"event": "step", "step": 2, "step_s": 0.5, "rank": rank} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "cause", "has_tables"),
+    [
+        ([RESUME, *STEPS, *STOPS], "stopped", "interrupted", True),
+        (
+            [RESUME, *STEPS, {"event": "stop_asked", "of": 1, "rank": 0}, *STOPS],
+            "stopped", "stopped in cloud_b", True,
+        ),
+        ([RESUME], "failed", "before rank 0 had finished", False),
+        ([], "failed", "before rank 0 had finished", False),
+    ],
+    ids=["stopped", "stopped elsewhere", "no step", "never joined"],
+)  # fmt: skip
+def test_the_first_cloud_s_table_is_of_this_attempt_and_says_who_was_stopped(
+    events: list[dict[str, Any]], status: str, cause: str, has_tables: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Also where the monitor comes when all events are there already."""
+    follow(tmp_path, monkeypatch, *events)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    shown = capsys.readouterr().out
+    assert summary["status"] == status and cause in summary["cause"] and cause in shown
+    assert ("step time, median" in shown) is has_tables
