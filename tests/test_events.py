@@ -218,3 +218,15 @@ def test_a_run_that_goes_on_has_the_steps_that_a_lost_rank_did_not_tell() -> Non
     found = [collector.feed(event) for event in (*events, step_event(1, 4), {"event": "note"})]
     told = [(totals.step, sum(totals.sums("num_ranks").values())) for totals in found if totals]
     assert told == [(1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_an_update_that_one_replica_skipped_weighs_nothing_in_the_loss() -> None:
+    """It reports what it computed, and no loss."""
+    reports = [(1.0, 10), (None, 1000), (4.0, 20)]
+    for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+        events = {}
+        for rank, number in enumerate(order):
+            loss, learned = reports[number]
+            told = {} if loss is None else {"loss": loss}
+            events[rank] = step_event(rank, 1, learned=learned, **told)
+        assert StepTotals.of(1, events).loss == pytest.approx((10 * 1.0 + 20 * 4.0) / 30)

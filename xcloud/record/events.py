@@ -139,6 +139,7 @@ class StepTotals:
             totals.step_s, totals.ended_s = update_s(spans), max(at_s for at_s, _ in spans)
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
+        totals.loss = _mean_loss(report for _, report in sorted(reports.items()))
         return totals
 
     def sums(self, name: str) -> dict[Any, float]:
@@ -159,8 +160,6 @@ class StepTotals:
         for kind, busy_s in report.get("line_busy_s", {}).items():
             found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind
             found |= {("line_busy_s", kind, (cloud, to)): s for to, s in busy_s.items()}
-        if report.get("loss") is not None:
-            self._count_loss(float(report["loss"]), report.get("learned", 0))
         found |= {(name,): report.get(name, 0) for name in ("samples", "tokens", "learned")}
         add_to(self.numbers, found)
         self.values.update(report.get("values", {}))
@@ -168,13 +167,21 @@ class StepTotals:
             if report.get(name) is not None:
                 setattr(self, name, report[name])
 
-    def _count_loss(self, loss: float, learned: float) -> None:
-        """Take the loss of one rank. Where replicas update apart one of each reports it: then
-        their mean, weighted by what each counts."""
-        before = self.numbers.get(("learned",), 0)
-        if self.loss is not None and before + learned:
-            loss = (self.loss * before + loss * learned) / (before + learned)
-        self.loss = loss
+
+def _mean_loss(reports: Iterable[Event]) -> float | None:
+    """Return the loss of a step. One rank reports it, or, where replicas update apart, one of each
+    that did not skip the update: then their mean, weighted by what each counts."""
+    mean: float | None = None
+    weight = 0.0
+    for report in reports:
+        if report.get("loss") is None:
+            continue
+        loss, learned = float(report["loss"]), float(report.get("learned", 0))
+        if mean is not None and weight + learned:
+            loss = (mean * weight + loss * learned) / (weight + learned)
+        mean = loss
+        weight += learned
+    return mean
 
 
 class Columns:
