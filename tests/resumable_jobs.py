@@ -73,7 +73,7 @@ CODECS = {
         Chain(topk=TopK(0.2)), RandomK(0.3), ErrorFeedback(), ErrorFeedback(0.9)
     ),
     "svd with warm start, int4": Compression(SVD, INT4, ErrorFeedback(), NoMemory()),
-    "randomk unbiased, delta": Compression(RandomK(0.5, unbiased=True), SVD, DeltaCache()),
+    "randomk, delta": Compression(RandomK(0.5), SVD, DeltaCache()),
     "phases": Phased(
         early=Phase(4, Compression(SVD, INT4, ErrorFeedback(), NoMemory())),
         late=Phase(None, Compression(INT4, INT4, DeltaCache(), DeltaCache())),

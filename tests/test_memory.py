@@ -1,17 +1,22 @@
 import copy
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tests.codecs import COMPRESSORS
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.compression import Compression
+from xcloud.comm.compression_plans import PerBoundary, Phase, Phased, Selectable
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
 from xcloud.comm.precision import BlockInt
-from xcloud.comm.sparsify import TopK
+from xcloud.comm.sparsify import RandomK, TopK
 
 ROWS = SampleRows(ids=(7, 3), counts=(2, 3))
 
@@ -245,3 +250,37 @@ def test_a_message_that_is_not_finite_leaves_the_sample_without_a_past(memory: M
 
     assert value.isfinite().all()
     torch.testing.assert_close(value, last, atol=0.1, rtol=0.05)
+
+
+def places(direction: str, compressor: Compressor, memory: Memory) -> list[Callable[[], object]]:
+    """Every way in which a run gets a compressor and a memory of this direction."""
+
+    def plain() -> Compression:
+        chosen: dict[str, Any] = {direction: compressor, f"{direction}_memory": memory}
+        return Compression(**chosen)
+
+    return [
+        plain,
+        lambda: Phased(first=Phase(2, Compression()), rest=Phase(None, plain())),
+        lambda: PerBoundary(Compression(), boundary_1=plain()),
+        lambda: Selectable({"own": Compression(), "other": plain()}),
+    ]
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback(), ErrorFeedback(0.5), DeltaCache()], ids=repr)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_no_memory_adds_up_errors_that_exceed_what_was_meant(
+    direction: str, memory: Memory
+) -> None:
+    unbiased = [RandomK(0.1, unbiased=True), BlockInt(1, stochastic=True)]
+    for compressor in [*COMPRESSORS, *unbiased]:
+        chained = compressor if isinstance(compressor, Chain) else Chain(one=compressor)
+        for one in (compressor, chained):
+            for make in places(direction, one, memory):
+                if one.feedback == "harmful":
+                    with pytest.raises(ConfigError, match=rf"compression\.{direction}_memory is"):
+                        make()
+                else:
+                    make()
+            for make in places(direction, one, NoMemory()):
+                make()

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.comm.compressor import Chain, Compressor, TensorChoice, seed_from
 from xcloud.comm.memory import Memory, NoMemory
@@ -87,6 +88,18 @@ class CompressionPlan(ABC):
         return all(one.is_identity for _, one in self.by_step)
 
 
+def check_memory(compressor: Compressor, memory: Memory, direction: str) -> None:
+    """Raise ConfigError for a compressor whose error in one message exceeds the tensor, where the
+    error is what the memory keeps: it would grow with every visit of a sample."""
+    if compressor.feedback == "harmful" and not isinstance(memory, NoMemory):
+        raise ConfigError(
+            f"compression.{direction} is {compressor.label}, whose error in one message exceeds "
+            f"what was meant, and compression.{direction}_memory is {memory!r}, which would add "
+            "it up without bound; leave the memory out, or take a compressor that is not unbiased "
+            "at so few values or bits"
+        )
+
+
 @settings("compression")
 class Compression(CompressionPlan):
     """forward: for activations. backward: for their gradients. averaging: for what replicas send
@@ -98,6 +111,11 @@ class Compression(CompressionPlan):
     forward_memory: Memory = field(default_factory=NoMemory)
     backward_memory: Memory = field(default_factory=NoMemory)
     averaging: TensorChoice | None = None
+
+    def __post_init__(self) -> None:
+        for direction in ("forward", "backward"):
+            compressor: Compressor = getattr(self, direction)
+            check_memory(compressor, getattr(self, f"{direction}_memory"), direction)
 
     @property
     def averaged(self) -> Compression:
