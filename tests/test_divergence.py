@@ -97,8 +97,10 @@ def test_by_default_every_rank_stops_with_the_parameters_it_had(layout: ClusterL
         assert "training.on_divergence=skip" in error
 
 
-def test_a_bad_loss_with_good_gradients_is_no_update_either() -> None:
-    job = ranks(LAYOUTS["three clouds"], SKIP)
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_a_bad_loss_with_good_gradients_is_no_update_either(clip_norm: float) -> None:
+    training = replace(SKIP, optimizer=Optimizer(0.1, 1, clip_norm=clip_norm))
+    job = ranks(LAYOUTS["three clouds"], training)
     last = job[2].trainer.pipeline.stages[2]
     forward = last.forward
 
@@ -111,6 +113,21 @@ def test_a_bad_loss_with_good_gradients_is_no_update_either() -> None:
     update(job, 1)
 
     assert equal(state(job), before)
+
+
+@pytest.mark.parametrize("value", [1e20, -1e25])
+def test_a_gradient_whose_square_overflows_is_no_update_unless_it_is_clipped(value: float) -> None:
+    """Its second moment would be inf, and its value never move again."""
+    for clip_norm, is_skipped in ((0.0, True), (1e20, True), (1.0, False)):
+        training = replace(SKIP, optimizer=Optimizer(0.1, 1, clip_norm=clip_norm))
+        job = ranks(LAYOUTS["lanes"], training)
+        hook = spoil(job, 1, value)
+        reports = update(job, 1)
+        hook.remove()
+        assert [bool(r.skipped) for r in reports if isinstance(r, StepReport)] == [is_skipped] * 5
+        update(job, 2)
+        moments = [m for _, some in state(job) for kept in some.values() for m in kept.values()]
+        assert all(bool(moment.isfinite().all()) for moment in moments)
 
 
 def test_skips_in_a_row_have_a_bound_and_a_good_update_starts_anew() -> None:

@@ -165,6 +165,17 @@ class FlatBuffer:
         """Of all gradients and the loss."""
         return are_finite([self.flat])
 
+    def has_finite_squares(self) -> bool:
+        """Return whether the squares of all gradients, those that other ranks hold included, and
+        of the loss are finite in their dtype. Second moments are squares: one that overflows would
+        never let its value move again."""
+        most = torch.finfo(self.flat.dtype).max
+        if self.squares_elsewhere > most:
+            return False
+        low, high = (float(end) for end in torch.aminmax(self.flat))
+        largest = max(-low, high)  # NaN anywhere makes both NaN
+        return largest * largest <= most
+
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""
         squares = squared_norm(self.gradients) + self.squares_elsewhere

@@ -104,8 +104,9 @@ class Updates:
     schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
     precision: fp32; bf16 = autocast; auto = bf16 where the device multiplies it fast (a GPU with
     bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
-    on_divergence: what to do with an update whose loss or gradient is not finite in any cloud:
-    stop the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
+    on_divergence: what to do with an update whose loss or gradient is not finite in any cloud, or
+    so large that the optimizer's squares of it would not be (1.8e19 in FP32, not clipped): stop
+    the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
     """
 
     max_steps: Positive

@@ -325,9 +325,14 @@ class Trainer(StatefulParts):
         return reply
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
-        if not self.settings.optimizer.clip_norm:
-            return 0.0 if buffer.is_finite() else math.nan
-        return buffer.squared_norm() if math.isfinite(float(buffer.flat[-1])) else math.nan
+        """Return NaN for a gradient that the optimizer cannot take, or a loss that is not
+        finite."""
+        if not math.isfinite(float(buffer.flat[-1])):
+            return math.nan
+        limit = self.settings.optimizer.clip_norm or math.inf
+        if limit * limit > torch.finfo(buffer.flat.dtype).max and not buffer.has_finite_squares():
+            return math.nan
+        return buffer.squared_norm() if self.settings.optimizer.clip_norm else 0.0
 
     def _clip(self, squared_norm: float) -> float | None:
         """Scale the gradients so that the norm over all stages and clouds is at most clip_norm."""

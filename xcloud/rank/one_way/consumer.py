@@ -97,7 +97,7 @@ class ConsumerRun(StatefulParts):
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
         sums = dict(zip(SUMS, agreed.sums.tolist(), strict=True))
         # Of sums over the ranks of the consumer, so they decide alike.
-        is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
+        is_finite = self._buffer.has_finite_squares() and math.isfinite(sums["loss_sum"])
         note = ""
         if not is_finite:
             what = f"the loss or gradient of step {step} of the consumer"

@@ -208,7 +208,7 @@ class ProducerRun(StatefulParts):
                 summed = self._buffer.sum_over(group, torch.tensor(fed.loss))
                 self._buffer.scale(1.0 / group.group_size)
                 loss = float(summed) / group.group_size
-            is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
+            is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
             what = f"the loss or gradient of batch {number} of producer {self.name!r}"
             note = self._guard.leave_out(number, what)
