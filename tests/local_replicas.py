@@ -37,7 +37,7 @@ def rounds_of(
 ) -> LocalRounds:
     """Without elastic merges all replicas call it at once: they compare their parameters."""
     reporter = Reporter(links.replica, f"c{links.replica}", lambda lines: None)
-    choose, most = lambda *_: compressor or Chain(), Work(100, 100.0)
+    choose, most = lambda *_: compressor or Chain(), [Work(100, 100.0)] * links.num_replicas
     joined = settings.join(
         Replicas(links, group, {0: module}, choose, 7, last_step, most, reporter)
     )

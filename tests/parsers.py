@@ -255,8 +255,7 @@ SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
 def contributions() -> Parser:
     codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
     parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
-    terms = Terms(most_weight=lambda num_steps: 2.0)
-    return Parser([parts], lambda parts: terms.contribution(1, 1, 1, 1.0, codec, parts))
+    return Parser([parts], lambda parts: Terms().contribution(1, 1, 1.0, 1.0, codec, parts))
 
 
 SETTINGS = LocalUpdates(2, MEAN, late="skip", wait_s=5.0)

@@ -80,8 +80,11 @@ class PostLinks(ReplicaLinks):
         replica: int,
         key: MessageKey,
         wait_s: float | None = None,
+        while_alive: bool = False,
     ) -> Parts:
         deadline_s = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
+        if while_alive:  # and all live, until they are gone
+            deadline_s += PATIENCE_S
         with self.office.changed:
             while not (queue := self.office.queues.get((replica, self.replica), [])):
                 if replica in self.office.gone:
@@ -117,9 +120,12 @@ def exchange(
 
 
 def finished(replicas: Sequence[Averager], step: int) -> list[list[Tensor]]:
-    """All at once: some wait for others."""
+    """All at once: some wait for others. What comes of it is used if all of it is finite."""
     with ThreadPoolExecutor(len(replicas)) as pool:
-        return list(pool.map(lambda averager: averager.finish(step).changes[0], replicas))
+        found = list(pool.map(lambda averager: averager.finish(step).changes[0], replicas))
+    for averager, tensors in zip(replicas, found, strict=True):
+        averager.settle(all(bool(tensor.isfinite().all()) for tensor in tensors))
+    return found
 
 
 def same_bits(tensors: Sequence[Sequence[Tensor]]) -> bool:

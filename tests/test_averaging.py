@@ -94,7 +94,7 @@ def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: i
         averagers(
             num_replicas,
             lambda mail: AllToAll(
-                mail, codec(Chain()), Terms(weighted_mean, most_weight=lambda n: 9.0)
+                mail, codec(Chain()), Terms(weighted_mean, max_weight=lambda replica: 9.0)
             ),
         ),
         1, tensors, weights,
@@ -377,3 +377,60 @@ def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
         assert same_bits(first) and same_bits(second)
         torch.testing.assert_close(first[0][0], sum(drawn(r)[0] for r in range(3)))
         torch.testing.assert_close(second[0][0], sum(drawn(10 + r)[0] for r in range(3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.01), BlockInt(1, block=1024), BlockInt(4)], ids=repr
+)
+def test_what_is_small_beside_a_residual_is_not_lost(
+    compressor: Compressor, dtype: torch.dtype
+) -> None:
+    """Of many messages of one gradient, whose values differ by four orders of magnitude; in FP16
+    the largest are beyond 4094."""
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(64, 64, generator=generator).exp() ** 2
+    if dtype == torch.float16:
+        tensor *= 8000 / tensor.max()
+    tensor = tensor.to(dtype)
+    sender = TensorCodec({"w": tensor.shape}, lambda *_: compressor, 5, True, dtype)
+    arrived = torch.zeros(tensor.shape, dtype=torch.float64)
+    for _ in range(400):
+        (seen,) = sender.encode([tensor])[1]
+        assert seen.dtype == dtype
+        arrived += seen.double()
+    (kept,) = (v for k, v in sender.state_dict().items() if k.endswith("residual"))
+
+    assert isinstance(kept, Tensor) and kept.dtype == torch.float32
+    meant = 400 * tensor.double()
+    missing = meant - arrived - kept.double().view(tensor.shape)
+    assert float(missing.norm()) < 1e-4 * float(meant.norm())
+
+
+def test_a_residual_never_makes_a_message_of_half_precision_overflow() -> None:
+    """What is beyond the largest value stays for the next message."""
+    tensor = torch.tensor([[60000.0, 40000.0, 1.0, 1.0]], dtype=torch.float16)
+    shapes = {"w": tensor.shape}
+    sender = TensorCodec(shapes, lambda *_: TopK(0.25), 5, True, torch.float16)
+    arrived = torch.zeros(1, 4, dtype=torch.float64)
+    for _ in range(8):
+        (seen,) = sender.encode([tensor])[1]
+        assert seen.isfinite().all()
+        arrived += seen.double()
+    (kept,) = (v for k, v in sender.state_dict().items() if k.endswith("residual"))
+    assert isinstance(kept, Tensor)
+    torch.testing.assert_close(arrived + kept.double(), 8 * tensor.double())
+
+
+def test_what_weighs_nothing_is_kept_for_the_next_message() -> None:
+    """A replica that is left out of a merge, whose rest is used: what its message carried of
+    earlier ones has not arrived."""
+    for make in KINDS:
+        replicas = averagers(3, make(BlockInt(4)))
+        run(replicas, range(1, 3))
+        before = kept(replicas[1])
+        nothing = [torch.zeros_like(tensor) for tensor in drawn(1)]
+        exchange(replicas, 3, [drawn(0), nothing, drawn(2)], [1.0, 0.0, 1.0])
+        after = kept(replicas[1])
+        result = [k for k in replicas[1].state_dict() if "handed_back" in k]
+        assert same_bits([before[: len(before) - len(result)], after[: len(after) - len(result)]])

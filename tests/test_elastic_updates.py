@@ -32,7 +32,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.parallel.averaging import Terms
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import Median
+from xcloud.parallel.merging import Median, NormBound, Robust, TrimmedMean
 
 SKIP = LocalUpdates(2, MEAN, late="skip", wait_s=0.2)
 GO_ON = LocalUpdates(2, MEAN, leave="go_on", wait_s=20.0)
@@ -88,30 +88,6 @@ def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> 
     first, second, others_after = 2.0, (2 * 2 + 2 * 2 + 3 * 30) / 7, (2 + 2 + 20) / 3
     assert late.value == pytest.approx(first + second + 2 * others_after, abs=1e-4)
     assert others[0].value == others[1].value == late.value
-
-
-def test_a_robust_merge_is_left_out_while_too_few_are_there_to_outvote_a_bad_one() -> None:
-    """Replica 2 is late for the merges at 2 and 4; the two others then keep what they did, which
-    is in the merge at 6, and nobody takes the bad one's."""
-    post, diary = Post(3), Diary()
-    job = [Scalar(r, post, SKIP, 8, diary, change=(1.0, -1000.0, 1.0)[r]) for r in range(3)]
-    job[0].end.terms = Terms(Median())
-    found: list[float] = []
-
-    def first(step: int) -> None:
-        asked(post, diary, 2, at=5)(step)
-        found.append(job[0].value)
-
-    def hold(step: int) -> None:
-        if step == 2:
-            diary.wait_for(lambda d: d.hub_step == 5)
-
-    in_threads([lambda: job[0].run(1, 8, first), lambda: job[1].run(1, 8),
-                lambda: job[2].run(1, 8, hold)])  # fmt: skip
-
-    assert diary.weights == {2: (0, 0, 0), 4: (0, 0, 0), 6: (6, 6, 3), 8: (2, 2, 2)}
-    assert found[:5] == [0, 1, 2, 3, 4]
-    assert job[0].value == job[1].value == job[2].value == pytest.approx(3 + 2)
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -343,3 +319,19 @@ def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
 def test_what_elastic_merges_cannot_do_is_refused(more: Any) -> None:
     with pytest.raises(ConfigError, match="merge all parameters at once"):
         LocalUpdates(4, MEAN, late="skip", **more)
+
+
+@pytest.mark.parametrize("elastic", [{"late": "skip"}, {"leave": "go_on"}])
+@pytest.mark.parametrize("merge", [Median(), TrimmedMean(), NormBound()], ids=repr)
+def test_no_robust_merge_is_the_word_of_the_first_cloud(merge: Robust, elastic: Any) -> None:
+    with pytest.raises(ConfigError, match=r"merge is .* but .* the first cloud merges for all"):
+        LocalUpdates(4, MEAN, merge=merge, **elastic)
+
+
+def test_a_fast_cloud_waits_for_the_first_one_as_long_as_that_lives() -> None:
+    """However long its round takes: no time of the link counts."""
+    post, diary = Post(2), Diary()
+    job = [Scalar(r, post, GO_ON, 4, diary) for r in range(2)]
+    job[1].end.links.patience_s = 0.0  # type: ignore[attr-defined]
+    in_threads([lambda: job[0].run(1, 4, asked(post, diary, 1, at=2)), lambda: job[1].run(1, 4)])
+    assert diary.weights == {2: (2, 2), 4: (2, 2)}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,6 +138,19 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
     assert 1.0 < seconds < 15.0 and "Its last heartbeat came" in said
     seconds, _ = waited_s(overdue_s=1.5, lives_s=60.0, lost_after_s=20.0)
     assert 1.4 < seconds < 15.0
+
+
+def test_whoever_waits_while_the_peer_lives_counts_no_time_of_the_link() -> None:
+    """As for a merge of a first cloud whose round is long; it ends with the link."""
+    for while_alive, error in ((False, LinkTimeout), (True, LinkClosed)):
+        life = PeerLife(Liveness(0.1, 60.0))
+        end = ReceivingEnd(InSettings("rank 1", 1000, life=life))
+        life.note()
+        over = threading.Timer(0.3, end._end, [LinkClosed("the link is over")])
+        over.start()
+        with pytest.raises(error):
+            end.recv(MessageKey(Kind.AVERAGING, 3), 0.01, while_alive)
+        over.join()
 
 
 @pytest.mark.parametrize("kind", OF_A_STEP)

@@ -22,10 +22,11 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.rank.gradient_parts import PrivateGradients, join_tied, overlapped_sums
 from xcloud.record.reporter import Reporter
 from xcloud.security.defences import Privacy
-from xcloud.training.batch_plan import BatchPlan, Feed
+from xcloud.training.batch_plan import BatchPlan, Feed, replica_samples
 from xcloud.training.settings import Optimizer, Training
 from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.wiring import Wiring
@@ -111,11 +112,18 @@ def ranks(
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
         exchange: Exchange = AllReduce(wiring.groups)
+        numbers = replica_samples(
+            training.batch_size,
+            num_micro_batches=schedule.num_micro_batches,
+            num_passes=training.accumulate_steps,
+            num_replicas=layout.num_replicas,
+        )
+        max_work = [Work(number, float(number)) for number in numbers]  # a token a sample
         if wiring.replicas is not None and strategy.averaging is not None:
             exchange = strategy.averaging.join(
                 Replicas(
                     wiring.replicas, wiring.groups[min(held.stages)], held.stages, choose, 7,
-                    training.max_steps, Work(training.batch_size, 1e6), reporter, privacy,
+                    training.max_steps, max_work, reporter, privacy,
                 )
             )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
@@ -125,7 +133,7 @@ def ranks(
                 place.replica > 0 and (is_private or not strategy.traits.is_apart), is_private
             ),
         )  # fmt: skip
-        parts: list[Part] = []
+        parts: list[Part] = [ChannelMemories([*wiring.boundaries.channels.values()])]
         if privacy is not None and privacy.unit == "sample":
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:

@@ -348,17 +348,17 @@ class ReceivingEnd:
         self._over = threading.Event()
         self._expected = 0
 
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        """The next message, which must be `key`.
+    def recv(self, key: MessageKey, overdue_s: float, while_alive: bool = False) -> Parts:
+        """Return the next message, which must be `key`.
 
         Raises LinkTimeout after overdue_s seconds in which no message of a step moved either (in
-        an evaluation: not while the peer gives heartbeats), LinkClosed if the peer is gone,
-        FrameError if something else came.
+        an evaluation, and with while_alive: not while the peer gives heartbeats), LinkClosed if
+        the peer is gone, FrameError if something else came.
         """
         life, started_s = self._settings.life, time.monotonic()
         progress = self._settings.progress if key.kind in OF_A_STEP else None
         with life.awaiting(key):
-            in_step = key.kind is not Kind.EVALUATION
+            in_step = not while_alive and key.kind is not Kind.EVALUATION
             is_there = life.wait(self._inbox.wait, overdue_s, in_step, progress)
         if not is_there:
             waited_s = time.monotonic() - started_s

@@ -189,6 +189,11 @@ class Codecs(StatefulParts):
         for number, (_, codec) in enumerate(self._phases):
             codec.compressor.use_stream(seed_from(stream, number))
 
+    def settle(self, was_used: bool) -> None:
+        """Tell the memories of all phases: see Memory.settle."""
+        for _, codec in self._phases:
+            codec.memory.settle(was_used)
+
     def parts(self) -> StateTree:
         """All phases, by their number. Which one is in force follows from the step."""
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
@@ -208,6 +213,11 @@ class _Channel(StatefulParts):
         self.codecs = {f.name: new_codecs() for f in self.fields if f.dtype.is_floating_point}
         for name, codecs in self.codecs.items():
             codecs.use_stream(self.identity.stream(name))
+
+    def settle(self, was_used: bool) -> None:
+        """Say whether the update that the last messages belong to was made: see Memory.settle."""
+        for codecs in self.codecs.values():
+            codecs.settle(was_used)
 
     def parts(self) -> StateTree:
         """Compressors and memories, by field and phase. Bytes counted are no state."""

@@ -53,6 +53,10 @@ class Memory(StatefulParts):
         """Reconstruct the tensor from the decoded message."""
         return seen
 
+    def settle(self, was_used: bool) -> None:
+        """Say of the messages since the last call whether their update was made. If it was skipped
+        the memory is as before them; both ends of a channel are told the same."""
+
 
 class NoMemory(Memory):
     """Keep nothing between messages."""
@@ -69,6 +73,14 @@ class _PerSample(Memory):
 
     def __post_init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor | None] = {}  # of what changed since the last `settle`
+
+    def settle(self, was_used: bool) -> None:
+        before, self._before = self._before, {}
+        for sample, tensor in () if was_used else before.items():
+            self._tensors.pop(sample, None)
+            if tensor is not None:
+                self._tensors[sample] = tensor
 
     def _get(self, sample: int, like: Tensor) -> Tensor | None:
         """The sample's tensor; None if there is none or it has another number of rows."""
@@ -77,8 +89,13 @@ class _PerSample(Memory):
 
     def _pop(self, sample: int, like: Tensor) -> Tensor | None:
         found = self._get(sample, like)
+        self._note(sample)
         self._tensors.pop(sample, None)
         return found
+
+    def _note(self, sample: int) -> None:
+        """Before anything of this sample changes."""
+        self._before.setdefault(sample, self._tensors.get(sample))
 
     def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:
         kept_of, total = self._pop if pop else self._get, tensor.clone()
@@ -90,6 +107,7 @@ class _PerSample(Memory):
     def _put(self, sample: int, tensor: Tensor) -> None:
         """Keep a copy of the tensor. A non-finite one is dropped, as it would stay non-finite for
         ever. Both ends of a channel decide alike, since both have seen the same values."""
+        self._note(sample)
         if not bool(tensor.isfinite().all()):
             self._tensors.pop(sample, None)
             return
@@ -111,7 +129,7 @@ class _PerSample(Memory):
         }
 
     def take(self, own: State) -> None:
-        self._tensors = {}
+        self._tensors, self._before = {}, {}
         if own:
             ids, counts, rows = (torch.as_tensor(own[name]) for name in self.own_names)
             spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()

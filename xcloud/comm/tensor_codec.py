@@ -9,6 +9,7 @@ many tensors it carries.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import TensorSpec
-from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from
+from xcloud.comm.compressor import Chain, Compressor, Parts, seed_from, wide
 from xcloud.comm.state import MEMORY, State, StatefulParts, StateTree, copy_of, fill
 
 Choose = Callable[[str, torch.Size], Compressor]
@@ -25,39 +26,105 @@ Choose = Callable[[str, torch.Size], Compressor]
 
 
 @dataclass
+class _Sent:
+    """What one message did to what its tensor keeps, until the codec is told whether the message
+    was used. before: the residual that the message carried; None for one without. after: what the
+    message left out."""
+
+    before: Tensor | None
+    after: Tensor | None
+
+
 class _Coded(StatefulParts):
-    """One tensor: its compressor (a copy of its own), and what messages have left out so far."""
+    """One tensor: its compressor (a copy of its own), and what used messages have left out.
 
-    own_names = ("residual",)
+    residual: in float32 at least, so that what is small beside it is not rounded away. None while
+    a message carries all of it; always None without feedback.
+    """
 
-    name: str
-    shape: torch.Size
-    spec: TensorSpec  # as a matrix
-    compressor: Compressor
-    residual: Tensor | None  # None: no feedback
+    own_names = ("residual", "before", "after")
+
+    def __init__(
+        self, name: str, shape: torch.Size, spec: TensorSpec, compressor: Compressor,
+        has_feedback: bool, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.shape = shape
+        self.spec = spec  # as a matrix
+        self.compressor = compressor
+        self.residual: Tensor | None = None
+        self._device = device
+        self._has_feedback = has_feedback
+        self._sent: deque[_Sent] = deque()  # not settled, the oldest first
+        if has_feedback:
+            self.residual = self._zeros()
 
     def encode(self, tensor: Tensor) -> tuple[Parts, Tensor]:
         matrix = tensor.detach().reshape(self.spec.shape)
-        # One bad update is skipped by every replica; it must not spoil those after it.
-        keeps = self.residual is not None and _is_bounded(matrix)
-        # What was kept before stays as it is, for `undo`.
-        meant = self.residual + matrix if self.residual is not None and keeps else matrix
-        parts = self.compressor.compress(meant)
-        if keeps:
-            parts = tuple(_apart(part, meant) for part in parts)
+        if not self._has_feedback:
+            parts = self.compressor.compress(matrix)
+            seen = self.compressor.decompress(parts, self.spec)
+            return parts, _apart(seen, matrix).view(self.shape)
+        # A tensor that is not finite is of an update that nobody makes, or of a replica that is
+        # left out: no residual may meet it.
+        if not _is_bounded(matrix, wide(self.spec.dtype)):
+            self._sent.append(_Sent(None, None))
+            parts = self.compressor.compress(matrix)
+            seen = self.compressor.decompress(parts, self.spec)
+            return parts, _apart(seen, matrix).view(self.shape)
+        before, self.residual = self.residual, None
+        meant = matrix.to(wide(self.spec.dtype), copy=before is None)
+        if before is not None:
+            meant = before + meant
+        narrow = _narrowed(meant, self.spec.dtype)
+        parts = tuple(_apart(part, meant) for part in self.compressor.compress(narrow))
         seen = _apart(self.compressor.decompress(parts, self.spec), meant)
-        if keeps:
-            self.residual = meant.sub_(seen)
+        self._sent.append(_Sent(before, meant.sub_(seen)))
         return parts, seen.view(self.shape)
+
+    def settle(self, was_used: bool) -> None:
+        if not self._sent:
+            return
+        sent = self._sent.popleft()
+        kept = sent.after if was_used else sent.before
+        if kept is not None:
+            self.residual = kept if self.residual is None else self.residual + kept
+
+    def scale(self, factor: float) -> None:
+        """Multiply what is kept, whose tensors come in another unit from now on."""
+        assert not self._sent, f"a message of {self.name!r} is not settled"
+        if self.residual is not None:
+            self.residual.mul_(factor)
 
     def parts(self) -> StateTree:
         return {"compressor": self.compressor}
 
     def own(self) -> State:
-        return {} if self.residual is None else {"residual": copy_of(self.residual)}
+        state: State = {}
+        if self.residual is not None:
+            state["residual"] = copy_of(self.residual)
+        for number, sent in enumerate(self._sent):
+            for name, tensor in (("before", sent.before), ("after", sent.after)):
+                if tensor is not None:
+                    state[f"{name}.{number}"] = copy_of(tensor)
+        return state
 
     def take(self, own: State) -> None:
-        fill({} if self.residual is None else {"residual": self.residual}, own, repr(self.name))
+        num_sent = 1 + max((int(key.partition(".")[2]) for key in own if "." in key), default=-1)
+        places: dict[str, Tensor] = {}
+        if self._has_feedback:
+            places = {key: self._zeros() for key in own if "." in key}
+            if "residual" in own or not num_sent:
+                places["residual"] = self._zeros()
+        fill(places, own, repr(self.name))
+        self.residual = places.get("residual")
+        self._sent = deque(
+            _Sent(places.get(f"before.{number}"), places.get(f"after.{number}"))
+            for number in range(num_sent)
+        )
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.spec.shape, dtype=wide(self.spec.dtype), device=self._device)
 
 
 class TensorCodec(StatefulParts):
@@ -70,6 +137,10 @@ class TensorCodec(StatefulParts):
         independently, so that errors average out.
     feedback: add what a message lost to the next one, where that does good (Compressor.feedback).
         Without it, ConfigError for a compressor that needs it.
+
+    Who does not know yet whether a message will be used encodes it with is_final=False and says so
+    later, by `settle`. Until then no other message carries what this one left out: an update that
+    is skipped leaves nothing behind.
     """
 
     def __init__(
@@ -88,9 +159,8 @@ class TensorCodec(StatefulParts):
                     "average again and again without feedback: set feedback to true, or choose a "
                     "compressor that needs none (docs/averaging.md lists them)"
                 )
-            kept = feedback and compressor.feedback in ("useful", "needed")
-            residual = torch.zeros(spec.shape, dtype=dtype, device=device) if kept else None
-            self._coded.append(_Coded(name, shape, spec, compressor, residual))
+            is_kept = feedback and compressor.feedback in ("useful", "needed")
+            self._coded.append(_Coded(name, shape, spec, compressor, is_kept, self.device))
             chain = compressor.members if isinstance(compressor, Chain) else {"": compressor}
             for member_name, member in chain.items():
                 whose = "all" if member.family == "sparse" else replica
@@ -131,9 +201,14 @@ class TensorCodec(StatefulParts):
             for spec in self.wire_specs
         )
 
-    def encode(self, tensors: Sequence[Tensor]) -> tuple[Parts, list[Tensor]]:
-        """(the message, what every receiver decodes from it). Keeps what was lost, with feedback;
-        after values that are not finite it keeps what it had."""
+    def encode(
+        self, tensors: Sequence[Tensor], is_final: bool = True
+    ) -> tuple[Parts, list[Tensor]]:
+        """Return the message, and what every receiver decodes from it. With feedback the message
+        carries what settled ones have left out, unless the tensor is not finite.
+
+        is_final: it is settled at once, as used.
+        """
         made: list[Tensor] = []
         seen: list[Tensor] = []
         for coded, tensor in zip(self._coded, tensors, strict=True):
@@ -141,6 +216,8 @@ class TensorCodec(StatefulParts):
             parts, decoded = coded.encode(tensor)
             made += parts
             seen.append(decoded)
+        if is_final:
+            self.settle(was_used=True)
         joined = tuple(
             torch.cat([part.reshape(-1) for part in made if part.dtype == dtype])
             for dtype in self._dtypes
@@ -167,32 +244,37 @@ class TensorCodec(StatefulParts):
             decoded.append(coded.compressor.decompress(own, coded.spec).view(coded.shape))
         return decoded
 
-    @property
-    def residuals(self) -> list[Tensor | None]:
-        """Of all tensors, as they are: `encode` makes new ones."""
-        return [coded.residual for coded in self._coded]
+    def settle(self, was_used: bool) -> None:
+        """Say of the oldest message that is not settled whether its values were used. If not, it
+        is as if it had never been encoded; nothing happens where no message is open."""
+        for coded in self._coded:
+            coded.settle(was_used)
 
-    def undo(
-        self, before: Sequence[Tensor | None], after: Sequence[Tensor | None] | None = None
-    ) -> None:
-        """As if a message had never been encoded. before, after: the residuals then; after: None
-        where no other message was encoded since."""
-        for i, (coded, old) in enumerate(zip(self._coded, before, strict=True)):
-            new = None if after is None else after[i]
-            if coded.residual is not None and old is not None:
-                coded.residual = old if new is None else coded.residual + (old - new)
+    def scale(self, factor: float) -> None:
+        """Multiply what is kept of settled messages: from now on tensors come in another unit."""
+        for coded in self._coded:
+            coded.scale(factor)
 
     def parts(self) -> StateTree:
         """Residuals and what compressors carry on, by the number of the tensor."""
         return {MEMORY: {str(number): coded for number, coded in enumerate(self._coded)}}
 
 
-def _is_bounded(tensor: Tensor) -> bool:
-    """No NaN, no inf, and nothing so large that a residual might overflow."""
+def _is_bounded(tensor: Tensor, kept: torch.dtype) -> bool:
+    """Return whether nothing is NaN, inf, or so large that a residual, of dtype `kept`, might
+    overflow."""
     if not tensor.numel():
         return True
     low, high = torch.aminmax(tensor)  # one pass; NaN anywhere makes both NaN
-    return max(-float(low), float(high)) < torch.finfo(tensor.dtype).max / 16
+    return max(-float(low), float(high)) < torch.finfo(kept).max / 16
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in `dtype`; what does not fit its range becomes the largest that does."""
+    if tensor.dtype == dtype:
+        return tensor
+    largest = torch.finfo(dtype).max
+    return tensor.clamp(-largest, largest).to(dtype)
 
 
 def _apart(made: Tensor, source: Tensor) -> Tensor:

@@ -21,11 +21,18 @@ from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.link import Parts
 from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.exchange import are_finite
-from xcloud.parallel.merging import Contribution, Merge, by_rows, joined, weighted_sum
+from xcloud.parallel.merging import (
+    Contribution,
+    Merge,
+    by_rows,
+    joined,
+    weighted_mean,
+    weighted_sum,
+)
 
 _WEIGHT = TensorSpec((1,), torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
+_RESULT = "handed_back"
 _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
@@ -100,12 +107,19 @@ class ReplicaLinks(ABC):
         """As `send`, of a message that has no counterpart."""
 
     @abstractmethod
-    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
-        """The next message, which must be `key`. Its parts are the receiver's to check.
+    def next(
+        self,
+        replica: int,
+        key: MessageKey,
+        wait_s: float | None = None,
+        while_alive: bool = False,
+    ) -> Parts:
+        """Return the next message, which must be `key`. Its parts are the receiver's to check.
 
         Raises FrameError for another message, LinkTimeout after wait_s seconds (default: what the
-        link's profile allows for a message of the largest size), LinkClosed if that rank is gone.
-        After a LinkTimeout the same message may be asked for again.
+        link's profile allows for a message of the largest size), but with while_alive not as long
+        as that rank sends heartbeats, LinkClosed if it is gone. After a LinkTimeout the same
+        message may be asked for again.
         """
 
 
@@ -120,9 +134,12 @@ def first_part(parts: Parts, spec: TensorSpec, sender: str) -> tuple[Tensor, Par
 
 
 class Merged(NamedTuple):
-    """changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
+    """What a replica gets of an averaging.
+
+    changes: merged tensors, of one merge after the other; usually of one. is_counted: whether
     this replica's contribution is in one of them. step: where clouds may be late, that the others
-    have reached. values: in place of changes, if it missed too many: see OuterParameters.flat."""
+    have reached. values: in place of changes, if it missed too many: see OuterParameters.flat.
+    """
 
     changes: Sequence[list[Tensor]] = ()
     is_counted: bool = True
@@ -135,27 +152,27 @@ class Terms:
     """How one averaging goes, the same in all replicas but for `protect` and `watch`.
 
     channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
-    most_weight: that a replica can have for so many steps. protect: applied to what this replica
-    contributes before it is encoded. watch: called with each contribution of another replica:
-    step, replica, its decoded tensors by name.
+    max_weight: the most that a replica's next message may weigh, as this rank computes it.
+    protect: applied to what this replica contributes before it is encoded. watch: called with each
+    contribution of another replica: step, replica, its decoded tensors by name.
     """
 
     merge: Merge = weighted_sum
     channel: int = 0
-    most_weight: Callable[[int], float] = float
+    max_weight: Callable[[int], float] = lambda replica: 1.0
     protect: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda tensors: tensors
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
 
     def contribution(
-        self, step: int, num_steps: int, replica: int, weight: float, codec: TensorCodec,
+        self, step: int, replica: int, weight: float, max_weight: float, codec: TensorCodec,
         parts: Parts,
     ) -> Contribution:  # fmt: skip
-        """A replica's message, decoded. num_steps: that it may stand for. Raises FrameError,
-        naming the replica."""
-        most = self.most_weight(num_steps)
-        if not 0 <= weight <= most:
+        """Decode a replica's message. max_weight: that it may have. Raises FrameError, naming the
+        replica."""
+        if not 0 <= weight <= max_weight:
             raise FrameError(
-                f"replica {replica} sent a weight of {weight}; its steps allow {most}"
+                f"replica {replica} sent a weight of {weight}; what it can have trained on since "
+                f"its last message allows {max_weight}"
             )
         try:
             contribution = Contribution(codec.decode(parts), weight)
@@ -185,12 +202,17 @@ class Averager(StatefulParts):
         return
 
     def finish(self, step: int) -> Merged:
-        """Receive and merge what was started as `step`: the same bits in every replica. If one of
-        them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
+        """Receive and merge what was started as `step`: the same bits in every replica.
 
         Raises LinkTimeout or LinkClosed for one that is late or gone.
         """
         return Merged()
+
+    def settle(self, was_used: bool) -> None:
+        """Say whether the result of the last `finish` was used, the same in every replica. If not,
+        compressors keep what they had before that step. Where nobody says so before the next
+        `start` or `finish`, it counts as used."""
+        return
 
     def end_step(self, step: int, is_last: bool) -> None:
         """After whatever was merged in this step is in the parameters."""
@@ -204,21 +226,18 @@ class Averager(StatefulParts):
 @dataclass
 class _UnderWay:
     """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
-    sent: what `own` and all messages can be made of again, by the name of the codec or "own".
-    before: the residuals of codecs, to which they go back if nobody uses the result as it is not
-    finite; none is known after a restart.
-    """
+    sent: what `own` and all messages can be made of again, by the name of the codec or "own"."""
 
     weight: float
     own: list[Tensor]
     sent: dict[str, Parts]
-    num_steps: int = 0  # since the one before it
-    before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
 class AllToAll(Averager):
-    """Every replica sends its message to every other: R - 1 messages each way, one latency. A
-    replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper."""
+    """Every replica sends its message to every other, and merges all of them itself: R - 1
+    messages each way, one latency. A replica uses of its own tensors what the others decode. For
+    R = 2 nothing is cheaper. Nobody takes another's word for what the merge comes to, which a
+    robust merge needs."""
 
     own_names = (MEMORY,)
 
@@ -228,7 +247,8 @@ class AllToAll(Averager):
     def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links, self._codecs, self._terms = links, codecs, terms
         self._steps: dict[int, _UnderWay] = {}
-        self._last_step = 0
+        self._is_settled = True
+        self._has_counted = False  # this replica, in the last result
 
     @property
     def max_bytes(self) -> int:
@@ -236,17 +256,24 @@ class AllToAll(Averager):
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
-        residuals = {name: codec.residuals for name, codec in self._codecs.items()}
+        self.settle(was_used=True)
         sent, own = self._encode(self._terms.protect(tensors))
-        under_way = self._steps[step] = _UnderWay(weight, own, sent, step - self._last_step)
-        under_way.before |= {name: before for name, before in residuals.items() if name in sent}
-        self._last_step = step
+        self._steps[step] = _UnderWay(weight, own, sent)
         self._send(step)
 
     def finish(self, step: int) -> Merged:
+        self.settle(was_used=True)
         merged = self._merged(step)
-        self._end(step, merged)
+        self._end(step)
         return Merged([merged])
+
+    def settle(self, was_used: bool) -> None:
+        if self._is_settled:
+            return
+        self._is_settled = True
+        for name, codec in self._codecs.items():
+            # What weighs nothing was left out of the merge, also where the rest of it was used.
+            codec.settle(was_used and (self._has_counted or name == _RESULT))
 
     def parts(self) -> Mapping[str, Stateful]:
         return self._codecs
@@ -271,12 +298,12 @@ class AllToAll(Averager):
             weight = float(messages.pop("weight")[0])
             sent = defaultdict[str, Parts](tuple)  # a share without tensors has left nothing
             sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
-            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent, number)
+            self._steps[number] = _UnderWay(weight, self._own_of(sent), sent)
             self._send(number)
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Parts], list[Tensor]]:
         """(sent, own) of _UnderWay."""
-        parts, seen = self._codecs["all"].encode(tensors)
+        parts, seen = self._codecs["all"].encode(tensors, is_final=False)
         return {"all": parts}, seen
 
     def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
@@ -310,17 +337,14 @@ class AllToAll(Averager):
             return Contribution(under_way.own, under_way.weight)
         codec = self._codecs[self._codec_to(self._links.replica)]
         weight, parts = self._receive(replica, self._key(step))
-        since = under_way.num_steps
-        return self._terms.contribution(step, since, replica, float(weight), codec, parts)
+        most = self._terms.max_weight(replica)
+        return self._terms.contribution(step, replica, float(weight), most, codec, parts)
 
-    def _end(self, step: int, merged: Sequence[Tensor]) -> None:
-        """It is under way no more. If the result is not finite, codecs forget what they sent."""
-        ended = self._steps.pop(step)
-        later = next(iter(self._steps.values()), None)  # encoded with what this one had left
-        for name, before in () if are_finite(merged) else ended.before.items():
-            self._codecs[name].undo(before, later.before.get(name) if later else None)
-            if later is not None:
-                later.before[name] = before
+    def _end(self, step: int) -> None:
+        """Note that it is under way no more. Steps end in the order in which they began."""
+        assert next(iter(self._steps)) == step, f"step {step} is not the oldest under way"
+        self._has_counted = self._steps.pop(step).weight > 0
+        self._is_settled = False
 
     def _key(self, step: int, more: int = 0) -> MessageKey:
         return MessageKey(Kind.AVERAGING, step, self._terms.channel + more)
@@ -332,8 +356,9 @@ class Aggregators(AllToAll):
 
     2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
     on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
-    an aggregator of what it handed back. All replicas use what was handed back.
-    Large tensors are cut between rows. A robust merge sees the part, not the whole.
+    an aggregator of what it handed back. All replicas use what was handed back, unchecked: only
+    for merges that any one contribution may move as far as it likes.
+    Large tensors are cut between rows.
     """
 
     def __init__(
@@ -344,21 +369,21 @@ class Aggregators(AllToAll):
         self._pieces = by_rows(shapes, links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
-        codecs["handed_back"] = new_codec(by_name[links.replica])
+        codecs[_RESULT] = new_codec(by_name[links.replica])
         self._join(links, codecs, terms)
 
     def finish(self, step: int) -> Merged:
-        key, codec = self._key(step, _HANDED_BACK), self._codecs["handed_back"]
-        self._steps[step].before["handed_back"] = codec.residuals
-        parts, own = codec.encode(self._merged(step))
+        self.settle(was_used=True)
+        key, codec = self._key(step, _HANDED_BACK), self._codecs[_RESULT]
+        parts, own = codec.encode(self._merged(step), is_final=False)
         for replica in self._links.others:
-            self._post(replica, key, "handed_back", parts, 1.0)
+            self._post(replica, key, _RESULT, parts, 1.0)
         results = {self._links.replica: own}
         for replica in self._links.others:
             _, parts = self._receive(replica, key)
             results[replica] = self._codecs[str(replica)].decode(parts)
         tensors = [tensor for replica in sorted(results) for tensor in results[replica]]
-        self._end(step, tensors)
+        self._end(step)
         pieces = chain.from_iterable(self._pieces)
         return Merged([joined(zip(pieces, tensors, strict=True), self._count)])
 
@@ -369,7 +394,8 @@ class Aggregators(AllToAll):
             if replica == self._links.replica:
                 sent["own"] = tuple(piece.detach().clone() for piece in pieces)
             else:
-                sent[str(replica)], _ = self._codecs[str(replica)].encode(pieces)
+                codec = self._codecs[str(replica)]
+                sent[str(replica)], _ = codec.encode(pieces, is_final=False)
         return sent, self._own_of(sent)
 
     def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
@@ -379,11 +405,19 @@ class Aggregators(AllToAll):
         return str(replica)
 
 
+def everyone_merges(merge: Merge, num_replicas: int) -> bool:
+    """Return whether each replica merges all contributions itself. Two send least so. Among
+    more, a merge that bounds what one contribution does must not be left to any one replica; a sum
+    or mean bounds nothing, so each may merge a part for all."""
+    return num_replicas == 2 or merge not in (weighted_sum, weighted_mean)
+
+
 def averager_for(
     links: ReplicaLinks, shapes: Mapping[str, torch.Size],
     new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec], terms: Terms = SUM,
 ) -> Averager:  # fmt: skip
-    """The one that sends least: all to all between two replicas, aggregators among more."""
-    if links.num_replicas == 2:
+    """Return the averager that sends least and lets no replica decide for others what the terms'
+    merge would not let it."""
+    if everyone_merges(terms.merge, links.num_replicas):
         return AllToAll(links, new_codec(shapes), terms)
     return Aggregators(links, shapes, new_codec, terms)

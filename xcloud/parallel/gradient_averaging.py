@@ -35,7 +35,6 @@ from xcloud.parallel.merging import (
     gather_shares,
     mean_of,
     weighted_mean,
-    weighted_sum,
 )
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.strategy import Averaging, Traits
@@ -54,8 +53,9 @@ class GradientAveraging(Averaging):
     feedback: what a lossy compressor leaves out of a gradient is added to the next one.
     check_every: updates after which replicas compare digests of their parameters, as they do
         before the first and after the last; 0 = only then.
-    merge: a Byzantine-robust aggregator (parallel/merging.py); null = the sum. A gradient that is
-        not finite then counts as zero.
+    merge: a Byzantine-robust aggregator (parallel/merging.py) of the mean gradients of the
+        replicas' samples, made by every replica from the messages of all; null = the sum. A
+        replica whose gradient is not finite then counts for nothing.
     """
 
     delay: Literal[0, 1] = 0
@@ -85,8 +85,12 @@ class AveragedGradients(Exchange):
 
     def __init__(self, averaging: GradientAveraging, replicas: Replicas) -> None:
         self._group, self._delay = replicas.group, averaging.delay
-        self._num_replicas = replicas.links.num_replicas
-        self._scale = self._num_replicas if averaging.merge is not None else 1  # those are means
+        # A robust merge compares contributions of equal size: each is the mean gradient of its
+        # replica's samples, not their share of the sum.
+        samples = [float(work.num_samples) for work in replicas.max_work]
+        self._per_share = sum(samples) / samples[replicas.links.replica]
+        self._is_robust = averaging.merge is not None
+        self._weight = samples[replicas.links.replica] if self._is_robust else 1.0
         # Who has the same values in this cloud: of sharded stages nobody.
         self._alike, num_shares = replicas.group, replicas.links.num_shares
         if any(local_part(p) is not p for p in replicas.trained.values()):
@@ -100,12 +104,15 @@ class AveragedGradients(Exchange):
         self._averager = Averager()
         if self._alike.group_rank < num_shares:
             self._mine = self._shares[self._alike.group_rank]
-            terms, own = Terms(averaging.merge or weighted_sum), self._mine
+            own, terms = self._mine, Terms()
+            if averaging.merge is not None:
+                terms = Terms(averaging.merge, max_weight=samples.__getitem__)
             self._averager = replicas.averager(
                 {piece.name: piece.shape for piece in own}, terms, averaging.feedback,
                 "averaging", plain={LOSS},
             )  # fmt: skip
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
+        self._has_merged = False  # in this update
         replicas.open([self._averager], under_way=1 + self._delay)
         self._replicas, self._check_every = replicas, averaging.check_every
         self.compare(0)
@@ -123,7 +130,8 @@ class AveragedGradients(Exchange):
         else:  # the others' are not here yet
             for buffer in buffers.values():
                 buffer.zero()
-            total = total * self._num_replicas
+            total = total * self._per_share
+        self._has_merged = due > 0
         self._under_way = step if self._delay else 0
         for buffer in buffers.values():
             if buffer.is_sharded:  # the norm of what other ranks hold is another one now
@@ -136,6 +144,8 @@ class AveragedGradients(Exchange):
         self._replicas.compare(step, self._alike)
 
     def after_update(self, step: int, work: Work) -> None:
+        if self._has_merged:
+            self._averager.settle(was_used=work.num_samples > 0)
         is_due = self._check_every and step % self._check_every == 0
         if is_due or step == self._replicas.last_step:
             self.compare(step)
@@ -153,9 +163,14 @@ class AveragedGradients(Exchange):
 
     def _send(self, step: int, loss: Tensor, is_finite: bool) -> None:
         pieces = [piece.of([*self._gradients, loss.reshape(1)]) for piece in self._mine]
-        if pieces and not is_finite:  # The loss signals it; compressors may not accept NaN.
+        weight = self._weight
+        if self._is_robust:
+            pieces = [piece * self._per_share for piece in pieces]
+        if pieces and not is_finite:
+            # The loss signals it; compressors may not accept NaN. A robust merge leaves it out.
             pieces = [loss.new_full((1,), math.nan), *map(torch.zeros_like, pieces[1:])]
-        self._averager.start(step, pieces)
+            weight = 0.0 if self._is_robust else weight
+        self._averager.start(step, pieces, weight)
 
     def _receive(self, step: int, like: Tensor) -> Tensor:
         """The merged gradients into the buffers, in all ranks of the cloud. Returns the loss."""
@@ -164,8 +179,9 @@ class AveragedGradients(Exchange):
         gradients = self._gradients
         for piece, tensor in everything:
             if piece.name != LOSS:
-                piece.of(gradients).copy_(tensor).mul_(self._scale)
-        return everything[0][1].reshape(()) * self._scale
+                piece.of(gradients).copy_(tensor)
+        loss: Tensor = everything[0][1].reshape(())
+        return loss
 
     @property
     def _gradients(self) -> list[Tensor]:

@@ -29,7 +29,6 @@ from xcloud.record.reporter import Reporter
 
 HUB = 0
 NEWCOMER = -1  # knows no merge
-HUB_WAIT_S = 3600.0  # of a replica that comes first: the hub may have a long round before it
 KEPT = 4  # merges that a late replica is told one by one; if it missed more, all values
 _ASKS, _ANSWERS = 0, 1  # in the place of the micro-batch
 _HEADS = (
@@ -79,7 +78,7 @@ class Member(_End):
     """Any replica but the hub."""
 
     _number: int = field(default=0, init=False)  # of its next message
-    _residuals: Sequence[Tensor | None] | None = field(default=None, init=False)  # if under way
+    _has_asked: bool = field(default=False, init=False)  # to have its change merged
 
     def resume(self, step: int) -> Merged:
         """Take the hub's values."""
@@ -90,16 +89,15 @@ class Member(_End):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Nothing, if the hub has merged this step already."""
         if step > self.known:
-            self._residuals = self.codec.residuals
-            self._ask(step, weight, self.codec.encode(tensors)[0])
+            self._has_asked = True
+            self._ask(step, weight, self.codec.encode(tensors, is_final=False)[0])
 
     def finish(self, step: int) -> Merged:
-        if self._residuals is None:
+        if not self._has_asked:
             return Merged(is_counted=False, step=step)
         merged = self._answer()
-        if not merged.is_counted:
-            self.codec.undo(self._residuals)  # it is in the values again
-        self._residuals = None
+        self.codec.settle(merged.is_counted)  # what does not count is in the values again
+        self._has_asked = False
         return merged
 
     def _ask(self, step: int, weight: float, parts: Parts) -> None:
@@ -112,7 +110,8 @@ class Member(_End):
     def _answer(self) -> Merged:
         key = MessageKey(Kind.AVERAGING, self._number, _ANSWERS)
         self._number += 1
-        parts = self.links.next(HUB, key, HUB_WAIT_S)
+        # The hub may have a long round before it: it is waited for as long as it lives.
+        parts = self.links.next(HUB, key, while_alive=True)
         (*numbers, has_values), rest = _read(parts, _SPECS[1], "the hub")
         hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
@@ -136,11 +135,16 @@ class _Peer:
 
 @dataclass
 class Hub(_End):
-    """late: whether a replica that has not come after wait_s is left out of this merge alone, or
-    counts as one that has left. leave: whether the others continue then. values: of this replica,
-    as OuterParameters.flat, for those that missed too many merges."""
+    """The end that merges for all.
+
+    max_weight: of a replica, by its number, for what it did in so many updates. late: whether a
+    replica that has not come after wait_s is left out of this merge alone, or counts as one that
+    has left. leave: whether the others continue then. values: of this replica, as
+    OuterParameters.flat, for those that missed too many merges.
+    """
 
     terms: Terms
+    max_weight: Callable[[int, int], float]
     late: Literal["wait", "skip"]
     leave: Literal["fail", "go_on"]
     wait_s: float
@@ -159,18 +163,15 @@ class Hub(_End):
         self._taken = {HUB: Contribution(list(tensors), weight)}
 
     def finish(self, step: int) -> Merged:
-        """Of what has come from now until wait_s later at the latest. Nothing counts in a merge
-        that is left out: too few have come to outvote a bad one, or the result is not finite. All
-        replicas keep what they did then."""
+        """Merge what has come from now until wait_s later at the latest. If the result is not
+        finite the merge is left out, nothing counts in it, and all replicas keep what they did."""
         for replica, known, contribution in self._come(step, self.wait_s, "present"):
             if contribution is not None and known == self.known:
                 self._taken[replica] = contribution
             self._due[replica] = known
         changes, parts = [], Parts()
-        num_counted = sum(contribution.weight > 0 for contribution in self._taken.values())
-        if num_counted >= getattr(self.terms.merge, "needs", 0) and are_finite(
-            merged := self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
-        ):
+        merged = self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
+        if are_finite(merged):
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
             for replica in self._taken.keys() & self._peers.keys():
@@ -195,6 +196,8 @@ class Hub(_End):
 
     def resume(self, step: int) -> Merged:
         """The others begin again, with the values of here."""
+        for peer in self._peers.values():
+            peer.merged_at = step
         for replica, known, _ in self._come(step, self.wait_s, "present"):
             self._answer(replica, known, step, False)
         return Merged(is_counted=False, step=step)
@@ -235,9 +238,9 @@ class Hub(_End):
         if not rest:  # it begins, with the values of here
             peer.merged_at = step
             return int(known), None
-        num_steps = step - peer.merged_at
+        most = self.max_weight(replica, step - peer.merged_at)
         return int(known), self.terms.contribution(
-            int(asked_at), num_steps, replica, weight, self.codec, rest
+            int(asked_at), replica, weight, most, self.codec, rest
         )
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:
@@ -265,8 +268,8 @@ class Hub(_End):
         was_left_out, self._is_left_out = self._is_left_out, not any(weights.values())
         if self._is_left_out and not was_left_out:
             self.reporter.note(
-                f"the merge of step {step} is left out, and those after it until enough clouds "
-                "with finite changes are there; each trains on by itself"
+                f"the merge of step {step} is left out, and those after it until the changes of "
+                "the clouds are finite; each trains on by itself"
             )
 
     def _answer(self, replica: int, known: int, step: int, is_counted: bool) -> None:

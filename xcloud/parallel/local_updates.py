@@ -44,7 +44,8 @@ class LocalUpdates(Averaging):
         merge (alpha there).
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next.
-    merge: a Byzantine-robust aggregator (parallel/merging.py); null = the weighted mean.
+    merge: a Byzantine-robust aggregator (parallel/merging.py), made by every replica from the
+        changes of all; null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
     wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
     late: wait: it then counts as one that has left. skip: this merge is without it; its change is
@@ -52,8 +53,8 @@ class LocalUpdates(Averaging):
     leave: fail: the run ends. go_on: the others merge without it, and take it in when it comes
         back. restart_s: after which a run on one machine starts a lost cloud again; null = never.
 
-    With skip or go_on the first cloud merges for all, each replica is in one cloud, and merges are
-    of all parameters at once.
+    With skip or go_on the first cloud merges for all, so no merge is robust, each replica is in
+    one cloud, and merges are of all parameters at once.
     """
 
     every: Positive = 50
@@ -84,6 +85,13 @@ class LocalUpdates(Averaging):
             raise ConfigError(
                 f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
                 f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
+            )
+
+        if self.is_elastic and self.merge is not None:
+            raise ConfigError(
+                f"{NAME}.merge is {self.merge}, but with {NAME}.late=skip or {NAME}.leave=go_on "
+                "the first cloud merges for all, and a robust merge must not be any one cloud's "
+                f"word; set {NAME}.late=wait and {NAME}.leave=fail, or {NAME}.merge=null"
             )
 
     @property
@@ -166,24 +174,38 @@ class LocalUpdates(Averaging):
 
 @dataclass
 class _Fragment(StatefulParts):
-    """work: what this replica did since it last sent. under_way: the step at which it did, 0 for
-    none; sent: the work that it reported then."""
+    """A run of parameters that are merged together.
+
+    work: what this replica did since it last sent. under_way: the step at which it did, 0 for
+    none; sent: the work that it reported then. max_work, max_sent: the same, by replica, of what
+    each can have done at most.
+    """
 
     values: OuterParameters
-    averager: Averager
+    averager: Averager = field(init=False)
     offset: int
+    max_work: list[float]
+    max_sent: list[float]
     work: float = 0.0
     under_way: int = 0
     sent: float = 0.0
 
-    own_names = (MEMORY, "work")
+    own_names = (MEMORY, "work", "max_work", "max_sent")
 
     def own(self) -> State:
-        work = torch.tensor(self.work, dtype=torch.float64)
-        return {_UNDER_WAY: self.under_way, "work": work}
+        numbers = {"work": self.work}
+        for replica in range(len(self.max_work)):
+            numbers[f"max_work.{replica}"] = self.max_work[replica]
+            numbers[f"max_sent.{replica}"] = self.max_sent[replica]
+        state: State = {name: torch.tensor(n, dtype=torch.float64) for name, n in numbers.items()}
+        return {_UNDER_WAY: self.under_way, **state}
 
     def take(self, own: State) -> None:
-        self.under_way, self.work = whole_number(own, _UNDER_WAY), float(own["work"])
+        self.under_way = whole_number(own, _UNDER_WAY)
+        self.work = float(own["work"])
+        replicas = range(len(self.max_work))
+        self.max_work = [float(own[f"max_work.{replica}"]) for replica in replicas]
+        self.max_sent = [float(own[f"max_sent.{replica}"]) for replica in replicas]
 
     def parts(self) -> dict[str, Stateful]:
         return {"values": self.values, "averager": self.averager}
@@ -232,9 +254,11 @@ class LocalRounds(Exchange):
 
     def after_update(self, step: int, work: Work) -> None:
         averaging, is_last = self._settings, step == self._replicas.last_step
-        if not self.is_idle(step):
-            for fragment in self._fragments:
+        for fragment in self._fragments:
+            if not self.is_idle(step):
                 fragment.work += averaging.work_of(work)
+            for replica, most in enumerate(self._replicas.max_work):
+                fragment.max_work[replica] += averaging.work_of(most)
         under_way = [fragment for fragment in self._fragments if fragment.under_way]
         for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
             if step - fragment.under_way >= averaging.overlap or is_last:
@@ -266,7 +290,16 @@ class LocalRounds(Exchange):
         num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
         shares = by_tensor(shapes, num_shares)
         values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
-        terms = Terms(averaging.merge or weighted_mean, number, self._most_weight)
+        nothing = [0.0] * replicas.links.num_replicas
+        fragment = _Fragment(values, averaging.offset(number), [*nothing], [*nothing])
+        terms = Terms(
+            averaging.merge or weighted_mean,
+            channel=number,
+            # Where no replica has done anything, all count.
+            max_weight=lambda replica: max(
+                averaging.weight_of(fragment.max_sent[replica]), _NOTHING
+            ),
+        )
         averager = Averager()
         if averaging.is_elastic and replicas.group.leads:
             averager = self._elastic_averager(shapes, values, terms)
@@ -276,7 +309,8 @@ class LocalRounds(Exchange):
                 own, terms, averaging.feedback, "local updates", number,
                 num_fragments=averaging.fragments,
             )  # fmt: skip
-        return _Fragment(values, averager, averaging.offset(number))
+        fragment.averager = averager
+        return fragment
 
     def _elastic_averager(self, shapes: Shapes, values: OuterParameters, terms: Terms) -> Averager:
         replicas, averaging = self._replicas, self._settings
@@ -288,11 +322,13 @@ class LocalRounds(Exchange):
             return Member(replicas.links, change, merged)
         return Hub(
             replicas.links, change, merged, replicas.guarded(terms, shapes),
-            averaging.late, averaging.leave, averaging.wait_s, values.flat, replicas.reporter,
+            self._max_weight, averaging.late, averaging.leave, averaging.wait_s, values.flat,
+            replicas.reporter,
         )  # fmt: skip
 
-    def _most_weight(self, num_steps: int) -> float:
-        work = self._settings.work_of(self._replicas.most_work)
+    def _max_weight(self, replica: int, num_steps: int) -> float:
+        """Return the most that a replica can weigh for what it did in so many updates."""
+        work = self._settings.work_of(self._replicas.max_work[replica])
         return self._settings.weight_of(work * num_steps)
 
     def _end_step(self, step: int, num_tokens: float) -> None:
@@ -314,6 +350,8 @@ class LocalRounds(Exchange):
 
     def _start(self, fragment: _Fragment, step: int) -> None:
         fragment.sent, fragment.work = fragment.work, 0.0
+        fragment.max_sent = fragment.max_work
+        fragment.max_work = [0.0] * len(fragment.max_sent)
         weight = self._settings.weight_of(fragment.sent)
         if not self._settings.is_elastic:  # where no replica has done anything, their mean
             weight = max(weight, _NOTHING)
@@ -342,8 +380,8 @@ class LocalRounds(Exchange):
         own = [] if is_counted else fragment.values.gradient()
         if merged.values:
             fragment.values.replace(merged.values)
-        for change in merged.changes:
-            fragment.values.move(change)
+        have_moved = [fragment.values.move(change) for change in merged.changes]
+        fragment.averager.settle(was_used=all(have_moved))
         # After the last merge nothing can count any more: replicas end equal.
         if is_counted or step >= self._replicas.last_step:
             fragment.values.take(mix)

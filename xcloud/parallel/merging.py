@@ -5,8 +5,9 @@ that the ranks of a cloud carry across). Pure tensor code: no links, no compress
 Every step of a merge is one multiplication or one addition for each value, in a fixed order, so
 the result has the same bits in every replica, on any processor.
 
-`Median`, `TrimmedMean` and `NormBound` are Byzantine-robust aggregators. They cost no bytes but
-accuracy where all are honest: variance, against the mean of R equally noisy contributions, and
+`Median`, `TrimmedMean` and `NormBound` are Byzantine-robust aggregators. They cost bytes, as every
+replica must merge all contributions itself (averaging.py), and where all are honest accuracy:
+variance, against the mean of R equally noisy contributions, and
 bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution
 of weight zero counts for none. One with a value that is not finite is left out by them; if these
 are no minority, the result is NaN. Sum and mean hide nothing.
@@ -125,7 +126,7 @@ class NormBound(Robust):
     Source: Sun et al., arXiv:1911.07963. Tolerates a minority in size, not in direction: a bad
     replica of weight w moves the result by up to factor * w / sum(w) median norms in every merge.
     No variance and no bias as long as honest norms lie within the bound. The norm is of all
-    tensors that are merged together: of one part, where replicas aggregate parts.
+    tensors that are merged together: of one share, where the ranks of a cloud carry shares.
     """
 
     factor: Annotated[float, Field(ge=1)] = 2.0

@@ -37,8 +37,9 @@ class Replicas:
 
     links: to this rank's counterparts in the other replicas. group: the ranks of this replica that
         hold the same stages. stages: of this rank. choose: the compressor of each tensor.
-    last_step: of training. most_work: of any update of a replica. privacy: of what leaves this
-        cloud. watch: see Terms.
+    last_step: of training. max_work: by replica, the most that it can train on in an update: all
+        of its samples, which follow from the settings, each of the largest weight.
+    privacy: of what leaves this cloud. watch: see Terms.
     """
 
     links: ReplicaLinks
@@ -47,7 +48,7 @@ class Replicas:
     choose: Choose
     seed: int
     last_step: int
-    most_work: Work
+    max_work: Sequence[Work]
     reporter: Reporter
     privacy: Privacy | None = None
     watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
@@ -205,10 +206,13 @@ class OuterParameters:
         """How far this replica has moved away: outer - values."""
         return [a - p.detach() for a, p in zip(self.outer, self._own, strict=True)]
 
-    def move(self, gradients: Sequence[Tensor]) -> None:
-        """The outer optimizer's step, unless a gradient is not finite; the parameters stay."""
-        if are_finite(gradients):
+    def move(self, gradients: Sequence[Tensor]) -> bool:
+        """Make the outer optimizer's step, unless a gradient is not finite; the parameters stay.
+        Return whether it was made."""
+        is_made = are_finite(gradients)
+        if is_made:
             self._optimizer.step(self.outer, self.velocity, gradients)
+        return is_made
 
     def take(self, mix: float = 0.0) -> None:
         """Parameters become mix * own + (1 - mix) * outer."""

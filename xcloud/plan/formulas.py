@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.parallel.averaging import everyone_merges
+from xcloud.parallel.merging import weighted_sum
 from xcloud.parallel.one_forward_one_backward import most_kept
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.parallel.strategy import Averaging
@@ -86,7 +88,8 @@ def exchange_of(
     around_s: float = 0.0,
 ) -> Exchange:
     """Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode.
-    From R = 3 on each merges a part and hands it back (parallel/averaging.py): two rounds of B/R
+    So do more of them where the merge is robust (parallel/averaging.py), and each decodes R - 1
+    messages. Else from R = 3 on each merges a part and hands it back: two rounds of B/R
     to each other replica, each over the line of these two clouds; a part is back with the last
     replica once the slowest contribution to it has come and the slowest answer has gone. Where a
     cloud may be late or gone the first cloud merges for all: two rounds of B. A cloud's ranks
@@ -109,8 +112,9 @@ def exchange_of(
         encode_s, decode_s = costs.encode_s * share / num_ranks, costs.decode_s * share / num_ranks
         if traits.is_elastic:
             size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
-        elif num_replicas == 2:
-            size, codec_s, mergers = whole, encode_s + decode_s, clouds[:0]
+        elif everyone_merges(averaging.merge or weighted_sum, num_replicas):
+            size, mergers = whole, clouds[:0]
+            codec_s = encode_s + decode_s * (num_replicas - 1)
         else:
             # Of its own part a replica hands back the result in place of sending a contribution.
             size, mergers = whole / num_replicas, clouds

@@ -20,7 +20,7 @@ from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import Exchange, FlatBuffer, RankGroup, Work
-from xcloud.parallel.part import Part
+from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.within_cloud import OverlappedSums
 from xcloud.record.reporter import Reporter
@@ -32,7 +32,7 @@ from xcloud.security.defences import (
     normal,
     sampled_epsilon,
 )
-from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.batch_plan import BatchPlan, replica_samples
 from xcloud.training.trainer import Trainer
 from xcloud.wire.wiring import Wiring
 
@@ -83,6 +83,10 @@ class TiedGradients(Part):
             merged = merged if is_finite else gradient
         gradient.copy_(group.from_leader(merged.clone()))
 
+    def after_update(self, step: int, report: StepReport) -> None:
+        if self.averager is not None:
+            self.averager.settle(report.skipped is None)
+
     def parts(self) -> StateTree:
         return {"averager": self.averager}
 
@@ -119,13 +123,19 @@ def replicas_exchange(
 ) -> Exchange:
     """watch: see Terms."""
     assert wiring.replicas is not None and job.strategy.averaging is not None
-    size = job.training.batch_size
+    numbers = replica_samples(
+        job.training.batch_size,
+        num_micro_batches=job.schedule.num_micro_batches,
+        num_passes=job.training.accumulate_steps,
+        num_replicas=job.cluster.num_replicas,
+    )
     return job.strategy.averaging.join(
         Replicas(
             wiring.replicas,
             wiring.groups[min(stages)],  # the same ranks hold all stages of this one
             stages, job.compression.for_tensor, job.seed, job.max_steps,
-            Work(size, 2.0 * size * job.task.max_length), reporter, job.security.privacy, watch,
+            [Work(number, float(number * job.task.max_length)) for number in numbers],
+            reporter, job.security.privacy, watch,
         )
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.within_cloud import Sharder, sharders
 from xcloud.rank.autopilot import pilot_of
+from xcloud.rank.channel_memories import ChannelMemories
 from xcloud.rank.checkpoints import check_facts, restored
 from xcloud.rank.gradient_parts import (
     PrivacyAccount,
@@ -140,6 +141,9 @@ class Features:
             [
                 own_gradients,
                 join_tied(wiring, trainer, choose, job.seed) if job.ties_ends else None,
+                ChannelMemories([*wiring.boundaries.channels.values()])
+                if job.compression.has_memory
+                else None,
                 pilot_of(context, trainer, wiring, self._memory.program_bytes)
                 if job.autopilot is not None
                 else None,

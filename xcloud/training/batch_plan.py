@@ -48,6 +48,24 @@ def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
     return list(torch.tensor_split(ids, num_pieces))
 
 
+def is_of_replica(micro_batch: int, num_micro_batches: int, replica: int, of: int) -> bool:
+    """Return whether a micro-batch of an update belongs to a replica, one of so many. In every
+    pass over the pipeline the replicas take the pass's micro-batches in turn."""
+    return micro_batch % num_micro_batches % of == replica
+
+
+def replica_samples(
+    batch_size: int, *, num_micro_batches: int, num_passes: int, num_replicas: int
+) -> list[int]:
+    """Return how many samples of an update each replica trains on."""
+    counts = [0] * num_replicas
+    for number, piece in enumerate(cut(torch.arange(batch_size), num_passes * num_micro_batches)):
+        for replica in range(num_replicas):
+            if is_of_replica(number, num_micro_batches, replica, num_replicas):
+                counts[replica] += len(piece)
+    return counts
+
+
 @dataclass
 class Feed:
     """The samples of one rank's updates, micro-batch by micro-batch.
@@ -73,10 +91,13 @@ class Feed:
     def begin(self, step: int, num_micro_batches: int, num_passes: int) -> list[Tensor]:
         """Sample ids of all micro-batches of an update: num_micro_batches of each pass."""
         pieces = cut(self.plan.ids(step), num_passes * num_micro_batches)
-        replica, num_replicas = self.of_replica
         numbered = enumerate(pieces)
         ids = torch.cat(
-            [piece for i, piece in numbered if i % num_micro_batches % num_replicas == replica]
+            [
+                piece
+                for i, piece in numbered
+                if is_of_replica(i, num_micro_batches, *self.of_replica)
+            ]
         )
         self.work = Work(len(ids), self.weigh(ids) if self.weigh else 1.0)
         return pieces

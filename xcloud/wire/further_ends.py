@@ -181,9 +181,15 @@ class PeerLinks(ReplicaLinks):
             self.raw_bytes += raw_bytes
         self._out[replica].send(key, parts, carries)
 
-    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def next(
+        self,
+        replica: int,
+        key: MessageKey,
+        wait_s: float | None = None,
+        while_alive: bool = False,
+    ) -> Parts:
         patience_s = self._overdue_s[replica] if wait_s is None else wait_s
-        parts = self._in[replica].recv(key, patience_s)
+        parts = self._in[replica].recv(key, patience_s, while_alive)
         return tuple(part.to(self.device) for part in parts)
 
 
@@ -200,13 +206,19 @@ class HubLinks(PeerLinks):
     _ended: set[int] = field(default_factory=set, init=False)
     _back: set[int] = field(default_factory=set, init=False)  # ended, and their clouds are back
 
-    def next(self, replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def next(
+        self,
+        replica: int,
+        key: MessageKey,
+        wait_s: float | None = None,
+        while_alive: bool = False,
+    ) -> Parts:
         """Of a replica that has begun again: first LinkClosed for what it was, then its new
         messages."""
         if self.replica == HUB:
             self._look_for(replica)
         try:
-            return super().next(replica, key, wait_s)
+            return super().next(replica, key, wait_s, while_alive)
         except LinkClosed:
             self._end(replica)
             raise
