@@ -15,10 +15,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
-from xcloud.base.errors import RunFailed
+from xcloud.base.errors import ConfigError, DataError, LinkClosed, RunFailed
 from xcloud.job import config as configs
 from xcloud.job import given
+from xcloud.job.experiment import Experiment
 from xcloud.launch import local, several_machines
+from xcloud.launch.failures import write_failure
 from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import error_file
@@ -77,6 +79,36 @@ def test_of_single_samples_a_tracker_has_what_their_writer_has_allowed(
         (tmp_path / "may_be_tracked.json").write_text(json.dumps(allowed))
     monitor_after([], tmp_path).finish("why")
     assert wanted == {name for name in kept if name in ("samples.txt", "scores.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_public", "is_told"),
+    [
+        (DataError("the label 'secret' is not a number"), False, False),
+        (DataError("the label 'secret' is not a number"), True, True),
+        (ValueError("could not convert 'secret'"), False, False),
+        (LinkClosed("rank 1 of 'secret' is gone"), False, True),
+        (ConfigError("task.path 'secret' is not set"), False, True),
+    ],
+)
+def test_a_cause_that_may_quote_private_data_stays_in_the_run_folder(
+    error: Exception,
+    is_public: bool,
+    is_told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracked: list[str] = []
+    monkeypatch.setattr(Recording, "artifact", lambda recording, path: tracked.append(path.name))
+    monkeypatch.setattr(Recording, "finish", lambda recording, *of: tracked.append(json.dumps(of)))
+    monkeypatch.setattr(Experiment, "has_public_texts", is_public)
+    write_failure(tmp_path, 0, error)
+    monitor_after([], tmp_path).finish(str(error))
+
+    assert "secret" in (tmp_path / "summary.json").read_text()
+    assert ("summary.json" in tracked) == is_told
+    assert ("secret" in tracked[-1]) == is_told
+    assert is_told or "see summary.json in the run folder" in tracked[-1]
 
 
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:

@@ -154,7 +154,6 @@ class Experiment(PipelineJob):
 
     @property
     def has_public_texts(self) -> bool:
-        """Whether what it reads is known to be public. A task that does not say so is not."""
         return getattr(self.task, "is_public", False) is True
 
     @property

@@ -178,6 +178,11 @@ class Job(Names, ABC):
         """This job, where its model is cut into stages. Raises ConfigError for another kind."""
         raise ConfigError("plan= is for jobs whose model is cut into stages: set plan=none")
 
+    @property
+    def has_public_texts(self) -> bool:
+        """Whether what it reads is known to be public. A job that does not say so is not."""
+        return False
+
     def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
         """Names of the batch fields ("holders") or of the parts of the model ("weights") that its
         ranks hold; None for a kind of job that has no such names."""

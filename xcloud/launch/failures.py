@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from xcloud.base.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.base.errors import ConfigError, DataError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
 from xcloud.cluster.rendezvous import Ending
 from xcloud.record.files import error_file, failure_of, state_file
@@ -52,6 +52,8 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     message = (text if expected else f"{type(error).__name__}: {text}").strip()
     lines = traceback.format_exception(error)
     failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
+    # An error of a corpus may quote it, and what nobody expected may say anything.
+    failure["may_quote"] = isinstance(error, DataError) or not expected
     if error_file(run_dir, rank).exists():  # another thread has named the first cause
         return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
     # On a full disk the log is all that is left, or not even that: the exit code must not suffer.

@@ -46,8 +46,15 @@ def error_file(run_dir: Path, rank: int) -> Path:
 
 
 def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
-    """The error report of a rank that failed on this machine: message, peer_lost, expected."""
+    """The error report of a rank that failed on this machine: message, peer_lost, expected,
+    may_quote."""
     return read_json(error_file(run_dir, rank)) or None
+
+
+def may_quote_data(run_dir: Path) -> bool:
+    """Whether a rank has failed here with a message that may quote its data."""
+    failures = [read_json(path) for path in run_dir.glob("rank*.error.json")]
+    return any(failure.get("may_quote", True) for failure in failures)
 
 
 def state_file(run_dir: Path, rank: int) -> Path:

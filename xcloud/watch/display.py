@@ -33,6 +33,7 @@ from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.job.job import Job
 from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
+from xcloud.record.files import may_quote_data
 from xcloud.record.further_figures import files_of_samples
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.tracking import Recording
@@ -217,11 +218,15 @@ def write_record(
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:
         log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
-    files = (SUMMARY_FILE, *files_of_samples(run_dir), AUDIT_FILE, *timelines.PLANNED_FILES)
+    tracked, texts = summary, [SUMMARY_FILE]
+    if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
+        tracked = {**summary, "cause": f"see {SUMMARY_FILE} in the run folder: it may quote data"}
+        texts = []
+    files = (*texts, *files_of_samples(run_dir), AUDIT_FILE, *timelines.PLANNED_FILES)
     for path in [*(run_dir / name for name in files), *pictures]:
         if path.exists():
             recording.artifact(path)
-    recording.finish(facts["status"], summary, note_of(summary, run_dir))
+    recording.finish(facts["status"], tracked, note_of(tracked, run_dir))
     places: dict[str, object] = {"run folder": run_dir}
     if (run_dir / MODEL_DIR).is_dir():
         places["model"] = run_dir / MODEL_DIR
