@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def _counted(self) -> str:
-        """How many there were, unless it is three seeds or more."""
+        """Say how many there were, unless it is three seeds or more."""
         if self.num > 2 and self.repeats == "seed":
             return ""
         count = {1: "one", 2: "two", 3: "three"}.get(self.num, str(self.num))
@@ -78,8 +78,11 @@ class Figure:
     where: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
-        """None without any seed that has what is needed. The error of one seed is over its test
-        samples; of a difference as if the two were drawn apart, which is wider than it is."""
+        """Return the estimate; None without any seed that has what is needed.
+
+        The error of one seed is over its test samples; of a difference as if the two were drawn
+        apart, which is wider than it is.
+        """
         values, repeats = self.values(rows), repeats_of(rows)
         if len(values) != 1 or self.over:
             return Estimate.of(values, repeats) if values else None
@@ -89,7 +92,7 @@ class Figure:
         return Estimate(values[0], error, 1, repeats)
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
-        """By seed."""
+        """Return the figure of each seed, in their order."""
         own, other = (self._by_seed(rows, name) for name in (self.row, self.minus or self.over))
         if self.minus or self.over:
             own, other = own.align(other, join="inner")
@@ -97,7 +100,8 @@ class Figure:
         return list(paired.sort_index())
 
     def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> pd.Series:
-        """Not a number where a run came to none, such as the loss of one that diverged."""
+        """Return the column by seed. A run that came to none, such as the loss of one that
+        diverged, has not a number."""
         wanted, repeats = {"row": name, **self.where}, repeats_of(rows)
         chosen = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
         found = {row.get(repeats): row[self.column] for row in chosen if self.column in row}
@@ -148,9 +152,12 @@ class Cell:
 
 @settings("claim.quotes")
 class Quote:
-    """Where README or docs quote a figure: text of the file, with {} in place of the figure. form:
-    the mean; each seed's value; the mean and the standard deviation over seeds, or its standard
-    error; or by how many percent the mean exceeds 1."""
+    """A figure that README or docs quote.
+
+    text: of the file, with {} in place of the figure.
+    form: the mean; each seed's value; the mean and the standard deviation over seeds, or its
+        standard error; or by how many percent the mean exceeds 1.
+    """
 
     file: str
     text: str
@@ -174,7 +181,7 @@ class Quote:
 
 @settings("claim.picture")
 class Drawn:
-    """What the claim's picture shows of its rows: the figure y, and x beside it. Without x rows
+    """The figures that a claim's picture shows of its rows: y, and x beside it. Without x rows
     whose names end in a number, such as a block, are the points of a line, others a list."""
 
     y: str
@@ -185,13 +192,20 @@ class Drawn:
 
 @settings("claim")
 class Claim:
-    """source: where it is published. means: what it says here. runs: settings of run.py by row;
-    or module: one that is run with these words and writes the rows to OUT/rows.jsonl. In both DATA
-    stands for the folder of data, OUT for the record's, in runs SEED for the seed. needs: what
-    must be there, such as a folder of data. quick: settings for a run of minutes; leaves_out: what
-    that run cannot tell. unlike: how the two sides of a cell differ beside what is compared.
+    """A claim: what is said, how it is run, and the rules that judge it.
+
+    source: where it is published.
+    means: what it says here.
+    runs: settings of run.py by row. DATA stands for the folder of data, OUT for the record's, SEED
+        for the seed.
+    module: in place of runs, a module that is run with these words and writes OUT/rows.jsonl.
+    needs: what must be there, such as a folder of data.
+    quick: settings for a run of minutes.
+    leaves_out: what that run cannot tell.
+    unlike: how the two sides of a cell differ beside what is compared.
     withdrawn: of a claim that was taken back, when, and what it came to until then; it counts as
-    not reproduced."""
+        not reproduced.
+    """
 
     name: str
     title: str
@@ -227,8 +241,8 @@ class Claim:
 
 
 class Judged(NamedTuple):
-    """met: "yes", "no", "undecided" (Rule), or "not run" where the rows do not hold the rule's
-    figure."""
+    """A rule with what it came to. met: "yes", "no", "undecided" (Rule), or "not run" where the
+    rows do not hold the rule's figure."""
 
     says: str
     found: Estimate | None
@@ -245,7 +259,10 @@ def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
 
 
 def read_claims(path: Path) -> dict[str, Claim]:
-    """By name, in the order of the file. Raises ConfigError that names the claim."""
+    """Return the claims by name, in the order of the file.
+
+    Raises ConfigError that names the claim.
+    """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -254,8 +271,8 @@ def read_claims(path: Path) -> dict[str, Claim]:
 
 
 def _each(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An entry with for = {block = [0, 5]} stands for as many as it has values, each with its
-    value in place of {block}."""
+    """Expand entries: one with for = {block = [0, 5]} stands for as many as it has values, each
+    with its value in place of {block}."""
     made = []
     for entry in entries:
         names = entry.get("for", {})

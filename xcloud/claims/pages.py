@@ -51,13 +51,13 @@ Records = Mapping[str, Record]
 
 
 def read_records(claims: Mapping[str, Claim]) -> dict[str, Record]:
-    """Those that there are, by claim."""
+    """Return the records that there are, by claim."""
     read = ((name, Record.read(project_root() / FOLDER / name)) for name in claims)
     return {name: record for name, record in read if record is not None}
 
 
 def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
-    """docs/paper.md."""
+    """Return the text of docs/paper.md."""
     tables = {
         table: [
             (*shown, f"`{claim.command}`", f"[{made_at}](../{FOLDER}/{claim.name}/README.md)")
@@ -76,7 +76,7 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
 
 
 def _unlike(claims: Mapping[str, Claim]) -> dict[str, list[str]]:
-    """What must be said of each table: how the sides of its cells differ besides."""
+    """Return what must be said of each table: how the sides of its cells differ besides."""
     said: dict[str, list[str]] = {}
     for claim in claims.values():
         for table in dict.fromkeys(cell.table for cell in claim.cells):
@@ -85,7 +85,7 @@ def _unlike(claims: Mapping[str, Claim]) -> dict[str, list[str]]:
 
 
 def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
-    """The same as a page of the site, whose first column links to the studies."""
+    """Return the same as a page of the site, whose first column links to the studies."""
     columns = ["cell", "published", "ours", "made better"]
     tables = [
         Table(name, pd.DataFrame([shown for *_, shown in lines], columns=columns, dtype=object),
@@ -100,8 +100,8 @@ def paper_of_site(claims: Mapping[str, Claim], records: Records) -> Page:
 def _cells(
     claims: Mapping[str, Claim], records: Records
 ) -> dict[str, list[tuple[Claim, str, tuple[str, ...]]]]:
-    """By table, for each cell its claim, the day of the record, and what is published, ours, and
-    ours made better."""
+    """Return by table, for each cell, its claim, the day of the record, and what is published,
+    ours, and ours made better."""
     tables: dict[str, list[tuple[Claim, str, tuple[str, ...]]]] = {}
     for claim in claims.values():
         record = records.get(claim.name)
@@ -232,8 +232,8 @@ def site(words: Sequence[str] | None = None) -> int:
 
 
 def draw(claim: Claim, record: Record, path: Path) -> bool:
-    """The figures by row, means and standard errors over seeds, a panel for each choice of rows
-    in the rules; False if no row has them."""
+    """Draw the figures by row, means and standard errors over seeds, a panel for each choice of
+    rows in the rules. Return False if no row has them."""
     drawn: dict[str, Drawn] = {}
     for figure in (rule.figure for rule in claim.rules):
         drawn.setdefault(str(figure.where), Drawn(figure.column, where=figure.where))
@@ -283,7 +283,7 @@ def _panel(axes: Axes, shown: Drawn, points: Mapping[str, tuple[Estimate, Estima
 
 
 def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]]) -> None:
-    """Numbered points, named beside the axes from the lowest y to the highest."""
+    """Draw numbered points, named beside the axes from the lowest y to the highest."""
     in_order = sorted(points.items(), key=lambda point: point[1][1].mean)
     for number, (_, (x, y)) in enumerate(in_order, 1):
         axes.errorbar(x.mean, y.mean, xerr=x.error, yerr=y.error, fmt="o", color=LINES[1], ms=4)
@@ -297,7 +297,8 @@ def _scatter(axes: Axes, points: Mapping[str, tuple[Estimate, Estimate]]) -> Non
 
 
 def _lines(axes: Axes, points: Mapping[str, Estimate]) -> None:
-    """A line through rows whose names differ in the number at their end; level where without."""
+    """Draw a line through rows whose names differ in the number at their end; a level one for a
+    row without a number."""
     lines: dict[str, list[tuple[int, Estimate]]] = {}
     for name, found in points.items():
         if numbered := NUMBERED.fullmatch(name):

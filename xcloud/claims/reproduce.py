@@ -239,7 +239,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """None where there is no record. Raises DataError for one that cannot be read."""
+        """Read the record; None where there is none. Raises DataError if it cannot be read."""
         path = folder / RECORD_FILE
         if not path.exists():
             return None
@@ -274,14 +274,14 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
 
 
 def page(claim: Claim, record: Record) -> str:
-    """README.md of a record; of its rows a column for each figure that any of them has."""
+    """Return the README of a record, with a column for each figure that any of its rows has."""
     cells = pd.DataFrame(record.rows, dtype=object).map(cell_text)
     judged = judge(claim, record.rows)
     return rendered(README, claim=claim, record=record, judged=judged, cells=cells)
 
 
 def environment() -> dict[str, Any]:
-    """Of this machine: what a figure may depend on, rounding too."""
+    """Describe this machine: what a figure may depend on, rounding too."""
     from xcloud.planner.trial import processor  # torch takes a second
 
     return {
@@ -294,7 +294,7 @@ def environment() -> dict[str, Any]:
 
 
 def digests(paths: Sequence[Path]) -> dict[str, str]:
-    """sha256 of every file in these folders, by its name there."""
+    """Return the SHA-256 of every file in these folders, by its name there."""
     files = ((path, file) for path in paths for file in sorted(path.rglob("*")) if file.is_file())
     return {
         str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest()

@@ -154,24 +154,25 @@ class Results:
 
     @property
     def labels(self) -> pd.Series:
-        """Of the rows, to draw them; with the sweep if there are several."""
+        """Label the rows of a picture; with the sweep if there are several."""
         rows = self.rows
         return rows.setting + " @" + rows.sweep if len(self.sweeps) > 1 else rows.setting
 
 
 def known(row: Any, name: str) -> float | None:
-    """A figure of a row; None where there is none."""
+    """Return a figure of a row; None where there is none."""
     value = row.get(name)
     return None if value is None or pd.isna(value) else float(value)
 
 
 def spread_text(row: Any, score: str) -> str:
-    """A score as 41.92 ± 0.31."""
+    """Write a score as 41.92 ± 0.31."""
     return spread(row, score, partial(score_text, score))
 
 
 def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
-    """Mean ± standard deviation, of a single run's score its error; the unit once: 450 ± 71 ms."""
+    """Write mean ± standard deviation, of a single run's score its error; the unit once:
+    450 ± 71 ms."""
     mean, std = known(row, name), known(row, f"{name}_std")
     std = known(row, f"{name}_error") if std is None else std
     if mean is None or std is None:
@@ -184,13 +185,13 @@ def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
 
 
 def plus_minus(rows: pd.DataFrame, score: str) -> pd.Series:
-    """What is shown after a score: its spread over seeds, its error if there is one run."""
+    """Return what is shown after a score: its spread over seeds, its error if there is one run."""
     std = rows[f"{score}_std"]
     return std.fillna(rows[f"{score}_error"]) if f"{score}_error" in rows else std
 
 
 def _row(runs: Sequence[Result]) -> dict[str, Any]:
-    """What the runs of a setting have in common."""
+    """Return what the runs of a setting have in common."""
     settings, finished = runs[0].settings, [run for run in runs if run.status == "finished"]
     compressions = (run.summary.get("compression") for run in runs)
     compression = str(next(filter(None, compressions), "-"))
@@ -258,7 +259,7 @@ def _tell_apart(rows: pd.DataFrame) -> None:
 
 
 def _by_score(row: pd.Series) -> tuple[bool, float, float]:
-    """To sort by: best first, then the fastest; without a score last."""
+    """Return the key to sort by: best first, then the fastest; without a score last."""
     sign = 1 if row.score in LESS_IS_BETTER else -1
     score = sign * row[row.score] if isinstance(row.score, str) else 0.0
     return not isinstance(row.score, str), score, float(np.nan_to_num(row.step_time_s))
@@ -330,12 +331,12 @@ def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
 
 
 def _natural(label: str) -> str:
-    """rank=8 before rank=16."""
+    """Return a key that sorts rank=8 before rank=16."""
     return re.sub(r"\d+\.?\d*", lambda number: f"{float(number[0]):020.6f}", label)
 
 
 def from_folder(folder: Path) -> list[Result]:
-    """All points of the sweep in multirun/NAME, run by any launcher."""
+    """Return all points of the sweep in multirun/NAME, run by any launcher."""
     recorded = read_points(folder)
     return [
         _result(
@@ -346,7 +347,7 @@ def from_folder(folder: Path) -> list[Result]:
 
 
 def from_store(store: Store, sweep: str) -> list[Result]:
-    """The runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
+    """Return the runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
     found = [
         _result(sweep, folder, 1)
         for folder in store.artifacts_of_sweep(sweep)
@@ -361,7 +362,7 @@ def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
 
 
 def known_sweeps() -> list[str]:
-    """Of multirun/, a line each, the newest last: name, date, points."""
+    """Describe the sweeps in multirun/, a line each, the newest last: name, date, points."""
     made_s = {path: path.stat().st_mtime for path in Path("multirun").glob(f"*/{STATE_FILE}")}
     return [
         f"{path.parent.name}  {datetime.fromtimestamp(made_s[path]):%Y-%m-%d %H:%M}  "
@@ -371,7 +372,10 @@ def known_sweeps() -> list[str]:
 
 
 def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
-    """Folder and runs of a sweep, given its name or folder. Raises ConfigError if unknown."""
+    """Return the folder and the runs of a sweep, given its name or folder.
+
+    Raises ConfigError if it is unknown.
+    """
     given = Path(name)
     is_path = len(given.parts) > 1 or any(given.glob(f"*/{EXPERIMENT_FILE}"))
     folder = given if is_path else Path("multirun") / name
@@ -388,7 +392,7 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
 
 
 def published_for(settings: Settings, compression: str) -> dict[str, Any]:
-    """What the paper has for this setting: the first entry that fits, of figures as texts
+    """Return what the paper has for this setting: the first entry that fits, of figures as texts
     (quality, share, ratio, of_one_cloud) and `notes` to show with them."""
     data = _published()
     for entry in data["published"]:
