@@ -63,8 +63,17 @@ def exporting(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        free_mb = shutil.disk_usage(run_dir).free / 1e6
         raise RunFailed(
-            f"the trained model could not be written to {run_dir / MODEL_DIR}: {error}; the disk "
-            f"of that folder has {free_mb:,.0f} MB free"
+            f"the trained model could not be written to {run_dir / MODEL_DIR}: {error}"
+            f"{_room_at(run_dir)}"
         ) from error
+
+
+def _room_at(folder: Path) -> str:
+    """Say how full the disk of a folder is, or of the nearest one above it that exists."""
+    there = next(at for at in (folder.absolute(), *folder.absolute().parents) if at.exists())
+    try:
+        free_mb = shutil.disk_usage(there).free / 1e6
+    except OSError:  # what cannot be written is told in any case
+        return ""
+    return f"; the disk of that folder has {free_mb:,.0f} MB free"

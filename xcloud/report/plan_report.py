@@ -28,12 +28,11 @@ from xcloud.plan.search import (
 from xcloud.plan.settings import NO_COMPRESSION, Plan, Priced
 from xcloud.record.timeline import PLAN_FILE
 from xcloud.report.canvas import FAINT, LINES, TITLE_POINTS, canvas, plain, save, wrapped
-from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, epochs_text, print_table, say
+from xcloud.report.tables import Column, console_of, epochs_text, print_table, say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = WIDTH_OF_A_FILE + 60
 _LEFT = ("strategy", "split", "m", "schedule", "compression")
 NAMES: list[Column | str] = [Column(""), *(Column(name, right=False) for name in _LEFT)]
 FORMULAS = (("free", "(1): a free link"), ("overlapped", "(2'): transfers overlap"),
@@ -177,7 +176,7 @@ def write_plan(folder: Path, report: Report, chosen: Priced | None) -> None:
 
 
 def print_plans(report: Report, console: Console | None = None) -> None:
-    console = console_of(WIDTH) if console is None else console
+    console = console_of() if console is None else console
     profile, ranked = report.pricer.profile, report.ranked
     say(
         console,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
-WIDTH_OF_A_FILE = 100
+WIDTH_OF_A_FILE = 10_000  # characters: nothing is wrapped where output goes on to a program
 PAGE = Path(__file__).with_name("page.html")
 KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
          "sync_s": "averaging"}  # fmt: skip
@@ -49,11 +49,11 @@ class Column(NamedTuple):
     dim: bool = False
 
 
-def console_of(width_of_a_file: int = WIDTH_OF_A_FILE) -> Console:
-    """As wide as the terminal, or as given where output goes to a file."""
+def console_of() -> Console:
+    """Return a console as wide as the terminal; in a file or a pipe no line is wrapped."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else width_of_a_file)
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -233,10 +233,11 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     sent, use = summary["wan_bytes_per_step"], summary.get("link_utilisation") or {}
     remark = ", without the waits of averaging" * ("averaging" in sent)
-    bubble = human_number(summary["bubble_ratio"], ".3f")
-    yield "bubble ratio", bubble, f"waiting / computing{remark}"
+    if summary["bubble_ratio"] != 0:
+        bubble = human_number(summary["bubble_ratio"], ".3f")
+        yield "bubble ratio", bubble, f"waiting / computing{remark}"
     for kind, num_bytes in sent.items():
-        if kind != "other":
+        if kind != "other" and num_bytes != 0:
             busy = use.get(kind)
             remark = "" if busy is None else f"link {human_percent(busy)} used"
             yield f"sent {kind}, per step", human_bytes(num_bytes), remark

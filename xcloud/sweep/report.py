@@ -34,7 +34,6 @@ from xcloud.record.mlflow_store import COSTS, Store, check_no_password, prepare_
 from xcloud.record.tracking import Tracker
 from xcloud.report import tables
 from xcloud.report.tables import (
-    WIDTH_OF_A_FILE,
     Column,
     Page,
     Picture,
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
 
 TABLE_FILE, POINTS_FILE, SWEPT_FILE = "table.csv", "points.csv", "quality_over_setting.csv"
 PAPER = "paper: "  # prefix of headings of published figures
-WIDTH_OF_A_SWEEP = 200  # in a file: a wrapped label cannot be searched for
 MOST_DIFFERENCES = 12
 MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
 _BESIDE = ["settings", "published", "reference", "workload", "score", "cluster"]
@@ -140,15 +138,14 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
 
 
 def print_sweep(results: Results, console: Console | None = None) -> None:
-    console = console or console_of(WIDTH_OF_A_SWEEP)
+    console = console or console_of()
     cells = cells_of(results)
     heads = [Column(h, i > 0, i == 0, dim=h.startswith(PAPER)) for i, h in enumerate(cells)]
     console.print()
     print_table(console, heads, cells.itertuples(index=False))
-    width = min(console.width, WIDTH_OF_A_FILE)
     for line in remarks_of(results):
         text = printable(line)
-        console.print(text, style="dim", width=width, markup=False, highlight=False)
+        console.print(text, style="dim", markup=False, highlight=False)
 
 
 def cells_of(results: Results) -> pd.DataFrame:
@@ -282,7 +279,7 @@ def write_csv(folder: Path, results: Results) -> list[Path]:
 def print_swept(swept: Swept, console: Console | None = None) -> None:
     """Print a table for each score: a row per value, a column per line; then the rows without the
     setting, repeated for every line."""
-    console = console or console_of(WIDTH_OF_A_SWEEP)
+    console = console or console_of()
     for score in swept.scores:
         texts = swept.rows.assign(text=swept.rows.apply(spread_text, axis=1, score=score))
         wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()

@@ -172,7 +172,8 @@ class CausalTokenizer:
         generation = {**self._generation, "eos_token_id": sorted(self.ends)}
         (folder / GENERATION_FILE).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
         if self.learns_chats:
-            (folder / CHATS_FILE).touch()
+            said = "The model has learned chats: xcloud generate takes a text as a question.\n"
+            (folder / CHATS_FILE).write_text(said, "utf-8")
 
     @property
     def ends(self) -> frozenset[int]:
