@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 from tests.configs import composed
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
+from xcloud.job.config import check_keys
 from xcloud.job.given import explained, hints, with_overrides
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -111,3 +112,13 @@ def test_what_one_may_know_from_other_programs_is_answered(override: str, said: 
     (answer,) = hints(["+exp=lora_clm", override], CONF)
     assert said in answer and "did you mean" not in answer
     assert f"unknown setting '{override.partition('=')[0]}'" in answer
+
+
+@pytest.mark.parametrize("target", ["nowhere.Part", "xcloud.comm.NoSuch", "json.nothing"])
+def test_a_part_that_does_not_exist_is_one_line_of_ours(
+    target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hydra's own look-up logs an error before it raises one."""
+    with pytest.raises(ConfigError, match=rf"x._target_: there is no {target}, or it cannot"):
+        check_keys({"parts": {"x": {"_target_": target}}}, "")
+    assert not caplog.records

@@ -16,9 +16,9 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, Literal
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from pydantic.fields import FieldInfo
 
@@ -70,7 +70,7 @@ def _settings_in(node: Any, path: str) -> Iterator[Setting]:
     if not isinstance(node, dict) or "_target_" not in node:
         yield Setting(path, "", "", _word(node), "")
         return
-    target = get_object(str(node["_target_"]))
+    target = resolve_name(str(node["_target_"]))
     meanings = _meanings(target)
     hints = _annotations(target)
     for name, parameter in inspect.signature(target).parameters.items():

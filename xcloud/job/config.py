@@ -9,11 +9,12 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
@@ -86,9 +87,12 @@ def check_keys(node: Any, path: str) -> None:
         return
     if "_target_" in node:
         try:
-            target = get_object(str(node["_target_"]))
+            target = resolve_name(str(node["_target_"]))
         except Exception as error:
-            raise ConfigError(f"{path or 'config'}._target_: {_lines(error)[0]}") from error
+            raise ConfigError(
+                f"{path or 'config'}._target_: there is no {node['_target_']}, or it cannot be "
+                f"imported: {type(error).__name__}: {_lines(error)[0]}"
+            ) from error
         parameters = inspect.signature(target).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for key in () if open_ended else node:

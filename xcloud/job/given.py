@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product, takewhile
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -232,7 +233,7 @@ def hint(config: DictConfig, key: str) -> Iterator[str]:
         if part not in node.keys():  # "in" is False for what has no value yet
             beside = [str(name) for name in node if name != "_target_"]
             target = node.get("_target_")
-            known = inspect.signature(get_object(target)).parameters if target else ()
+            known = inspect.signature(resolve_name(target)).parameters if target else ()
             optional = [name for name in known if name not in beside]
             if part in optional:
                 where = ".".join(parts[: depth + 1])
