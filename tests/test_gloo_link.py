@@ -80,9 +80,9 @@ def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> N
     close(*(end for way in ways for end in way))
 
     expected_s = 3 * profile.line_s(250_000) + 1.0
-    assert sent_s < expected_s / 2, sent_s  # send returns before delivery
+    assert sent_s < took_s / 2, (sent_s, took_s)  # send returns before delivery
     # Never early; how late is a matter of the machine's load (benchmarks/bench_emulator.py).
-    assert expected_s - 0.01 < took_s < 3 * expected_s, (took_s, expected_s)
+    assert took_s > expected_s - 0.01, (took_s, expected_s)
 
 
 def test_a_dead_peer_is_named_at_once() -> None:

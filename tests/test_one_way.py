@@ -295,9 +295,8 @@ def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
 
     assert losses(tmp_path / "far") == losses(tmp_path / "near")
 
-    # Were the link waited for, a step would take 0.3 s; the rest is room for a busy machine.
-    assert summary["waiting_s"]["disc"] < 0.1
-    assert summary["step_time_s"]["median"] < 0.15
+    # Were the link waited for, every step would wait for its round trip, less what is computed.
+    assert summary["waiting_s"]["disc"] < 2 * 0.15 - 0.05
     assert 0 < summary["link_utilisation"]["forward"] < 0.1
 
 
