@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.what_if.planning import Planned, WhatIfPlan
 from xcloud.base.units import human_bytes, human_duration, human_seconds
-from xcloud.report.plan_report import NAMES, WIDTH
+from xcloud.report.plan_report import NAMES
 from xcloud.report.tables import Column, console_of, print_table, say
 
 ORDERS: Mapping[str, Callable[[WhatIfPlan], float]] = {
@@ -24,7 +24,7 @@ def ranked(planned: Planned, order: str) -> list[WhatIfPlan]:
 def print_planned(
     rows: Sequence[WhatIfPlan], planned: Planned, has_prices: bool, took_s: float
 ) -> None:
-    console = console_of(WIDTH + 20)
+    console = console_of()
     numbers = ["step", "tokens/s", "busy", "bubble", "egress/Mtok", "memory"]
     costs = ["cost/Mtok"] if has_prices else []
     columns: list[Column | str] = [*NAMES, *numbers, *costs, Column("bound by", right=False)]
