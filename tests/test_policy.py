@@ -26,7 +26,7 @@ from xcloud.base import project
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import ReadPath
 from xcloud.job import config as configs
-from xcloud.job import given
+from xcloud.job import given, strict_policy
 from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.planner.trial import changed as changed_config
@@ -677,3 +677,34 @@ def test_a_child_finds_the_users_own_modules_of_the_checkout(tmp_path: Path) -> 
     env = {**os.environ, "PYTHONPATH": str(tmp_path)} | project.module_paths()
     assert subprocess.run(command, cwd=tmp_path, env=env, timeout=120).returncode == 0
     assert "-P" in command
+
+
+@pytest.mark.parametrize("exp", ["abnet_iwslt", "lora_clm", "electra_multilingual"])
+def test_a_strict_policy_allows_this_experiment_and_no_other(
+    exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = written(tmp_path, composed(f"+exp={exp}")), tmp_path / "strict.yaml"
+    cloud = next(iter(given.read_job(file).cluster.clouds))
+
+    assert strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(out)]) == 0
+    monkeypatch.setenv("XCLOUD_POLICY", str(out))
+    given.read_shared(file, tmp_path)
+    assert configs.this_clouds_policy().me == cloud
+
+    written(tmp_path, composed(f"+exp={exp}"), seed=2)
+    assert "is not approved in this cloud" in refused(SHARING["worker"], file)
+    with pytest.raises(ConfigError, match="is there already"):
+        strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(out)])
+    with pytest.raises(ConfigError, match="--cloud is 'nobody'"):
+        strict_policy.strict_policy(file, "nobody")
+
+
+def test_a_strict_policy_names_what_its_experiment_leads_to(tmp_path: Path) -> None:
+    task = {"_target_": "xcloud.tasks.translation.FolderTranslation", "path": str(tmp_path)}
+    tokenizer = {"_target_": "xcloud.tasks.tokenizer.PretrainedTokenizer"}
+    task["source_tokenizer"] = {**tokenizer, "name_or_path": "owner/name"}  # type: ignore[assignment]
+    tracker = {"_target_": "xcloud.record.tracking.MlflowTracker", "uri": "http://here:5000"}
+    found = strict_policy.strict_policy(written(tmp_path, task=task, tracker=tracker), "cloud_b")
+    assert found["read"] == [str(tmp_path)] and found["hub"] == ["owner/name"]
+    assert found["addresses"] == ["http://here:5000"] and found["max_ranks"] == 2
+    assert found["holders"]["source"] == ["cloud_a"]

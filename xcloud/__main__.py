@@ -40,6 +40,8 @@ launch.torchrun.torchrun \
     | start this cloud's ranks of a run over several machines
 launch.rank_process.main | worker experiment.yaml --cloud cloud_a --run-dir runs/first \
     | one rank of a run; run.py starts it, and over several machines torchrun
+job.strict_policy.main | policy --new experiment.yaml --cloud cloud_a \
+    | write a policy under which this cloud runs that file and no other
 watch.following.main | monitor runs/first --experiment experiment.yaml --again \
     | follow a run over several machines, or write the record that a killed monitor did not
 watch.status.main | status outputs/DATE/TIME | say what every rank does, and who waits for whom

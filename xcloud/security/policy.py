@@ -279,6 +279,11 @@ class Policy:
                     raise _refusal(f"a cloud that holds {name!r}", cloud, allowed, more)
 
 
+def targets_of(settings: Mapping[str, Any]) -> set[str]:
+    """Return all constructors that these settings name."""
+    return {str(value) for _, key, value in _entries(settings) if key == "_target_"}
+
+
 def _line(key: str, *names: str) -> str:
     return f"{key}: [{', '.join(names)}]"
 

@@ -1,0 +1,87 @@
+"""`python -m xcloud policy --new EXPERIMENT`: a policy that allows one experiment and no more."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import this_owners_file
+from xcloud.base.settings import PACKAGED
+from xcloud.job.config import job_from_config, resolved
+from xcloud.job.given import read_config
+from xcloud.security.places import is_place, leads_of
+from xcloud.security.policy import CONSTRUCTORS, POLICY_FILE, Policy, targets_of
+
+HEADER = """\
+# Written by `python -m xcloud policy --new {file}`: allows that file and no other.
+# What each key says: docs/security.md
+"""
+
+
+def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
+    """Return the keys of a policy under which `cloud` runs this experiment file and no other."""
+    config = read_config(file)
+    settings = resolved(config)
+    own = sorted(targets_of(settings) - CONSTRUCTORS)
+    job = job_from_config(config, Policy(constructors=own))
+    clouds = list(job.cluster.clouds)
+    if cloud not in clouds:
+        raise ConfigError(f"--cloud is {cloud!r}; the clouds of {file} are {', '.join(clouds)}")
+
+    allowed: dict[str, set[str]] = {"read": set(), "write": set(), "hub": set(), "address": set()}
+    for lead in leads_of(settings):
+        value, to = lead.value, lead.to
+        if to == "hub":
+            to = "read" if is_place(value) else "hub"
+        if to == "hub" and lead.revision:
+            value = f"{value}@{lead.revision}"
+        allowed[to].add(value)
+
+    found: dict[str, Any] = {
+        "me": cloud,
+        "approved": [hashlib.sha256(file.read_bytes()).hexdigest()],
+        "constructors": own,
+        "read": sorted(allowed["read"]),
+        "write": sorted(allowed["write"]),
+        "hub": sorted(allowed["hub"] - PACKAGED.keys()),
+        "addresses": sorted(allowed["address"]),
+        "clouds": clouds,
+        "max_ranks": job.cluster.num_ranks,
+    }
+    for what in ("holders", "weights"):
+        held = {name: job.held_by(name, what) or frozenset() for name in clouds}
+        names = sorted(frozenset[str]().union(*held.values()))
+        if names:
+            found[what] = {name: [c for c in clouds if name in held[c]] for name in names}
+    found["require"] = {
+        "job": type(job).__name__,
+        "training.checkpoint.keep": {"max": job.checkpoint.keep},
+        "cluster.liveness.join_within_s": {"max": job.cluster.liveness.join_within_s},
+    }
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Write a policy that allows this experiment and no other, once you have read it."""
+    parser = argparse.ArgumentParser("python -m xcloud policy", description=main.__doc__)
+    parser.add_argument("--new", type=Path, required=True, metavar="EXPERIMENT")
+    parser.add_argument("--cloud", required=True, help="the name of this cloud in it")
+    parser.add_argument("--out", type=Path, help=f"default: where {POLICY_FILE} is looked for")
+    given = parser.parse_args(words)
+    out: Path = given.out or this_owners_file(POLICY_FILE)
+    found = strict_policy(given.new, given.cloud)
+    Policy.of(found, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(HEADER.format(file=given.new.name) + yaml.safe_dump(found, sort_keys=False))
+    except FileExistsError:
+        raise ConfigError(f"{out} is there already; move it away, or give --out") from None
+    print(out)
+    return 0
