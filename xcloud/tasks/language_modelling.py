@@ -27,6 +27,7 @@ from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Cut, Scores, Split, TokenIds
 from xcloud.demo import stories
 from xcloud.hub import generation_config, resolve
+from xcloud.tasks.chat_template import TemplateError, template_process
 from xcloud.tasks.rows import Corpus, DemoSized, Form, Rows, Size, SplitTables, Table, Text, read
 from xcloud.tasks.scores import ratio_error
 from xcloud.tasks.sources import Folder, Hub, TextFile, read_lines
@@ -277,10 +278,11 @@ class CausalTokenizer:
 
     def _render(self, messages: Chat, ask: bool, where: str) -> str:
         plain = [self._reader.veil(dict(message)) for message in messages]
-        how = {"tokenize": False, "add_generation_prompt": ask}
+        how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
         try:
-            return str(self._pretrained.apply_chat_template(plain, **how))
-        except Exception as error:  # whatever the template raises
+            template = self._pretrained.get_chat_template()
+            return template_process().render(template, plain, how)
+        except (TemplateError, ValueError) as error:  # ValueError: there is no template
             why = quoted(str(error))
             said = f"the chat template of {self._name} cannot write it: {why}"
             raise DataError(f"{where}: {said}") from error

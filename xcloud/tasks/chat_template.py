@@ -1,0 +1,136 @@
+"""Chat templates are programs by whoever made a checkpoint. transformers runs them in a sandbox
+that reaches no Python object, but that bounds neither time nor memory, so they run in a child
+process that has little of both.
+
+`python -P -m xcloud.tasks.chat_template` is that child: a line of JSON for each chat, in and out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from threading import Lock
+from typing import Any
+
+from xcloud.base.project import module_paths, python_command
+
+MAX_PROCESSOR_S = 10
+"""Of one chat; a usual one takes a thousandth of a second."""
+MAX_BYTES = 512 << 20
+"""Beside the interpreter and transformers."""
+MAX_CHARACTERS = 16 << 20
+
+
+class TemplateError(Exception):
+    """A template that has failed, or has taken too much."""
+
+
+class TemplateProcess:
+    """A child process that writes chats, started by the first one and again once it was ended. It
+    ends with this process."""
+
+    def __init__(self, processor_s: int = MAX_PROCESSOR_S) -> None:
+        self._processor_s = processor_s
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = Lock()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
+    ) -> str:
+        """Return what the template writes. Raises TemplateError.
+
+        settings: further arguments of transformers' render_jinja_template.
+        """
+        request = {"chat_template": template, "conversations": [list(messages)], **settings}
+        with self._lock:
+            answer = self._asked(json.dumps(request))
+        if not answer:
+            raise TemplateError(
+                f"it takes more than {self._processor_s} s of the processor, or too much memory"
+            )
+        found = json.loads(answer)
+        if "error" in found:
+            raise TemplateError(found["error"])
+        return str(found["text"])
+
+    def _asked(self, line: str) -> str:
+        """Return the answer; "" if the process was ended by one of its limits."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                python_command(__name__, str(self._processor_s)), encoding="utf-8",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, **module_paths()},
+            )  # fmt: skip
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self.close()
+        return answer
+
+
+@cache
+def template_process() -> TemplateProcess:
+    """Return the one of this process."""
+    made = TemplateProcess()
+    atexit.register(made.close)
+    return made
+
+
+def main() -> None:
+    """Answer each line of standard input by a text or an error. The argument: how many seconds of
+    the processor each may take."""
+    import resource
+
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def limit(kind: int, most: int) -> None:
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+
+    processor_s = int(sys.argv[1])
+    limit(resource.RLIMIT_CORE, 0)
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MAX_BYTES)
+    for line in sys.stdin:
+        limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + processor_s)
+        answer = {}
+        try:
+            text = render_jinja_template(**json.loads(line))[0][0]
+            if len(text) > MAX_CHARACTERS:
+                raise ValueError(f"it writes {len(text):,} characters; at most {MAX_CHARACTERS:,}")
+            answer["text"] = text
+        except MemoryError:
+            answer["error"] = f"it takes more than {MAX_BYTES >> 20} MiB"
+        except Exception as error:  # whatever a template raises
+            answer["error"] = f"{error or type(error).__name__}"[:300]
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
