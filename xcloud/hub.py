@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import urllib.error
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 from safetensors import safe_open
 from torch import Tensor
 
+from xcloud.base.bounded import read_json
 from xcloud.base.errors import DataError
 from xcloud.base.locks import locked
 from xcloud.base.placeholders import check_is_data, check_is_json, check_is_safetensors
@@ -78,7 +80,10 @@ class WeightFiles:
                 self._shards = dict.fromkeys(file.keys(), WEIGHTS)
             return
         check_is_json(index)
-        self._shards = json.loads(index.read_text())["weight_map"]
+        self._shards = read_json(index).get("weight_map", {})
+        for name in {*self._shards.values()}:
+            if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", name)):
+                raise DataError(f"{index}: weight_map names {name!r}, which is no file beside it")
 
     def _weights(self, name: str) -> Path:
         """Return a file of tensors that is whole. Raises DataError."""
@@ -114,9 +119,10 @@ class WeightFiles:
         from transformers.utils.hub import cached_file
 
         folder = Path(self._name).expanduser()
-        where = str(folder) if folder.is_dir() else self._name
+        plain, revision = on_hub(self._name)
+        where = str(folder) if folder.is_dir() else plain
         try:
-            return Path(str(cached_file(where, name, local_files_only=True)))
+            return Path(str(cached_file(where, name, local_files_only=True, **revision)))
         except OSError:
             return None
 
@@ -161,15 +167,23 @@ def check_tokenizer_files(folder: Path) -> None:
             check_is_json(path)
         elif path.is_file():
             check_is_data(path)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        for key, value in dict(read_json(settings)).items():
+            if key.endswith("_file") and isinstance(value, str) and Path(value).name != value:
+                raise DataError(f"{settings}: {key} names a file elsewhere, {value!r}")
 
 
 def raw_config(name_or_path: str) -> dict[str, Any]:
     """Return what config.json says. Raises DataError if it is not found, or of quantized
     weights."""
-    from transformers import PreTrainedConfig
+    from transformers.utils.hub import cached_file
 
-    read = PreTrainedConfig.get_config_dict
-    described: dict[str, Any] = _fetch(name_or_path, lambda name, **where: read(name, **where)[0])
+    path = Path(_fetch(name_or_path, lambda at, **how: str(cached_file(at, "config.json", **how))))
+    check_is_json(path)
+    described = read_json(path)
+    if not isinstance(described, dict):
+        raise DataError(f"{path} holds no settings")
     if quantized := described.get("quantization_config"):
         how = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise DataError(
@@ -186,9 +200,17 @@ def generation_config(name_or_path: str) -> dict[str, Any]:
     name = "generation_config.json"
     try:
         path = _fetch(name_or_path, lambda at, **where: str(cached_file(at, name, **where)))
-        return dict(json.loads(Path(path).read_text("utf-8")))
+        return dict(read_json(Path(path)))
     except (DataError, OSError, ValueError, TypeError):
         return {}
+
+
+def on_hub(name: str) -> tuple[str, dict[str, str]]:
+    """Split owner/name@revision, of a checkpoint on the hub, into its name and what
+    `from_pretrained` takes beside it. A commit's hash is a revision that cannot change."""
+    plain, _, revision = name.partition("@")
+    is_folder = Path(name).expanduser().is_dir()
+    return (name, {}) if is_folder or not revision else (plain, {"revision": revision})
 
 
 def _fetch(name: str, load: Callable[..., T]) -> T:
@@ -198,8 +220,11 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
         f"`hf download {name}` where there is a network and copy ~/.cache/huggingface/hub"
     )
     folder = Path(name).expanduser()
+    plain, revision = on_hub(name)
     try:
-        return load(str(folder) if folder.is_dir() else name, local_files_only=True)
+        if folder.is_dir():
+            return load(str(folder), local_files_only=True)
+        return load(plain, local_files_only=True, **revision)
     except OSError as error:
         if folder.is_dir():
             why = str(error).partition("\n")[0]
@@ -212,7 +237,7 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
             f"answer, or HF_HUB_OFFLINE is set); {wanted}"
         )
     try:
-        return load(name)
+        return load(plain, **revision)
     except OSError as error:
         why = str(error).partition("\n")[0]
         raise DataError(f"the hub has no such checkpoint: {why}; {wanted}") from error

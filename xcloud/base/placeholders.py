@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
 import zlib
 from pathlib import Path
 
+from xcloud.base.bounded import parsed_json, read_json
 from xcloud.base.errors import DataError
 
 HEAD = 1 << 16  # bytes that are looked at
+MAX_HEADER = 100_000_000  # bytes of safetensors' own limit
 AGAIN = "download it again"
 # How a file begins that is no data, how long such a file may be, what it is then, what to do.
 PLACEHOLDERS: tuple[tuple[bytes, int, str, str], ...] = (
@@ -109,7 +110,7 @@ def check_is_json(path: Path) -> None:
     off."""
     check_is_data(path)
     try:
-        json.loads(path.read_bytes())
+        read_json(path)
     except ValueError as error:
         said = str(error)[:200]
         raise DataError(f"{path} is not whole JSON ({said}): cut off? {AGAIN}") from error
@@ -120,13 +121,13 @@ def check_is_safetensors(path: Path) -> None:
     head = check_is_data(path)
     num_bytes = path.stat().st_size
     length = int.from_bytes(head[:8], "little")
-    if not 2 <= length <= num_bytes - 8 or head[8:9] != b"{":
+    if not 2 <= length <= min(num_bytes - 8, MAX_HEADER) or head[8:9] != b"{":
         raise DataError(f"{path} is no safetensors file, or its beginning is damaged; {AGAIN}")
     with open(path, "rb") as file:
         file.seek(8)
         text = file.read(length)
     try:
-        tensors = {name: of for name, of in json.loads(text).items() if name != "__metadata__"}
+        tensors = {name: of for name, of in parsed_json(text).items() if name != "__metadata__"}
         wanted = 8 + length + max((of["data_offsets"][1] for of in tensors.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: the header of its tensors is damaged; {AGAIN}") from error

@@ -117,7 +117,8 @@ def is_place(value: str) -> bool:
     that could be no name on the hub."""
     if value in PACKAGED:
         return False
-    looks = value.startswith(("/", ".", "~")) or "\\" in value or value.count("/") > 1
+    name = value.partition("@")[0]  # owner/name@refs/pr/7
+    looks = value.startswith(("/", ".", "~")) or "\\" in value or name.count("/") > 1
     return looks or any(os.path.lexists(place) for place in _readings(value))
 
 

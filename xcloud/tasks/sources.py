@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
+from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, BoundedLines, parsed_json
 from xcloud.base.errors import DataError
 from xcloud.base.placeholders import check_is_data, check_is_no_dead_link, check_is_text
 from xcloud.base.settings import HubName, ReadPath, settings
@@ -49,7 +51,7 @@ DATA_ENDINGS = frozenset(
 )  # fmt: skip
 
 
-def read_lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
     """Yield lines without their ending, from plain or gzipped UTF-8. Only a line feed ends one: a
     U+2028 or a lone carriage return inside a text must not misalign the sides. Raises DataError
     for a file that is no text, or stands for one."""
@@ -57,7 +59,7 @@ def read_lines(path: Path) -> Iterator[str]:
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in file:
+            for line in BoundedLines(file, path, max_line):
                 yield line.removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
@@ -180,7 +182,7 @@ def _parsed(text: str, what: str, expected: str) -> Any:
     """Return a value of JSON. Half of a surrogate pair, which no tokenizer takes, is refused like
     bad syntax."""
     try:
-        value = json.loads(text)
+        value = parsed_json(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
@@ -191,7 +193,7 @@ def _parsed(text: str, what: str, expected: str) -> Any:
 def _squad_paragraphs(path: Path) -> list[Mapping[str, Any]]:
     what = f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}}'
     expected = "one paragraph per line must be named .jsonl"
-    whole = _parsed("\n".join(read_lines(path)), what, expected)
+    whole = _parsed("\n".join(read_lines(path, MAX_WHOLE)), what, expected)
     try:
         return [row for article in whole["data"] for row in article["paragraphs"]]
     except (KeyError, TypeError) as error:
@@ -416,7 +418,23 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
     with _reading(name, reached):
+        if "revision" in which or folder is not None:
+            _check_data_files(datasets, folder, name, config, which.get("revision"))
         return datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
+
+
+def _check_data_files(
+    datasets: Any, folder: Path | None, name: str, config: str | None, revision: str | None
+) -> None:
+    """Raise DataError if the data set's own README.md lists data elsewhere: files of this machine
+    or addresses. What `datasets` would open lies in the folder, or in the repository."""
+    made = datasets.load_dataset_builder(str(folder or name), config, revision=revision)
+    start = f"hf://datasets/{name}@" if folder is None else os.path.abspath(folder) + os.sep
+    for split, files in (made.config.data_files or {}).items():
+        for file in files:
+            place = str(file) if folder is None else os.path.normpath(str(file))
+            if not place.startswith(start):
+                raise DataError(f"{name}: its {split} names {file}, no file of its own")
 
 
 @contextmanager

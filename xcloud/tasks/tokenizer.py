@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from xcloud.base.bounded import read_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_json
 from xcloud.base.settings import HubName, ReadPath, settings
@@ -27,6 +28,7 @@ from xcloud.hub import (
     go_offline_if_unreachable,
     key_of,
     make_once,
+    on_hub,
     resolve,
 )
 from xcloud.tasks.text_reader import TextReader
@@ -138,7 +140,7 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if content["format"] != FORMAT:
                 raise ValueError(f"format {quoted(content['format'])}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
@@ -298,10 +300,12 @@ class PretrainedTokenizer(TokenizerChoice):
         local = Path(name).expanduser().is_dir()
         if local:
             check_tokenizer_files(Path(name).expanduser())
+        plain, revision = on_hub(name)
         reached = local or go_offline_if_unreachable()
         try:
             found = AutoTokenizer.from_pretrained(
-                str(Path(name).expanduser()) if local else name,
+                str(Path(name).expanduser()) if local else plain,
+                **revision,
                 local_files_only=not reached or local,
                 trust_remote_code=False,  # else it asks whoever sits at the terminal
             )

@@ -1,0 +1,171 @@
+"""Files that a stranger may give: nothing is kept or parsed before its size is bounded, nothing
+elsewhere is opened because a file says so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers
+
+from tests.small_tokenizer import small_tokenizer
+from xcloud.base import bounded, placeholders
+from xcloud.base.errors import DataError
+from xcloud.hub import WeightFiles, check_tokenizer_files, on_hub, raw_config
+from xcloud.tasks.language_modelling import FolderLanguageModelling, HubLanguageModelling
+from xcloud.tasks.sources import list_files, read_lines
+from xcloud.tasks.text_reader import TextReader
+from xcloud.tasks.tokenizer import Tokenizer as OurTokenizer
+
+DEEP = "[" * 100_000
+
+
+def read_chats(path: Path) -> object:
+    [file] = list_files(path.parent, FolderLanguageModelling.form)
+    return list(file.rows(("messages",), "task.path"))
+
+
+def read_squad(path: Path) -> object:
+    from xcloud.tasks.question_answering import FolderQuestionAnswering
+
+    [file] = list_files(path.parent, FolderQuestionAnswering.form)
+    return list(file.rows(("context",), "task.path"))
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "corpus of objects": ("train.jsonl", read_chats),
+    "corpus of one value": ("train.json", read_squad),
+    "our tokenizer": ("tokenizer.json", OurTokenizer.load),
+    "their tokenizer": ("tokenizer.json", lambda path: check_tokenizer_files(path.parent)),
+    "config": ("config.json", lambda path: raw_config(str(path.parent))),
+    "index": ("model.safetensors.index.json", lambda path: WeightFiles(str(path.parent))),
+}
+
+
+@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
+def test_json_too_deep_is_an_error_that_names_the_file(
+    name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text('{"a": ' + DEEP)
+    with pytest.raises(DataError, match=name):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", [key for key in READERS if "corpus" not in key])
+def test_json_too_large_is_not_even_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = READERS[name]
+    monkeypatch.setattr(bounded, "MAX_JSON", 1000)
+    (tmp_path / file).write_text(json.dumps({"a": "b" * 1000}))
+    monkeypatch.setattr(Path, "read_bytes", None)
+    with pytest.raises(DataError, match=r"at most 1,000 are read"):
+        read(tmp_path / file)
+
+
+def test_a_line_without_end_is_refused_before_it_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "train.es.gz"
+    with gzip.open(path, "wb", 9) as file:
+        for _ in range(100):
+            file.write(b"a" * (1 << 20))
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"train.es.gz has a line of more than 16,777,216 char"):
+        list(read_lines(path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 90_000
+
+
+def test_a_file_may_not_unpack_to_many_times_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.txt.gz"
+    with gzip.open(path, "wt", compresslevel=9) as file:
+        for _ in range(120):
+            file.write(("a" * 1023 + "\n") * 1024)
+    with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
+        for _ in read_lines(path):
+            pass
+    monkeypatch.setattr(bounded, "MAX_UNPACKED", 2000)
+    assert sum(1 for _ in read_lines(path)) == 120 * 1024
+
+
+def test_the_header_of_tensors_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:
+        file.write((200_000_000).to_bytes(8, "little") + b"{")
+        file.truncate(200_000_100)  # takes no space
+    with pytest.raises(DataError, match="no safetensors file"):
+        placeholders.check_is_safetensors(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", 1]
+)
+def test_an_index_names_files_beside_it_only(name: object, tmp_path: Path) -> None:
+    index = {"weight_map": {"x": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="weight_map names"):
+        WeightFiles(str(tmp_path))
+
+
+def test_a_tokenizer_names_no_file_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_file": "/etc/passwd"}')
+    with pytest.raises(DataError, match="tokenizer_file names a file elsewhere"):
+        check_tokenizer_files(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["a", Regex("")])
+def test_a_tokenizer_makes_no_text_a_thousand_times_as_long(pattern: object) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(pattern, "a" * 9)] * 8)
+    with pytest.raises(DataError, match="times as long, which would fill the memory"):
+        TextReader(backend, ())
+    TextReader(small_tokenizer().backend, ())
+
+
+def test_a_tokenizer_s_own_padding_is_not_applied(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.save(tmp_path / "t.json")
+    content = json.loads((tmp_path / "t.json").read_text())
+    content["tokenizer"]["padding"] = {
+        "strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]",
+    }  # fmt: skip
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    assert len(OurTokenizer.load(tmp_path / "t.json").encode(["a text"])[0]) < 10
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "up", "own"])
+def test_a_data_set_lists_its_own_files_only(place: str, tmp_path: Path) -> None:
+    secret, folder = tmp_path / "hr", tmp_path / "dataset"
+    secret.mkdir()
+    folder.mkdir()
+    (secret / "salaries.jsonl").write_text('{"text": "Ann earns 91000"}\n' * 3)
+    for name in ("own", "dev", "test"):
+        (folder / f"{name}.jsonl").write_text('{"text": "x"}\n' * 3)
+    train = {"elsewhere": f"{secret}/salaries.jsonl", "up": "../hr/salaries.jsonl"}
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        f"  - {{split: train, path: {train.get(place, 'own.jsonl')}}}\n"
+        "  - {split: validation, path: dev.jsonl}\n  - {split: test, path: test.jsonl}\n---\n"
+    )
+    task = HubLanguageModelling(path=str(folder), column="text", max_length=32)
+    if place == "own":
+        assert task.read(frozenset({"text"})).splits["train"].num_rows == 3
+        return
+    with pytest.raises(DataError, match=r"salaries\.jsonl, no file of its own"):
+        task.read(frozenset({"text"}))
+
+
+def test_a_name_on_the_hub_may_say_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert on_hub("owner/name@1a2b") == ("owner/name", {"revision": "1a2b"})
+    assert on_hub("owner/name@refs/pr/7") == ("owner/name", {"revision": "refs/pr/7"})
+    assert on_hub("owner/name") == ("owner/name", {})
+    (tmp_path / "run@home").mkdir()
+    assert on_hub("run@home") == ("run@home", {})

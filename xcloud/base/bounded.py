@@ -1,0 +1,72 @@
+"""JSON and lines that a stranger may have written: nothing is kept or parsed before its size is
+known to be bounded, and whatever cannot be parsed is a ValueError.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from xcloud.base.errors import DataError
+
+MAX_LINE = 16 << 20
+"""Characters of a line of a corpus."""
+MAX_WHOLE = 512 << 20
+"""Characters of a corpus that is one JSON value."""
+MAX_JSON = 256 << 20
+"""Bytes of a file of settings of a checkpoint; the largest tokenizers have 40 MB."""
+MAX_UNPACKED = 200
+"""Times the size of a gzip file that it may hold, beside the first 64 MB. Texts have 3 to 20."""
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds. Raises ValueError, for values too deep in each other too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too many values in each other") from None
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds. Raises DataError for one that is too large, ValueError for
+    one that is no JSON."""
+    check_size(path, MAX_JSON)
+    return parsed_json(path.read_bytes())
+
+
+def check_size(path: Path, max_bytes: int) -> None:
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise DataError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
+
+
+class BoundedLines:
+    """The lines of an open text file, none longer than `max_line`. path: of the file, which is
+    unpacked where its name ends in .gz."""
+
+    def __init__(self, file: IO[str], path: Path, max_line: int = MAX_LINE) -> None:
+        self._file, self._path, self._max_line = file, path, max_line
+        packed = path.suffix == ".gz"
+        self._left = (64 << 20) + MAX_UNPACKED * path.stat().st_size if packed else None
+
+    def __iter__(self) -> BoundedLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(self._max_line + 1)
+        if not line:
+            raise StopIteration
+        if len(line) > self._max_line:
+            raise DataError(
+                f"{self._path} has a line of more than {self._max_line:,} characters; is it text, "
+                "with an end after each sample?"
+            )
+        if self._left is not None:
+            self._left -= len(line)
+            if self._left < 0:
+                raise DataError(
+                    f"{self._path} unpacks to more than {MAX_UNPACKED} times its size; if that "
+                    "is meant, unpack it and give the file"
+                )
+        return line
