@@ -38,6 +38,7 @@ Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {
     "translate, generate, export": given.read_job,
     "resume": lambda file: with_overrides(file, [], CONF),
+    "policy --new": lambda file: strict_policy.strict_policy(file, "cloud_a"),
     "worker": lambda file: given.read_shared(file, file.parent),
     "monitor": lambda file: monitor_of(file.parent, file),
 }
@@ -697,6 +698,17 @@ def test_a_strict_policy_allows_this_experiment_and_no_other(
         strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(out)])
     with pytest.raises(ConfigError, match="--cloud is 'nobody'"):
         strict_policy.strict_policy(file, "nobody")
+
+
+def test_a_strict_policy_is_not_made_by_running_what_a_file_names(
+    tmp_path: Path, policy: object
+) -> None:
+    owned = tmp_path / "owned"
+    target = {"_target_": "pathlib.Path.write_text", "self": str(owned), "data": "x"}
+    file = written(tmp_path, tracker=target)
+    with pytest.raises(ConfigError, match=r"tracker\._target_ is 'pathlib"):
+        strict_policy.strict_policy(file, "cloud_a")
+    assert not owned.exists()
 
 
 def test_a_strict_policy_names_what_its_experiment_leads_to(tmp_path: Path) -> None:

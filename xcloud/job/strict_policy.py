@@ -13,8 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import this_owners_file
 from xcloud.base.settings import PACKAGED
-from xcloud.job.config import job_from_config, resolved
-from xcloud.job.given import read_config
+from xcloud.job.config import resolved
+from xcloud.job.given import read_checked, read_job
 from xcloud.security.places import is_place, leads_of
 from xcloud.security.policy import CONSTRUCTORS, POLICY_FILE, Policy, targets_of
 
@@ -25,11 +25,11 @@ HEADER = """\
 
 
 def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
-    """Return the keys of a policy under which `cloud` runs this experiment file and no other."""
-    config = read_config(file)
-    settings = resolved(config)
-    own = sorted(targets_of(settings) - CONSTRUCTORS)
-    job = job_from_config(config, Policy(constructors=own))
+    """Return the keys of a policy under which `cloud` runs this experiment file and no other. The
+    file is built to see what it holds, so it may name no constructor that the policy in force does
+    not allow. Raises ConfigError."""
+    job = read_job(file)
+    settings = resolved(read_checked(file))
     clouds = list(job.cluster.clouds)
     if cloud not in clouds:
         raise ConfigError(f"--cloud is {cloud!r}; the clouds of {file} are {', '.join(clouds)}")
@@ -46,7 +46,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "me": cloud,
         "approved": [hashlib.sha256(file.read_bytes()).hexdigest()],
-        "constructors": own,
+        "constructors": sorted(targets_of(settings) - CONSTRUCTORS),
         "read": sorted(allowed["read"]),
         "write": sorted(allowed["write"]),
         "hub": sorted(allowed["hub"] - PACKAGED.keys()),
