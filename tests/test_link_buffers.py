@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -14,11 +17,12 @@ from torch import Tensor
 
 from tests.replicas import connected
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
-from xcloud.cluster.gloo_link import _REUSED_BYTES, GlooInLink, GlooOutLink
+from xcloud.cluster.frame import LONG_BYTES, Kind, MessageKey, frame_bytes
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.launch.processes import LIBRARY_SETTINGS
 from xcloud.parallel.averaging import averager_for
 
 
@@ -62,7 +66,7 @@ class Pair:
 
 
 def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
-    pair, part = Pair(), torch.zeros(_REUSED_BYTES, dtype=torch.uint8)
+    pair, part = Pair(), torch.zeros(LONG_BYTES, dtype=torch.uint8)
     capacity = part.numel() + 4096
     out = GlooOutLink(pair, OutSettings("rank 1", capacity))
     incoming = GlooInLink(pair, InSettings("rank 0", capacity))
@@ -78,6 +82,67 @@ def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
     assert len(pair.filled) >= 5 and len(pair.frames) >= 5
     assert not any(ref() is not None and ref().numel() > 4096 for ref in pair.frames)  # type: ignore[union-attr]
     assert not any(ref() is not None for ref in pair.filled[:5])
+
+
+HELD = """
+import sys, threading
+from pathlib import Path
+import torch
+from torch._C._distributed_c10d import HashStore
+from xcloud.cluster.gloo_link import GlooTransport
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.transport import Meeting
+from xcloud.comm.compressor import Chain
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.parallel.averaging import averager_for
+from xcloud.wire.ends import Ends
+from xcloud.wire.further_ends import replica_links
+
+class OnlyLinks(GlooTransport):
+    def __init__(self, meeting):  # two ranks in one process
+        self.meeting, self.rank, self._open = meeting, meeting.rank, None
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+SHAPES = {"w": torch.Size([10_000_000])}
+store, together, found = HashStore(), threading.Barrier(2), []
+layout = ClusterLayout({n: Cloud(1, (0,), replica=i) for i, n in enumerate("ab")}, "free")
+
+def rank(number):
+    ends = Ends(OnlyLinks(Meeting(number, 2, store)), layout, Path())
+    links = replica_links(ends, layout, torch.device("cpu"))
+    codec = lambda shapes: TensorCodec(shapes, lambda *_: Chain(), 1, True)
+    averager = averager_for(links, SHAPES, codec)
+    links.open(averager.max_bytes)
+    gradient = torch.ones(SHAPES["w"])
+    together.wait()
+    before = held()
+    for step in range(1, 7):
+        averager.start(step, [gradient])
+        averager.finish(step)
+    together.wait()
+    ends.close()
+    together.wait()
+    found.append((held() - before) / gradient.nbytes)
+
+threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+[thread.start() for thread in threads]
+[thread.join(100) for thread in threads]
+print(max(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_averaging_holds_no_message_in_the_heap_of_a_launched_rank() -> None:
+    environment = {**os.environ, **LIBRARY_SETTINGS, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", HELD]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+    assert not ended.returncode, ended.stderr
+    assert float(ended.stdout) < 2.0, "of both ranks, in messages"
 
 
 def test_a_message_of_too_many_values_is_refused_before_the_run_with_the_number() -> None:

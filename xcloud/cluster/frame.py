@@ -11,6 +11,7 @@ The checksum covers the whole frame, with the crc field set to zero.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 import zlib
 from dataclasses import dataclass
@@ -143,10 +144,25 @@ def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:
     return _HEADER.size + descriptors + sum(spec.num_bytes for spec in specs)
 
 
+LONG_BYTES = 1 << 25
+"""From here on a message gets pages of its own, which go back to the system once it is done with.
+The heap of a launched rank gives nothing back below 1 GiB (LIBRARY_SETTINGS of
+launch/processes.py), so that activations need no new pages in every step; long messages, which
+come and go in threads of their own, would stay in it many times over."""
+
+
+def message_buffer(num_bytes: int) -> Tensor:
+    """Return uint8 [num_bytes] on the CPU, uninitialised. It takes memory only as far as it has
+    been filled."""
+    if num_bytes < LONG_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
 def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> Tensor:
     """uint8 [frame_bytes] on the CPU. The parts may be on any device and are copied once."""
     specs = tuple(TensorSpec.of(part) for part in parts)
-    frame = torch.empty(frame_bytes(specs), dtype=torch.uint8)
+    frame = message_buffer(frame_bytes(specs))
     payload_bytes = sum(spec.num_bytes for spec in specs)
     head = _HEADER.pack(
         MAGIC, VERSION, key.kind, len(parts), 0, key.step, key.micro_batch, sequence, 0,
@@ -219,7 +235,7 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         )
     pieces = torch.split(buffer[offset:end], [spec.num_bytes for spec in specs])
     parts = tuple(
-        piece.clone().view(spec.dtype).view(spec.shape)
+        message_buffer(len(piece)).copy_(piece).view(spec.dtype).view(spec.shape)
         for piece, spec in zip(pieces, specs, strict=True)
     )
     return Frame(key, parts, sequence, deliver_at, end)

@@ -3,8 +3,9 @@
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
 posted its receive, so receives are posted ahead (`LinkWindow`); a receive may be longer than the
 message, so one buffer size serves all; a process group for each direction keeps a link full
-duplex. A buffer takes memory only as far as a message has ever filled it; a long one is dropped
-after each message, so that averaging links, which are idle for most of a step, hold none.
+duplex. A buffer takes memory only as far as a message has ever filled it; a long one goes back to
+the system after each message (`message_buffer`), so that averaging links, which are idle for most
+of a step, hold none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
-from xcloud.cluster.frame import OF_A_STEP, Kind, seal_frame
+from xcloud.cluster.frame import LONG_BYTES, OF_A_STEP, Kind, message_buffer, seal_frame
 from xcloud.cluster.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.cluster.gloo_pair import Pair, first_line
 from xcloud.cluster.link import PostedReceives, Reservation
@@ -38,7 +39,6 @@ from xcloud.cluster.rendezvous import FOREVER, JOIN_WITHIN_S
 from xcloud.cluster.transport import CPU, Collectives, Meeting, Transport
 
 _TAGS = 1 << 30
-_REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
 
 
 class GlooOutLink(SendingEnd):
@@ -151,13 +151,13 @@ class GlooInLink(ReceivingEnd):
             while True:
                 while len(posted) < self._settings.window.num_posted:
                     size = self._settings.capacity_bytes
-                    buffer = spare.pop() if spare else torch.empty(size, dtype=torch.uint8)
+                    buffer = spare.pop() if spare else message_buffer(size)
                     work = self._pair.irecv(buffer, next(sequence) % _TAGS)
                     posted.append((buffer, work))
                 buffer, work = posted.popleft()
                 work.wait()
                 frame = self._open(buffer)
-                if buffer.numel() <= _REUSED_BYTES:
+                if buffer.numel() < LONG_BYTES:
                     spare.append(buffer)
                 del buffer, work
                 if frame.key.kind is Kind.GOODBYE:

@@ -31,7 +31,9 @@ LIBRARY_SETTINGS = {  # of memory, for texts of many lengths: CHANGELOG.md has w
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "MALLOC_ARENA_MAX": "2",  # glibc's; other C libraries pass these over
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),  # tensors from the heap, which is not given back
+    # Tensors come from the heap, which is not given back: activations need no new pages in every
+    # step. Long messages of links have pages of their own (cluster/frame.py).
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "GOMP_SPINCOUNT": "10000",  # a thread that waits for others gives a busy core away (OpenMP)
 }

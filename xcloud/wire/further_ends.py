@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from xcloud.base.errors import LinkClosed
-from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
+from xcloud.cluster.frame import LONG_BYTES, Frame, Kind, MessageKey, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import Parts
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
@@ -26,6 +26,7 @@ from xcloud.contracts.model import Stage
 from xcloud.parallel.averaging import Peer, ReplicaLinks
 from xcloud.parallel.hub import HUB
 from xcloud.parallel.pipeline import BoundaryPorts
+from xcloud.parallel.within_cloud import return_freed_memory
 from xcloud.security.defences import LABEL, Defence
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
@@ -159,6 +160,8 @@ class PeerLinks(ReplicaLinks):
     def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
         self._capacity, self._wait_s = capacity_bytes + FRAME_SLACK_BYTES, wait_s
         self._ahead = under_way + _AHEAD
+        if self._capacity >= LONG_BYTES:
+            return_freed_memory(self.device, LONG_BYTES)
         for replica in self.others if self.peers else ():
             self._open(replica)
 
