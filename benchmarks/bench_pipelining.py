@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 from benchmarks.machine import ran_on, say_where
@@ -50,6 +50,7 @@ from benchmarks.namespaces import (
 )
 
 BATCH, LENGTH, HIDDEN, LAYERS = 32, 64, 384, 3
+_systems = count()  # of ours, in the same order in both ranks
 COMPUTE = "compute"
 SYSTEMS = (
     COMPUTE, "xcloud GPipe", "xcloud 1F1B 2", "xcloud 1F1B 3", "xcloud ZB 2", "xcloud ZB 3",
@@ -231,7 +232,7 @@ def data():
 
 def ours(rank: int, schedule, compression):
     import torch
-    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     from tests.pipelines import wired_job
     from xcloud.cluster.gloo_link import GlooTransport
@@ -260,7 +261,8 @@ def ours(rank: int, schedule, compression):
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
     job = wired_job(layout, {0: boundary}, compression, schedule, BATCH)
-    transport = GlooTransport(Meeting(rank, 2, _get_default_store()))
+    store = PrefixStore(f"system {next(_systems)}", _get_default_store())  # lines of its own
+    transport = GlooTransport(Meeting(rank, 2, store))
     ends = Ends(transport, layout, Path("."), clock.messages)
     wiring = wire(job, ends, clock, cpu, print)
     stage = Layers()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from tests.pipelines import in_threads
-from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, Pair, first_line
 from xcloud.cluster.link import LinkClock
@@ -39,6 +39,18 @@ def linked(out: OutSettings, incoming: InSettings) -> tuple[GlooOutLink, GlooInL
 def close(*ends: GlooOutLink | GlooInLink) -> None:
     """Or their threads would be in torch when Python ends."""
     in_threads([lambda end=end: end.close(20) for end in ends])
+
+
+def test_a_line_between_two_ranks_is_made_once_in_a_store() -> None:
+    """A later pair of its name would read the addresses of the earlier one, and hang."""
+    store = HashStore()
+    pairs = [Pair(store, "a", "0-1", place) for place in (0, 1)]
+    pairs += [Pair(store, "a", "1-0", 0), Pair(store, "b", "0-1", 0)]
+    pairs.append(Pair(PrefixStore("another system", store), "a", "0-1", 0))
+
+    for place in (0, 1):
+        with pytest.raises(ConfigError, match="line 'a' between ranks 0-1 already"):
+            Pair(store, "a", "0-1", place)
 
 
 def test_messages_of_any_size_arrive_in_order_and_are_counted() -> None:

@@ -14,17 +14,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.rendezvous import FOREVER
 
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class Pair:
-    """The process group of one direction of a line between two ranks, which has place 0 or 1."""
+    """The process group of one direction of a line between two ranks, which has place 0 or 1.
+
+    Its name, line and ranks, is its own in the store. Raises ConfigError if that place of it is
+    taken: a later pair of the name would find the addresses of the earlier one, and hang.
+    """
 
     def __init__(self, store: Store, line: str, ranks: str, place: int) -> None:
-        self._store, self._line, self.ranks, self._place = store, line, ranks, place
+        self._store = store
+        self._line = line
+        self._name = f"{line} {ranks}"
+        self._place = place
         self._group: Any = None
+        if store.add(f"{self._name} place {place}", 1) > 1:
+            raise ConfigError(
+                f"there is a line {line!r} between ranks {ranks or 'of this store'} already; one "
+                "meeting makes each line once: give another system of links a part of the store "
+                "of its own (PrefixStore)"
+            )
 
     def join(self, timeout: timedelta = FOREVER) -> None:
         """In the thread of the link's end, which waits there for the other side. Who wants
@@ -35,7 +49,7 @@ class Pair:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [_device(self._line)], 2, timeout
-        store = PrefixStore(f"{self._line} {self.ranks}", own)
+        store = PrefixStore(self._name, own)
         self._group = gloo(store, self._place, 2, options)
 
     def isend(self, frame: Tensor, tag: int) -> dist.Work:
