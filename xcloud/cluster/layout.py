@@ -70,12 +70,17 @@ class Layout(ABC):
 
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
         """pairs: of clouds between which there is a link."""
-        named = {frozenset((f"{a}-{b}", f"{b}-{a}")): f"{a}-{b}" for a, b in pairs}
+        pairs = sorted({tuple(sorted(pair)) for pair in pairs})
         for key in self.links:
-            if not any(key in names for names in named):
+            meant = [(a, b) for a, b in pairs if key in (f"{a}-{b}", f"{b}-{a}")]
+            if not meant:
+                names = ", ".join(f"{a}-{b}" for a, b in pairs) or "none here"
+                raise ConfigError(f"cluster.links.{key}: name a pair of clouds, one of {names}")
+            if len(meant) > 1:
+                both = " and ".join(f"{a!r} and {b!r}" for a, b in meant)
                 raise ConfigError(
-                    f"cluster.links.{key}: name a pair of clouds, one of "
-                    f"{', '.join(sorted(named.values())) or 'none here'}"
+                    f"cluster.links.{key} names more than one pair of clouds: {both}; give these "
+                    "clouds names that tell them apart"
                 )
 
     @property

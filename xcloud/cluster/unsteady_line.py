@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from xcloud.base.settings import NotNegative, NotNegativeFloat, settings
 
 _Pair = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=2)]
 _PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=3)]
+
+
+_DRAWING = threading.Lock()
+"""Held while outages are drawn: one line serves the threads of all links of a rank."""
 
 
 @settings("wan", kw_only=True)
@@ -121,10 +126,11 @@ class UnsteadyLine(ABC):
         in all ranks and whatever was asked before."""
         if not self.outage_every_s:
             return []
-        generator, drawn = self._outage_draws
-        while not drawn or drawn[-1][0] <= now_s:
-            end = sum(drawn[-1]) if drawn else 0.0
-            gap = generator.expovariate(1.0 / self.outage_every_s)
-            drawn.append((end + gap, self.outage_lasting_s))
-        following = bisect_right(drawn, (now_s, math.inf))
-        return drawn[max(0, following - 1) : following + 1]
+        with _DRAWING:
+            generator, drawn = self._outage_draws
+            while not drawn or drawn[-1][0] <= now_s:
+                end = sum(drawn[-1]) if drawn else 0.0
+                gap = generator.expovariate(1.0 / self.outage_every_s)
+                drawn.append((end + gap, self.outage_lasting_s))
+            following = bisect_right(drawn, (now_s, math.inf))
+            return drawn[max(0, following - 1) : following + 1]

@@ -155,7 +155,9 @@ class BlockInt(Draws):
         codes_MK = torch.empty_like(blocks_MK, dtype=torch.uint8)
         scales_M = torch.empty(len(blocks_MK), dtype=torch.int16, device=tensor.device)
         quantize = self._quantizer(tensor.device)
-        step = max(1, _CHUNK // self.block)
+        # In pieces that a processor's cache holds; on a GPU each would be kernels of its own.
+        on_cpu = tensor.device.type == "cpu"
+        step = max(1, _CHUNK // self.block if on_cpu else len(blocks_MK))
         for rows in (slice(i, i + step) for i in range(0, len(blocks_MK), step)):
             levels_CK, scales_C = quantize(blocks_MK[rows])
             # Through int8, which is ten times faster here than a conversion to uint8.

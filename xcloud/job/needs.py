@@ -215,6 +215,16 @@ def constant_boundary(job: PipelineJob) -> Lack | None:
     return Lack(setting, remedy)
 
 
+def kept_stages_whole(job: PipelineJob) -> Lack | None:
+    """The ranks of a sharded stage must compute in step, whatever each of them has kept."""
+    last = max(job.cached_boundaries, default=-1)
+    for name, cloud in job.cluster.clouds.items():
+        if cloud.shard and min(cloud.stages or ()) <= last:
+            what = f"the ranks of cluster.clouds.{name}, which has shard, must compute in step"
+            return Lack(what, "leave shard out")
+    return None
+
+
 def rows_arrive_alike(job: PipelineJob) -> Lack | None:
     """The same row must arrive as the same values in every epoch, whatever is sent with it."""
     boundaries = job.boundaries
@@ -373,6 +383,7 @@ ACTIVATION_CACHE = Feature(
         all_clouds_stay: "relies on what every cloud has kept",
         constant_boundary: "keeps rows that are the same in every epoch",
         rows_arrive_alike: "keeps rows as they arrived in the first epoch",
+        kept_stages_whole: "leaves out what a rank need not compute again",
     },
     "set it to 0",
 )

@@ -153,15 +153,24 @@ class Strategy:
         held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
         # The stages are those that clouds take which name none.
         by_position = len(held) > 1 and [*held.values()] == [[k] for k in range(len(held))]
+        is_whole = len(held) == 1  # one cloud holds all stages already
+        gives = "the whole model" if per_replica == 1 else f"one of {per_replica} stages"
+        for name, cloud in layout.clouds.items():
+            if cloud.one_stage_per_rank:
+                raise ConfigError(
+                    f"strategy={self.name} gives every rank of a cloud {gives}, but "
+                    f"cluster.clouds.{name} has one_stage_per_rank; leave that out, or give every "
+                    "cloud its replica and its stages (cluster.clouds.NAME.replica)"
+                )
+        if not (by_position or is_whole):
+            raise ConfigError(
+                f"strategy={self.name} gives every rank of cluster {layout.name!r} {gives}, but "
+                f"its clouds name their stages ({held}); leave stages out, or give every cloud "
+                "its replica too (cluster.clouds.NAME.replica)"
+            )
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
             return _with_stages(layout, [stages] * number, 1)
-        if not by_position:
-            raise ConfigError(
-                f"strategy.replicas={number} makes the clouds of cluster {layout.name!r} "
-                f"pipelines of {per_replica}, but they name their stages ({held}); leave stages "
-                "out, or give every cloud its replica too (cluster.clouds.NAME.replica)"
-            )
         by_cloud = [(k % per_replica,) for k in range(len(layout.clouds))]
         return _with_stages(layout, by_cloud, per_replica)
 

@@ -38,7 +38,7 @@ class BatchPlan:
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._epochs:
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             self._epochs[epoch] = torch.randperm(self.num_samples, generator=generator)
         return self._epochs[epoch]
 
