@@ -44,13 +44,13 @@ def close(*ends: GlooOutLink | GlooInLink) -> None:
 def test_a_line_between_two_ranks_is_made_once_in_a_store() -> None:
     """A later pair of its name would read the addresses of the earlier one, and hang."""
     store = HashStore()
-    pairs = [Pair(store, "a", "0-1", place) for place in (0, 1)]
-    pairs += [Pair(store, "a", "1-0", 0), Pair(store, "b", "0-1", 0)]
-    pairs.append(Pair(PrefixStore("another system", store), "a", "0-1", 0))
+    pairs = [Pair.claimed(store, "a", "0-1", place) for place in (0, 1)]
+    pairs += [Pair.claimed(store, "a", "1-0", 0), Pair.claimed(store, "b", "0-1", 0)]
+    pairs.append(Pair.claimed(PrefixStore("another system", store), "a", "0-1", 0))
 
     for place in (0, 1):
         with pytest.raises(ConfigError, match="line 'a' between ranks 0-1 already"):
-            Pair(store, "a", "0-1", place)
+            Pair.claimed(store, "a", "0-1", place)
 
 
 def test_messages_of_any_size_arrive_in_order_and_are_counted() -> None:

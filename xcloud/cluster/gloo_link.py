@@ -209,4 +209,4 @@ class GlooTransport(Transport):
         ranks = f"{sender}-{receiver}"
         if self._open is not None:
             ranks = f"{sender}.{self._open.times(sender)}-{receiver}.{self._open.times(receiver)}"
-        return Pair(self.meeting.store, line, ranks, int(self.rank == receiver))
+        return Pair.claimed(self.meeting.store, line, ranks, int(self.rank == receiver))

@@ -23,8 +23,7 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 class Pair:
     """The process group of one direction of a line between two ranks, which has place 0 or 1.
 
-    Its name, line and ranks, is its own in the store. Raises ConfigError if that place of it is
-    taken: a later pair of the name would find the addresses of the earlier one, and hang.
+    Its name, line and ranks, must be its own in the store: see `claimed`.
     """
 
     def __init__(self, store: Store, line: str, ranks: str, place: int) -> None:
@@ -33,12 +32,18 @@ class Pair:
         self._name = f"{line} {ranks}"
         self._place = place
         self._group: Any = None
-        if store.add(f"{self._name} place {place}", 1) > 1:
+
+    @classmethod
+    def claimed(cls, store: Store, line: str, ranks: str, place: int) -> Pair:
+        """Return a pair that is made once. Raises ConfigError if its place is taken: a later pair
+        of the name would find the addresses of the earlier one, and hang."""
+        if store.add(f"{line} {ranks} place {place}", 1) > 1:
             raise ConfigError(
-                f"there is a line {line!r} between ranks {ranks or 'of this store'} already; one "
-                "meeting makes each line once: give another system of links a part of the store "
-                "of its own (PrefixStore)"
+                f"there is a line {line!r} between ranks {ranks} already; one meeting makes each "
+                "line once: give another system of links a part of the store of its own "
+                "(PrefixStore)"
             )
+        return cls(store, line, ranks, place)
 
     def join(self, timeout: timedelta = FOREVER) -> None:
         """In the thread of the link's end, which waits there for the other side. Who wants

@@ -70,7 +70,7 @@ class Layout(ABC):
 
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
         """pairs: of clouds between which there is a link."""
-        pairs = sorted({tuple(sorted(pair)) for pair in pairs})
+        pairs = sorted({(min(pair), max(pair)) for pair in pairs})
         for key in self.links:
             meant = [(a, b) for a, b in pairs if key in (f"{a}-{b}", f"{b}-{a}")]
             if not meant:
