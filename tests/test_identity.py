@@ -161,13 +161,21 @@ def test_a_rank_that_reads_nothing_has_nothing_to_compare(name: str, tmp_path: P
 # --- what every cloud has: compared by contents ---
 
 
+class Lines(Meeting):
+    """Over several processes a rank hears rank 0 and nobody else."""
+
+    def read(self, name: str, rank: int) -> str:
+        assert 0 in (rank, self.rank)
+        return super().read(name, rank)
+
+
 def refusals(*facts: Mapping[str, str]) -> list[str]:
     """Of each rank that compares what it has: why it is refused, or ""."""
     store = HashStore()
 
     def one(rank: int) -> str:
         try:
-            agree_where_shared(Meeting(rank, len(facts), store, within_s=20.0), facts[rank])
+            agree_where_shared(Lines(rank, len(facts), store, within_s=20.0), facts[rank])
         except ConfigError as error:
             return str(error)
         return ""
@@ -181,7 +189,8 @@ def refusals(*facts: Mapping[str, str]) -> list[str]:
         (({"base": "a"}, {"base": "a"}), set()),
         (({"base": "a"}, {"base": "b"}), {0, 1}),
         (({"base": "a", "shard 1": "x"}, {"base": "a", "shard 2": "y"}), set()),
-        (({}, {"base": "a"}, {"base": "b"}), {2}),
+        (({}, {"base": "a"}, {"base": "b"}), {0, 2}),
+        (({"base": "a"}, {"base": "b"}, {"base": "a"}, {"base": "b"}), {0, 1, 3}),
         (({"base": "a"}, {}, {"base": "a"}), set()),
         (({"base": "a"}, {}, {"base": "b"}), {0, 2}),
     ],

@@ -147,24 +147,38 @@ def agree_on(
 
 def agree_where_shared(meeting: Meeting, facts: Mapping[str, str]) -> None:
     """Compare what several ranks have built a part of, each from its own copy: what two of them
-    have must be equal. Every rank calls it; one that has none of it has no facts.
+    have must be equal. Every rank calls it; one that has none of it has no facts. Rank 0 tells all
+    what the first rank that has a thing has of it.
 
-    facts: digests of base models and public texts, by a name for messages. Raises ConfigError.
+    facts: digests of base models and public texts, by a name for messages. Raises ConfigError in
+    the rank that differs, and in rank 0.
     """
-    rank = meeting.rank
-    meeting.write(f"shared.{rank}", json.dumps(dict(facts)))
-    for peer in range(meeting.num_ranks) if rank == 0 else range(rank):
-        theirs = decode_facts(meeting.read(f"shared.{peer}", peer), peer)
-        both = sorted(facts.keys() & theirs.keys())
-        if differing := [name for name in both if facts[name] != theirs[name]]:
-            name = differing[0]
-            raise ConfigError(
-                f"this rank and rank {peer} build on different copies of the same thing: {name} "
-                f"is {facts[name][:16]} here, {theirs[name][:16]} there, so they would train "
-                "halves of two networks. Copy it from one cloud to the others: the checkpoint, "
-                "the tokenizer or the public text; or, where a run made it, backbones/ or causal/ "
-                "of its cache_dir, as another kind of processor makes another one"
-            )
+    meeting.write("shared", json.dumps(dict(facts)))
+    if meeting.rank != 0:
+        first = decode_facts(meeting.read("what is shared", 0), 0)
+        return _compare_shared(facts, first, "another rank")
+    first, odd = dict(facts), dict[int, dict[str, str]]()
+    for peer in range(1, meeting.num_ranks):
+        theirs = decode_facts(meeting.read("shared", peer), peer)
+        if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
+            odd[peer] = theirs
+        first = {**theirs, **first}
+    meeting.write("what is shared", json.dumps(first))
+    for peer, theirs in odd.items():
+        _compare_shared(first, theirs, f"rank {peer}")
+
+
+def _compare_shared(mine: Mapping[str, str], theirs: Mapping[str, str], whose: str) -> None:
+    both = sorted(mine.keys() & theirs.keys())
+    if differing := [name for name in both if mine[name] != theirs[name]]:
+        name = differing[0]
+        raise ConfigError(
+            f"the ranks build on different copies of the same thing: {name} is "
+            f"{mine[name][:16]} here, {theirs[name][:16]} in {whose}, so they would train halves "
+            "of two networks. Copy it from one cloud to the others: the checkpoint, the tokenizer "
+            "or the public text; or, where a run made it, backbones/ or causal/ of its cache_dir, "
+            "as another kind of processor makes another one"
+        )
 
 
 def decode_facts(text: str, peer: int) -> dict[str, str]:
