@@ -139,12 +139,15 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
     OmegaConf.save(OmegaConf.create(config), file)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
                "OMP_NUM_THREADS": "1"}  # fmt: skip
-    command = [sys.executable, "-m", "xcloud", "worker", str(file), "--run-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "xcloud", "worker", str(file), "--run-dir"]
+    folders = [tmp_path / str(rank) for rank in range(3)]  # of three machines
     ranks = [
         launch.start_process(
-            command, {**os.environ, **meeting, "RANK": str(rank)}, tmp_path / f"{rank}.log"
+            [*command, str(folder)],
+            {**os.environ, **meeting, "RANK": str(rank)},
+            tmp_path / f"{rank}.log",
         )
-        for rank in range(3)
+        for rank, folder in enumerate(folders)
     ]
     try:
         codes = [rank.wait(60) for rank in ranks[:2]]
@@ -155,7 +158,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
             rank.kill()
             rank.wait()
     for rank, waits in ((0, ""), (1, " while this rank waited for the barrier of 2 ranks")):
-        failure = failure_of(tmp_path, rank)
+        failure = failure_of(folders[rank], rank)
         assert failure is not None
         assert f"rank 2 (cloud b) sent no heartbeat for 2.5 s{waits}" in failure["message"]
     wait_for(lambda: no_workers(tmp_path), 60)  # the monitor writes what the run was

@@ -29,7 +29,7 @@ from xcloud.cluster.link_profile import LinkProfile, LinkWindow, Liveness
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.join.restarts import Silence
 from xcloud.launch.several_machines import await_monitor
-from xcloud.parallel.control import Control, note_ages
+from xcloud.parallel.control import Control, note_ages, word_of
 from xcloud.wire.ends import Ends
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
@@ -65,6 +65,22 @@ def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
 
     assert min(sorted(left)[:3]) >= max(sorted(came)[:3])
     assert min(sorted(left)[3:]) >= max(sorted(came)[3:])
+
+
+@pytest.mark.parametrize("word", [0, 7])
+def test_a_number_that_rank_0_tells_at_a_meeting_comes_to_all(word: int) -> None:
+    ranks = controls(3, 5.0)
+    told = in_threads([lambda r=rank: ranks[r].meet(word=word * (r == 0)) for rank in range(3)])
+    assert told == [word] * 3
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(torch.tensor([7.0]),), (torch.tensor([7, 8]),), (torch.tensor([7]), torch.tensor([8]))],
+)
+def test_what_is_no_number_is_refused_by_its_sender(parts: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(FrameError, match="rank 0 sent"):
+        word_of(parts)
 
 
 def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not() -> None:

@@ -112,7 +112,7 @@ def meet_under_torchrun(
         watch(meeting, detector, job.cluster)
         return meeting
     num_ranks, within_s = int(os.environ["WORLD_SIZE"]), job.cluster.liveness.join_within_s
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # whose agent serves
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent serves
 
     def connect(timeout_s: float) -> Store:
         store = store_at(host, port, serves=rank == 0 and not by_torchrun, within_s=timeout_s)
