@@ -132,13 +132,24 @@ _LOST = ("pref", "50", "iif", INTERFACE, "blackhole")
 def cut(hosts: Sequence[str]) -> None:
     """Lose every packet between the hosts, without telling them."""
     for host in hosts:
-        for setting in ("ip_early_demux", "tcp_early_demux"):  # else connections skip the rules
-            _run(*inside(host), "sh", "-c", f"echo 0 > /proc/sys/net/ipv4/{setting}")
-        if _run(*inside(host), "ip", "rule").startswith("0:"):
-            # Packets for this host itself are looked up after all other rules.
-            _run(*inside(host), "ip", "rule", "add", "pref", "100", "lookup", "local")
-            _run(*inside(host), "ip", "rule", "del", "pref", "0")
+        _heed_rules(host)
         _run(*inside(host), "ip", "rule", "add", *_LOST)
+
+
+def block(host: str, ports: str) -> None:
+    """Drop what comes to TCP ports of this host, "32768-60999", as a firewall does."""
+    _heed_rules(host)
+    rule = ("pref", "50", "iif", INTERFACE, "ipproto", "tcp", "dport", ports, "blackhole")
+    _run(*inside(host), "ip", "rule", "add", *rule)
+
+
+def _heed_rules(host: str) -> None:
+    """Have rules decide on packets for this host itself, too."""
+    for setting in ("ip_early_demux", "tcp_early_demux"):  # else connections skip the rules
+        _run(*inside(host), "sh", "-c", f"echo 0 > /proc/sys/net/ipv4/{setting}")
+    if _run(*inside(host), "ip", "rule").startswith("0:"):
+        _run(*inside(host), "ip", "rule", "add", "pref", "100", "lookup", "local")
+        _run(*inside(host), "ip", "rule", "del", "pref", "0")
 
 
 def join(hosts: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,23 @@ POLL_S = 0.02
 
 
 def run_on_two_machines(
-    file: Path, folder: Path, line: LinkProfile | None, clouds: tuple[str, str]
+    file: Path,
+    folder: Path,
+    line: LinkProfile | None,
+    clouds: tuple[str, str],
+    prepare: Callable[[Sequence[str]], object] = lambda hosts: None,
 ) -> dict[str, Any]:
     """Start the file's clouds, one rank in each, and return the first cloud's summary.
 
     line: bandwidth and trace of the link, whose time 0 is the beginning of the first update; None
         = no limit.
+    prepare: is given the names of the hosts before anything starts.
     """
     rate = least = None
     if line is not None:
         rate, least = line.rate_from(0.0)[0], min((e[1] for e in line.trace), default=None)
     with two_hosts(rate, least_bits_per_s=least) as hosts:
+        prepare(hosts)
         machines = []
         for number, (host, cloud) in enumerate(zip(hosts, clouds, strict=True)):
             run_dir = folder / cloud

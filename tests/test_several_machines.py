@@ -1,13 +1,14 @@
 """Two network namespaces as two machines, torchrun in each, the kernel limits their link."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.namespaces import available
+from benchmarks.namespaces import available, block
 from benchmarks.several_machines import run_on_two_machines
 from tests.runs import losses, start, weights
 from tests.toy import toy_config
@@ -50,3 +51,21 @@ def test_clouds_started_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
 
     failure = json.loads((tmp_path / "cloud_b" / "rank0.error.json").read_text())
     assert "--node-rank" in failure["message"]
+
+
+def test_a_firewall_that_lets_only_the_store_in_is_named_with_the_port(tmp_path: Path) -> None:
+    """In both clouds, though both reach the store."""
+    file = tmp_path / "experiment.yaml"
+    config = toy_config("two_clouds", ["cluster/wan=real"])
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+    with pytest.raises(RuntimeError, match="the machines ended with"):
+        run_on_two_machines(
+            file, tmp_path, None, CLOUDS, prepare=lambda hosts: block(hosts[0], "30000-65534")
+        )
+
+    for rank, cloud in enumerate(CLOUDS):
+        failure = json.loads((tmp_path / cloud / f"rank{rank}.error.json").read_text())
+        assert f"rank {1 - rank} (cloud {CLOUDS[1 - rank]})" in failure["message"]
+        assert "both reach the store at 10.213.0.1:29500" in failure["message"]
+        assert re.search(r"10\.213\.0\.[12]:\d+ \(no answer in 10 s\)", failure["message"])
