@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from tests.replicas import same_bits
 from tests.runs import command
 from xcloud.comm.compression_plans import PerTensor
-from xcloud.comm.compressor import Chain
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
@@ -84,7 +86,14 @@ class Job:
             for r, own in enumerate(self.parameters)
         ]
 
-    def step(self, step: int, buckets: list[list[int]]) -> list[list[Tensor]]:
+    def step(
+        self,
+        step: int,
+        buckets: list[list[int]],
+        gradient: Callable[[int, int, int], Tensor] = lambda step, rank, n: gradient(
+            step, rank, n
+        ),
+    ) -> list[list[Tensor]]:
         """By rank, the merged gradients of all parameters; buckets: numbers of parameters."""
         found: list[dict[int, Tensor]] = [{} for _ in self.states]
         for numbers in buckets:
@@ -183,6 +192,67 @@ def test_bytes_are_those_of_the_messages() -> None:
 
     assert {state.raw_bytes for state in job.states} == {4 * 300}
     assert {state.num_bytes for state in job.states} == {2 * 300}
+
+
+LOSSY = [TopK(0.1), Chain(topk=TopK(0.2), int4=BlockInt(4)), BlockInt(1, block=1024)]
+
+
+class Scaler:
+    """As torch's GradScaler, of which the hook asks for the scale alone."""
+
+    scale = 1024.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("compressor", LOSSY, ids=repr)
+def test_a_step_that_is_skipped_leaves_nothing_behind_in_any_rank_or_bucket(
+    compressor: Compressor,
+) -> None:
+    """One bucket of one rank is not finite; of the others healthy ranks have sent something."""
+
+    def bad(step: int, rank: int, number: int) -> Tensor:
+        scale = math.inf if (step, rank, number) == (3, 1, 0) else 1e20 if step == 3 else 1.0
+        return gradient(step, rank, number) * scale
+
+    job, undisturbed = Job(3, compressor), Job(3, compressor)
+    for step in (1, 2, 3, 4, 5):
+        found = job.step(step, REBUILT, bad)
+        if step != 3:
+            expected = undisturbed.step(step, REBUILT)
+            assert same_bits([*found, *expected])
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("compressor", LOSSY, ids=repr)
+def test_what_is_kept_follows_the_scale_of_the_losses(compressor: Compressor) -> None:
+    """Gradients divided by the scale are those of a run without one; powers of two round alike."""
+    scaler = Scaler()
+    job, plain = Job(3, compressor, scaler=scaler), Job(3, compressor)
+    for step, scale in ((1, 1024.0), (2, 512.0), (3, 512.0), (4, 4096.0)):
+        scaler.scale = scale
+        scaled = job.step(step, FIRST, lambda *which, s=scale: gradient(*which) * s)
+        expected = plain.step(step, FIRST)
+        assert same_bits([*([t / scale for t in own] for own in scaled), *expected])
+        if step == 2:  # a restart in between
+            states = [state.state_dict() for state in job.states]
+            job = Job(3, compressor, scaler=scaler)
+            for state, saved in zip(job.states, states, strict=True):
+                state.load_state_dict(saved)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_loop_may_say_that_it_left_gradients_out() -> None:
+    job, undisturbed = Job(3, TopK(0.1)), Job(3, TopK(0.1))
+    for step in (1, 2, 3):
+        found = job.step(step, FIRST)
+        if step == 2:
+            for state in job.states:
+                state.settle(was_used=False)
+        else:
+            assert same_bits([*found, *undisturbed.step(step, FIRST)])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ the loss travels with it.
 
 # No `from __future__ import annotations` here: torch compares the hook's annotations with classes.
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -198,19 +198,31 @@ class CompressedAveraging(StatefulParts):
     model: the DistributedDataParallel, or the module inside. compressor: of every gradient, or a
         choice by name and shape (PerTensor). feedback: as of TensorCodec.
     merge: of the ranks' gradients; the mean, as DistributedDataParallel has it, or a robust one.
+    scaler: the GradScaler whose losses are given to `backward`. What is kept follows its scale.
     num_bytes: of this rank's messages so far; each goes to every other rank. raw_bytes: FP32 bytes
         of what they stand for.
 
-    Memory: with feedback one copy of the gradients. Save `state_dict()` of every rank with the
-    model for an exact restart: residuals differ from rank to rank.
+    If merged gradients are not finite, all that was sent with them counts as not sent: a
+    GradScaler, or the loop, skips that step in every rank.
+
+    Memory: with feedback one copy of the gradients in FP32, and in the backward another. Save
+    `state_dict()` of every rank with the model for an exact restart: residuals differ from rank to
+    rank.
     """
+
+    own_names = ("scale",)
 
     def __init__(
         self, model: nn.Module, compressor: TensorChoice,
         process_group: dist.ProcessGroup | None = None, *, feedback: bool = True,
         merge: Merge = weighted_mean, seed: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:  # fmt: skip
         self.process_group, self.merge = process_group, merge
+        self._scaler = scaler
+        self._scale = self._scale_now
+        self._sent: set[nn.Parameter] = set()  # their messages are not settled
+        self._ends: list[Tensor] = []  # the least and largest of what these came to
         self.num_bytes = self.raw_bytes = 0
         self.num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         if isinstance(merge, Robust):
@@ -223,6 +235,45 @@ class CompressedAveraging(StatefulParts):
             if p.requires_grad
         }  # fmt: skip
 
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that gradients of these are sent next. If some of them were sent before, another
+        backward has begun."""
+        if self._sent.intersection(parameters):
+            self.settle()
+        if not self._sent and (scale := self._scale_now) != self._scale:
+            for codec in self.codecs.values():
+                codec.scale(scale / self._scale)
+            self._scale = scale
+        self._sent.update(parameters)
+
+    def note(self, merged: Sequence[Tensor]) -> None:
+        """Take what the messages of a bucket came to."""
+        self._ends += [end for tensor in merged if tensor.numel() for end in torch.aminmax(tensor)]
+
+    def settle(self, was_used: bool = True) -> None:
+        """End the last backward. was_used: False where the loop has left out its gradients for
+        another reason than that they are not finite."""
+        was_used = was_used and all(bool(end.isfinite()) for end in self._ends)
+        for parameter in self._sent:
+            self.codecs[parameter].settle(was_used)
+        self._sent.clear()
+        self._ends.clear()
+
+    @property
+    def _scale_now(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def own(self) -> State:
+        self.settle()
+        if self._scaler is None:
+            return {}
+        return {"scale": torch.tensor(self._scale, dtype=torch.float64)}
+
+    def take(self, own: State) -> None:
+        self._scale = float(own.get("scale", 1.0))  # none: of a run without a scaler
+        self._sent.clear()
+        self._ends.clear()
+
     def parts(self) -> StateTree:
         return {str(number): codec for number, codec in enumerate(self.codecs.values())}
 
@@ -234,10 +285,14 @@ def compressed_averaging(
     """Every rank encodes the gradients of a bucket, one all-gather brings all messages of that
     fixed size to all ranks, and each decodes and merges them in the order of the ranks: the same
     bits in all. The exchange of one bucket overlaps with the backward pass of the next."""
-    gradients = bucket.gradients()
-    codecs = [state.codecs[parameter] for parameter in bucket.parameters()]
+    gradients, parameters = bucket.gradients(), bucket.parameters()
+    state.begin(parameters)
+    codecs = [state.codecs[parameter] for parameter in parameters]
     buffer: Tensor = bucket.buffer()
-    encoded = [codec.encode([g])[0] for codec, g in zip(codecs, gradients, strict=True)]
+    encoded = [
+        codec.encode([gradient], is_final=False)[0]
+        for codec, gradient in zip(codecs, gradients, strict=True)
+    ]
     message = torch.cat([part.view(torch.uint8) for parts in encoded for part in parts])
     state.num_bytes += message.numel()
     state.raw_bytes += sum(codec.raw_bytes for codec in codecs)
@@ -256,6 +311,7 @@ def compressed_averaging(
         found, num = map(decoded, messages), state.num_ranks
         # A mean needs one at a time: of many ranks all would not fit.
         means = mean_of(found, num) if state.merge is weighted_mean else state.merge([*found])
+        state.note(means)
         for gradient, tensor in zip(gradients, means, strict=True):
             gradient.copy_(tensor)
         return buffer
