@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tests.trainers
+from tests.combinations import experiment
 from tests.pipelines import D
 from tests.replicas import averagers, connected, exchange, same_bits
 from tests.strategy_jobs import clouds, values
@@ -20,7 +22,9 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import Parts
+from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
+from xcloud.comm.sparsify import TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import Batch
 from xcloud.parallel.averaging import AllToAll, Averager, Terms, averager_for
@@ -37,9 +41,11 @@ from xcloud.parallel.merging import (
     weighted_sum,
 )
 from xcloud.parallel.part import StepReport
-from xcloud.parallel.replicas import OuterOptimizer
+from xcloud.parallel.replicas import OuterOptimizer, Replicas
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Averaging, Strategy
+from xcloud.rank.gradient_parts import replicas_exchange
+from xcloud.record.reporter import Reporter
 from xcloud.training.batch_plan import BatchPlan, replica_samples
 from xcloud.training.settings import Optimizer, Training
 
@@ -278,7 +284,47 @@ def test_a_gradient_that_is_not_finite_counts_for_nothing_in_all_of_the_merge(
         assert rest_loss == pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.parametrize("merge", ROBUST, ids=repr)
+def test_a_replica_that_is_left_out_keeps_what_its_message_carried(merge: Robust) -> None:
+    lossy = Compression(averaging=TopK(0.1))
+    job = ranks(
+        clouds(3), STILL, lossy, GPipe(3), strategy=strategy_of(GradientAveraging(merge=merge))
+    )
+    reports_of(job, 1)
+    before = job[2].state_dict()
+    hook = spoil([job[2]], 0, math.nan)
+    assert not any(report.skipped for report in reports_of(job, 2))
+    hook.remove()
+    after = job[2].state_dict()
+
+    kept = [key for key in before if key.endswith("residual")]
+    assert kept and same_bits([[state[key] for key in kept] for state in (before, after)])  # type: ignore[misc]
+
+
 # --- what a cloud says that it weighs
+
+
+def test_a_job_believes_each_replica_its_own_samples_of_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four micro-batches over three clouds, each sample of at most max_length tokens."""
+    joined = list[Replicas]()
+
+    def join(averaging: GradientAveraging, replicas: Replicas) -> None:
+        joined.append(replicas)
+
+    monkeypatch.setattr(GradientAveraging, "join", join)
+    job = experiment({"clouds": "three", "strategy": "median", "micro_batches": "4"})
+    wiring: Any = SimpleNamespace(replicas="links", groups={0: "group"})
+    stages: Any = {0: None}
+    replicas_exchange(job, wiring, stages, Reporter(0, "a", lambda lines: None), None)
+
+    (replicas,) = joined
+    first, *others = (work.num_samples for work in replicas.max_work)
+    assert job.schedule.num_micro_batches == 4 and first + sum(others) == job.training.batch_size
+    assert first > max(others) and len(others) == 2
+    length = job.task.max_length
+    assert [w.weight for w in replicas.max_work] == [length * n for n in (first, *others)]
 
 
 def test_the_samples_of_each_replica_are_those_that_its_ranks_compute() -> None:
