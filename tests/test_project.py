@@ -1,5 +1,6 @@
 """Finding the project and its commit."""
 
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -64,3 +65,21 @@ def test_the_citation_names_the_version_of_the_package() -> None:
     citation = yaml.safe_load((root / "CITATION.cff").read_text("utf-8"))
     packaging = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
     assert citation["version"] == packaging["project"]["version"] == __version__
+
+
+def test_the_lock_has_a_hash_for_each_constraint_but_torch() -> None:
+    def lines(name: str) -> list[str]:
+        text = (project.project_root() / name).read_text("utf-8")
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    locked = [line.split(" --hash=sha256:") for line in lines("requirements.lock")]
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for _, digest in locked)
+    pinned = {name for name, _ in locked}
+    constraints = {line for line in lines("constraints.txt") if not line.startswith("torch==")}
+    assert {name.lower() for name in pinned} == {name.lower() for name in constraints}
+
+
+def test_the_build_is_pinned_as_the_constraints_are() -> None:
+    root = project.project_root()
+    [needed] = tomllib.loads((root / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert needed in (root / "constraints.txt").read_text().splitlines()

@@ -30,6 +30,7 @@ from xcloud.base.placeholders import check_is_data, check_is_json, check_is_safe
 from xcloud.base.settings import PACKAGED
 from xcloud.contracts.model import BuildContext
 
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when its library is imported
 TIMEOUT_S = 5.0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

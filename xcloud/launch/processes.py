@@ -107,7 +107,6 @@ class LocalRanks:
             **LIBRARY_SETTINGS,
             "OMP_NUM_THREADS": str(max(1, num_cores() // len(self.clouds))),
             "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
             **os.environ,
             **module_paths(),
             # Whatever the shell has set for runs over several machines.

@@ -103,7 +103,7 @@ def laid_out(config: Any, part: Part) -> Any:
     way = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=way, dtype=torch.float32
+            config, attn_implementation=way, dtype=torch.float32, trust_remote_code=False
         )
     kind, base = KINDS[config.model_type], network.base_model
     blocks = getattr(base, kind.blocks)
