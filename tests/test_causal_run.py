@@ -16,6 +16,7 @@ from tests.configs import composed
 from tests.runs import in_threads, losses, weights
 from xcloud import use
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.run_folder import owned
 from xcloud.job.config import job_from_config
 from xcloud.launch.local import run
 from xcloud.record.tracking import Recording
@@ -268,6 +269,17 @@ def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
 
     said = "".join(f"{p}{text}\n" for p, text in zip(PROMPTS, expected, strict=True))
     assert capsys.readouterr().out == said
+
+
+def test_export_writes_into_no_folder_that_another_command_owns(
+    two_clouds: Path, tmp_path: Path
+) -> None:
+    with owned(two_clouds):
+        with pytest.raises(ConfigError, match="is in use by process"):
+            use.export([str(two_clouds)])
+        assert not (two_clouds / "joined").exists()
+        use.export([str(two_clouds), "--out", str(tmp_path / "out")])  # it is only read
+    assert any((tmp_path / "out").iterdir())
 
 
 def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_path: Path) -> None:

@@ -216,10 +216,7 @@ def on_hub(name: str) -> tuple[str, dict[str, str]]:
 
 def _fetch(name: str, load: Callable[..., T]) -> T:
     """Load from disk if possible; ask the hub only if it answers."""
-    wanted = (
-        f"put its config.json and model.safetensors into a folder and give its path, or run "
-        f"`hf download {name}` where there is a network and copy ~/.cache/huggingface/hub"
-    )
+    wanted = "put its config.json and model.safetensors into a folder and give its path"
     folder = Path(name).expanduser()
     plain, revision = on_hub(name)
     try:
@@ -230,8 +227,11 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
         if folder.is_dir():
             why = str(error).partition("\n")[0]
             raise DataError(f"folder {folder} is not a complete checkpoint: {why}") from error
-        if name.startswith(("/", ".", "~")):
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1:
             raise DataError(f"no folder {name}; {wanted}") from None
+    wanted += (
+        f", or run `hf download {name}` where there is a network and copy ~/.cache/huggingface/hub"
+    )
     if not go_offline_if_unreachable():
         raise DataError(
             f"checkpoint {name!r} is not in the hub cache, and the hub is out of reach (no "

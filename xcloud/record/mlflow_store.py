@@ -253,7 +253,10 @@ class Store:
             client.log_artifact(run_id, str(path))
         else:
             self.artifacts(run_id).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, self.artifacts(run_id) / path.name)
+            kept = self.artifacts(run_id) / path.name
+            if kept.is_symlink():  # into which the copy would be written
+                kept.unlink()
+            shutil.copyfile(path, kept)
 
     def show_sweep(
         self, sweep: str, metrics: Sequence[str], params: Sequence[str], files: Sequence[Path]
