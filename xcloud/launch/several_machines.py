@@ -225,7 +225,7 @@ def live(file: Path, run_dir: Path, cloud: str | None, roll_back: bool = False) 
     with contextlib.ExitStack() as held:
         if is_first_here:
             held.enter_context(owned(run_dir))
-        else:
+        elif "TORCHELASTIC_RUN_ID" in os.environ:  # the first one is torchrun's child as well
             check_owned_by_parent(run_dir)
         rank = int(os.environ["RANK"])
         process = TorchrunProcess(file, run_dir, rank, cloud, is_first_here)
