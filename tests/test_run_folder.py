@@ -75,7 +75,7 @@ WRITERS: dict[str, Writer] = {
 # export needs a trained language model: tests/test_causal_run.py.
 READERS = {
     "run", "settings", "ui", "report", "claims", "reproduce", "site", "translate", "generate",
-    "export", "torchrun", "status", "train-tokenizer",
+    "export", "policy", "torchrun", "status", "train-tokenizer",
 }  # fmt: skip
 
 

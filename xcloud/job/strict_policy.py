@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import this_owners_file
 from xcloud.base.settings import PACKAGED
+from xcloud.base.terminal import say
 from xcloud.job.config import resolved
 from xcloud.job.given import read_checked, read_job
 from xcloud.security.places import is_place, leads_of
@@ -83,5 +84,5 @@ def main(words: Sequence[str]) -> int:
             file.write(HEADER.format(file=given.new.name) + yaml.safe_dump(found, sort_keys=False))
     except FileExistsError:
         raise ConfigError(f"{out} is there already; move it away, or give --out") from None
-    print(out)
+    say(out)
     return 0

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any
 
 from xcloud.base.project import module_paths, python_command
+from xcloud.base.terminal import say
 
 MAX_PROCESSOR_S = 10
 """Of one chat; a usual one takes a thousandth of a second."""
@@ -129,7 +130,7 @@ def main() -> None:
             answer["error"] = f"it takes more than {MAX_BYTES >> 20} MiB"
         except Exception as error:  # whatever a template raises
             answer["error"] = f"{error or type(error).__name__}"[:300]
-        print(json.dumps(answer), flush=True)
+        say(json.dumps(answer))
 
 
 if __name__ == "__main__":
