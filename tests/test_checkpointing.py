@@ -112,6 +112,32 @@ def test_a_rank_that_is_lost_after_it_has_told_of_its_part_takes_no_other_with_i
     assert outs[1].send.called and not outs[2].send.called
 
 
+def test_no_word_of_rank_0_takes_a_checkpoint_that_is_agreed_on(tmp_path: Path) -> None:
+    """Neither that it is lost, nor that another is agreed on of which there is no part here."""
+    folder = CheckpointFolder(tmp_path)
+    for step in (100, 200):
+        folder.write(step, 1, {"x": torch.ones(1)}, {})
+        folder.mark_agreed(step, 1, {})
+    control = Control(1, {0: Mock()}, {}, 1.0, {})
+    writer, lines = CheckpointWriter(folder, 1, {}), list[bytes]()
+    made = Checkpointer(
+        Timing(Checkpoints(100, 0, keep=1)), writer, control, {}, Reporter(1, "b", lines.append)
+    )
+
+    def hear(step: int, message: CheckpointMessage) -> None:
+        code = torch.tensor([message], dtype=torch.uint8)
+        control.hear(0, Frame(MessageKey(Kind.CHECKPOINT, step), (code,), 1, 0.0, 0))
+
+    for step in (200, 100, 300):
+        hear(step, CheckpointMessage.LOST)
+    for step in (300, 10**9):
+        hear(step, CheckpointMessage.AGREED)
+    made.close()
+    assert folder.agreed_steps() == [200, 100]
+    assert folder.ranks(100) == folder.ranks(200) == [1]
+    assert b"its part is not here" in b"".join(lines)
+
+
 def _but_for_times(states: list[State]) -> list[State]:
     return [{k: v for k, v in one.items() if "budget.numbers" not in k} for one in states]
 

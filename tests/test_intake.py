@@ -11,14 +11,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.report_desk import DEEP, MAX_STEPS, STEP, Desk
+from tests.report_desk import DEEP, MAX_STEPS, SCORERS, STEP, Desk
 from tests.toy import toy_config
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.job import config as configs
+from xcloud.record import intake
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.further_figures import ENTRIES
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, KINDS, MAX_NAMES, Intake
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.wire_audit import audit_file
@@ -149,6 +150,45 @@ def test_reports_are_bounded_in_bytes_a_second_for_each_sender(desk: Desk) -> No
     assert desk.path.stat().st_size > size + len(chunk) / 2
     # 2 notes and a few counts, however much is refused.
     assert len(desk.written("refused_reports")) < 10
+
+
+@pytest.mark.parametrize("field", ["sent", "raw", "taken", "skipped", "fed_bytes", "line_s"])
+def test_a_step_has_figures_by_names_of_the_job_alone(field: str, tmp_path: Path) -> None:
+    """Each name is a column in the memory of whoever follows the run."""
+    desk = Desk(tmp_path)
+    own = Intake(desk.file, "aabb".__getitem__, MAX_STEPS, SCORERS, clouds=("a", "b"))
+    desk.intake = own
+    for name in ("forward", "other", "averaging", "b"):
+        desk.take(1, {**STEP, field: {name: 1}})
+    for name in ("x", "Forward", "", "c"):
+        desk.take(1, {**STEP, field: {"forward": 1, name: 1}})
+    for busy in ({"forward": {"x": 1.0}}, {"x": {"a": 1.0}}):
+        desk.take(1, {**STEP, "line_busy_s": busy})
+    desk.take(1, {**STEP, "line_busy_s": {"forward": {"a": 1.0}}})
+    assert len(desk.written("step")) == 5 and desk.num_refused == {1: 6}
+    desk.file.close()
+
+
+def test_figures_that_a_task_names_are_bounded_over_the_whole_run(desk: Desk) -> None:
+    for number in range(MAX_NAMES):
+        desk.take(2, {**STEP, "values": {f"figure {number}": 1.0}})
+    assert not desk.num_refused
+    desk.take(2, {**STEP, "values": {"one more": 1.0}})
+    desk.take(2, {**STEP, "values": {"figure 3": 2.0}})
+    assert desk.num_refused == {2: 1} and len(desk.written("step")) == MAX_NAMES + 1
+
+
+def test_reports_are_bounded_in_all_for_each_sender(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "BYTES_IN_ALL", 10_000)
+    monkeypatch.setattr(intake, "BYTES_A_STEP", 100)  # 12,000 bytes for 20 steps
+    for _ in range(20):
+        desk.now_s += 60.0  # however slowly they come
+        desk.take(1, {"event": "note", "text": "x" * 1000})
+    assert len(desk.written("note")) == 11 + 1  # with that of the refusal
+    desk.take(3, {"event": "note", "text": "y"})
+    assert desk.num_refused == {1: 9}
 
 
 def test_a_report_that_is_no_text_ends_the_link(desk: Desk) -> None:

@@ -218,6 +218,32 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
     assert not ranks.lost
 
 
+def test_a_word_that_a_rank_has_begun_again_replaces_no_line_and_takes_one_thread(
+    tmp_path: Path,
+) -> None:
+    """Whoever reaches the store may raise the number; nobody comes."""
+    layout = ClusterLayout({"hub": Cloud(), "away": Cloud()}, "free")
+    store, lost = meeting_store(tmp_path), list[LinkError]()
+    first = FailureDetector(0, "rank {}".format, 5.0, lost.append)
+    watch(Meeting(0, 2, meeting_store(tmp_path), is_open=True), first, layout)
+    other = Meeting(1, 2, store, is_open=True, beginning=int(store.add("beginnings.1", 1)))
+    line = Line(life_of(other.store, 1, 1), 1, 30.0)
+    live, num_greetings = first._lines[1], set[int]()
+    for _ in range(20):
+        store.add("beginnings.1", 1)
+        assert line.receive("rank 0") == (Word.ALIVE, 0)
+        line.send(Word.ALIVE, 1)
+        threading.Event().wait(0.05)
+        num_greetings.add(len(first._greetings))
+        assert first._lines[1] is live and live.is_alive()
+    assert max(num_greetings) == 1 and not lost
+    line.receive("rank 0")
+    line.send(Word.LEFT, 1)
+    first.over.set()  # it looks no more
+    wait_for(lambda: not first.is_greeting(1), 30)  # nobody has come in time
+    assert not lost
+
+
 def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
