@@ -32,7 +32,7 @@ from xcloud.plan.costs import (
 from xcloud.plan.formulas import exchange_of
 from xcloud.plan.prediction import Simulator
 from xcloud.plan.pricing import Pricer, alike, over_epochs
-from xcloud.plan.search import Space, fastest
+from xcloud.plan.search import Ranked, Space, fastest
 from xcloud.plan.settings import DIMENSIONS, NO_COMPRESSION, Arranged, Plan, with_micro_batches
 
 SEEDS = range(8)
@@ -302,3 +302,22 @@ def test_waits_of_averaging_are_in_no_bubble_of_a_price_as_in_none_of_a_run() ->
 
     assert any("averaging over link" in name and s > 0 for name, s in price.spent_s.items())
     assert price.bubble_ratio == 0
+
+
+ADVICE = {  # the step of one plan with another count of micro-batches, over that of the job's own
+    0.7: "micro-batches 4: 30% less",
+    0.97: "micro-batches 4: 3% less",
+    0.99: "a stronger compressor, or a faster line",
+    1.3: "a stronger compressor, or a faster line",
+}
+
+
+@pytest.mark.parametrize("share", ADVICE)
+def test_only_a_change_that_makes_a_step_clearly_shorter_is_advice(share: float) -> None:
+    pricer, _ = drawn(0)
+    own = Plan("pipeline", (1, len(pricer.profile.pieces)), GPipe(2), NO_COMPRESSION)
+    other = own._replace(schedule=GPipe(4))
+    priced = replace(pricer.price(own), step_s=2.0, spent_s={"link a-b": 1.5})
+    ranked = Ranked([priced], priced, (2.0 * share, other), 2, 2)
+
+    assert ranked.advice_to_own == ADVICE[share]

@@ -238,3 +238,13 @@ def test_privacy_that_would_not_hold_is_refused() -> None:
     singles = "training.batch_size=16 schedule.num_micro_batches=4 training.accumulate_steps=4"
     made = build(*exp, "strategy=data_parallel", "security/privacy=sample", *singles.split())
     assert "private by sample (clip 1, noise 1.1)" in made.headline
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_seen_to_be_after_clipping_and_noise(value: float) -> None:
+    """Every cloud then skips the update; zero would be taken for a gradient."""
+    protect = private_contribution(["a", "loss"], Privacy("cloud", 0.5, 1.0), 1, silent=["loss"])
+    tensors = [torch.tensor([1.0, value]), torch.tensor([value])]
+    assert not any(found.isfinite().all() for found in protect(tensors))
+    finite = protect([torch.ones(2), torch.ones(1)])
+    assert finite[0].isfinite().all() and finite[1].item() == 0
