@@ -244,3 +244,22 @@ def test_no_earlier_summary_stands_for_a_run_whose_monitor_is_lost_at_once(
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: seen.append(summary.exists()))
     several_machines._start_monitor(tmp_path, tmp_path / configs.EXPERIMENT_FILE)
     assert seen == [False]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_finished_runs_record_is_touched_once_another_attempt_has_taken_its_state_over(
+    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(Recording, "artifact", lambda recording, path: kept.append(path.name))
+    earlier = {"status": "finished", "num_steps": 2}
+    (tmp_path / SUMMARY_FILE).write_text(json.dumps(earlier))
+    monitor = monitor_after([("finish", 0), ("finish", 1)], tmp_path)
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        for event in ("resume", *["phase"] * trains):
+            fields = {"event": event, "rank": 0, "cloud": "a", "t": 2.0, "step": 2}
+            file.write(json.dumps({**fields, "name": "training"}) + "\n")
+    summary = monitor.finish("the state of a module does not fit")
+    assert (summary == earlier) == (not trains)
+    assert (read_summary(tmp_path)["status"] == "failed") == trains
+    assert bool(kept) == trains
