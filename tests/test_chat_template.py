@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,25 @@ TOO_MUCH = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def limited() -> Iterator[chat_template.TemplateProcess]:
+    made = chat_template.TemplateProcess(processor_s=1)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize(("template", "said"), TOO_MUCH.values(), ids=TOO_MUCH)
 def test_a_template_that_takes_too_much_is_an_error_and_the_next_one_is_written(
-    template: str, said: str, monkeypatch: pytest.MonkeyPatch
+    template: str,
+    said: str,
+    limited: chat_template.TemplateProcess,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limited = chat_template.TemplateProcess(processor_s=1)
     monkeypatch.setattr("xcloud.tasks.language_modelling.template_process", lambda: limited)
 
     with pytest.raises(DataError, match=f"here: the chat template of toy cannot write.*{said}"):
         CausalTokenizer(tokenizer_with(template), "toy")._render(CHAT, False, "here")
     assert CausalTokenizer(tokenizer_with("x"), "toy")._render(CHAT, False, "here") == "x"
-    limited.close()
 
 
 def test_a_folder_s_template_is_read_and_kept(tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def limit(kind: int, most: int) -> None:
-        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, hard))
 
     processor_s = int(sys.argv[1])
     limit(resource.RLIMIT_CORE, 0)
