@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,3 +168,51 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
+
+
+WIREGUARD = ("10.77.0.1", "10.77.0.2")
+
+
+def wireguard_available() -> str | None:
+    """None if two hosts can be joined by WireGuard in user space here, else why not."""
+    if (reason := delay_available()) is not None:
+        return reason
+    missing = [tool for tool in ("wg", "wireguard-go") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not installed" if missing else None
+
+
+@contextmanager
+def wireguard(hosts: Sequence[str]) -> Iterator[None]:
+    """While the block lasts the hosts have the addresses WIREGUARD, as docs/several-machines.md
+    sets them up; the second one calls the first."""
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [Path(folder) / side for side in "ab"]
+        public = []
+        for key in keys:
+            key.write_text(_run("wg", "genkey"))
+            key.chmod(0o600)
+            public.append(_run("sh", "-c", f"wg pubkey < {key}").strip())
+        try:
+            for number, host in enumerate(hosts):
+                interface = f"xc-wg{number}"
+                command = [*inside(host), "wireguard-go", "-f", interface]
+                processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+                while subprocess.run([*inside(host), "wg", "show", interface],
+                                     capture_output=True).returncode:  # fmt: skip
+                    time.sleep(0.1)
+                other = WIREGUARD[1 - number]
+                end = ["listen-port", "51820"] if number == 0 else []
+                peer = ["peer", public[1 - number], "allowed-ips", f"{other}/32"]
+                if number == 1:
+                    peer += ["endpoint", f"{ADDRESSES[0]}:51820", "persistent-keepalive", "25"]
+                _run(*inside(host), "wg", "set", interface, *end, "private-key",
+                     str(keys[number]), *peer)  # fmt: skip
+                _run(*inside(host), "ip", "addr", "add", f"{WIREGUARD[number]}/24",
+                     "dev", interface)  # fmt: skip
+                _run(*inside(host), "ip", "link", "set", interface, "mtu", "1420", "up")
+            yield
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()

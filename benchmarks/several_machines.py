@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,20 @@ def run_on_two_machines(
     folder: Path,
     line: LinkProfile | None,
     clouds: tuple[str, str],
-    prepare: Callable[[Sequence[str]], object] = lambda hosts: None,
+    prepare: Callable[[Sequence[str]], AbstractContextManager[object]] = nullcontext,
+    master: str = ADDRESSES[0],
 ) -> dict[str, Any]:
     """Start the file's clouds, one rank in each, and return the first cloud's summary.
 
     line: bandwidth and trace of the link, whose time 0 is the beginning of the first update; None
         = no limit.
-    prepare: is given the names of the hosts before anything starts.
+    prepare: is given the names of the hosts, and entered before anything starts. master: the
+        first host's address for the others.
     """
     rate = least = None
     if line is not None:
         rate, least = line.rate_from(0.0)[0], min((e[1] for e in line.trace), default=None)
-    with two_hosts(rate, least_bits_per_s=least) as hosts:
-        prepare(hosts)
+    with two_hosts(rate, least_bits_per_s=least) as hosts, prepare(hosts):
         machines = []
         for number, (host, cloud) in enumerate(zip(hosts, clouds, strict=True)):
             run_dir = folder / cloud
@@ -45,7 +47,7 @@ def run_on_two_machines(
             command = [
                 *inside(host), sys.executable, "-m", "xcloud", "torchrun",
                 "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
-                "--master-addr", ADDRESSES[0], "--master-port", "29500",
+                "--master-addr", master, "--master-port", "29500",
                 "-m", "xcloud", "worker", str(file), "--cloud", cloud, "--run-dir", str(run_dir),
             ]  # fmt: skip
             environment = {

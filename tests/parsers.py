@@ -23,6 +23,7 @@ from tests.report_desk import DEEP, STEP, Desk
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.link_end import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
+from xcloud.cluster.words import Message, WordKind, decode, encode
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compression import ChannelId
 from xcloud.comm.compressor import Compressor
@@ -53,6 +54,7 @@ from xcloud.parallel.control import (
     check_norms,
     note_ages,
     reply_of,
+    word_of,
 )
 from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
@@ -252,6 +254,18 @@ def verdicts() -> Parser:
 SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
 
 
+def words() -> Parser:
+    honest = [Message(WordKind.TELL, "table", "{}"), Message(WordKind.ASK, "verdict")]
+    return Parser(
+        [encode(message).numpy().tobytes() for message in honest],
+        lambda data: decode(as_bytes(data), "rank 1"),
+    )
+
+
+def told_steps() -> Parser:
+    return Parser([(whole(7, dtype=torch.int64),), ()], word_of)
+
+
 def contributions() -> Parser:
     codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
     parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
@@ -330,7 +344,8 @@ PARSERS: dict[str, Callable[..., Parser]] = {
     maker.__name__: maker
     for maker in (
         frames, packed_ids, ranked_ids, gaps, orders, batches, norms, measures, answers, codes,
-        ages, facts, tables, verdicts, contributions, hub, member, reports, checkpoint_headers,
+        ages, facts, tables, verdicts, words, told_steps, contributions, hub, member, reports,
+        checkpoint_headers,
     )
 }  # fmt: skip
 PARSERS |= {

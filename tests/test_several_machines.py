@@ -2,13 +2,21 @@
 
 import json
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.namespaces import available, block
+from benchmarks.namespaces import (
+    WIREGUARD,
+    available,
+    block,
+    wireguard,
+    wireguard_available,
+)
 from benchmarks.several_machines import run_on_two_machines
 from tests.runs import losses, start, weights
 from tests.toy import toy_config
@@ -53,6 +61,30 @@ def test_clouds_started_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     assert "--node-rank" in failure["message"]
 
 
+@contextmanager
+def firewall(hosts: Sequence[str]) -> Iterator[None]:
+    block(hosts[0], "30000-65534")
+    yield
+
+
+@pytest.mark.skipif(wireguard_available() is not None, reason=str(wireguard_available()))
+def test_clouds_joined_by_wireguard_need_its_address_and_nothing_else(tmp_path: Path) -> None:
+    """The ranks find the interface, and no port but WireGuard's is let in."""
+    file = tmp_path / "experiment.yaml"
+    config = toy_config("two_clouds", ["cluster/wan=real"])
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+    @contextmanager
+    def sealed(hosts: Sequence[str]) -> Iterator[None]:
+        with firewall(hosts), wireguard(hosts):
+            yield
+
+    summary = run_on_two_machines(
+        file, tmp_path, None, CLOUDS, prepare=sealed, master=WIREGUARD[0]
+    )
+    assert summary["status"] == "finished"
+
+
 def test_a_firewall_that_lets_only_the_store_in_is_named_with_the_port(tmp_path: Path) -> None:
     """In both clouds, though both reach the store."""
     file = tmp_path / "experiment.yaml"
@@ -60,9 +92,7 @@ def test_a_firewall_that_lets_only_the_store_in_is_named_with_the_port(tmp_path:
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
 
     with pytest.raises(RuntimeError, match="the machines ended with"):
-        run_on_two_machines(
-            file, tmp_path, None, CLOUDS, prepare=lambda hosts: block(hosts[0], "30000-65534")
-        )
+        run_on_two_machines(file, tmp_path, None, CLOUDS, prepare=firewall)
 
     for rank, cloud in enumerate(CLOUDS):
         failure = json.loads((tmp_path / cloud / f"rank{rank}.error.json").read_text())

@@ -149,6 +149,7 @@ def _bytes(*parts: Any) -> torch.Tensor:
         _bytes((0, 1, 0), b"a"), _bytes((4, 1, 0), b"a"), _bytes((1, 0, 1), b"a"),
         _bytes((1, MAX_NAME_BYTES + 1, 0), b"a" * 99), _bytes((1, 1, 1 << 31), b"ab"),
         _bytes((1, 2, 0), b"\xff\xff"), _bytes((1, 1, 1), b"a\xff"), _bytes((1, 1, 0), b"\x1b"),
+        _bytes(b"\1\1"),
     ],
 )  # fmt: skip
 def test_what_is_no_word_is_refused_by_the_sender_s_name(buffer: torch.Tensor) -> None:

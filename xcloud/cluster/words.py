@@ -85,6 +85,8 @@ def encode(message: Message) -> torch.Tensor:
 def decode(buffer: torch.Tensor, sender: str) -> Message:
     """Raises FrameError for anything but what `encode` makes. buffer: may be longer."""
     data = buffer.numpy().tobytes()
+    if len(data) < _HEAD.size:
+        raise FrameError(f"{sender} sent no word, in {len(data)} bytes")
     kind, name_bytes, text_bytes = _HEAD.unpack_from(data)
     until = _HEAD.size + name_bytes + text_bytes
     if kind not in [*WordKind] or not 0 < name_bytes <= MAX_NAME_BYTES or until > len(data):
