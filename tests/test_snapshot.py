@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -109,3 +110,25 @@ def test_a_checkpoint_that_comes_early_does_not_wait_until_all_memory_is_touched
     with buffer.snapshot():
         copy = copy_of(tensor)
     assert torch.equal(copy, tensor) and copy.untyped_storage().nbytes() == 10**8
+
+
+def test_a_snapshot_of_a_device_is_counted_as_host_memory() -> None:
+    """On the device a copy needs room that training does not have."""
+    values = torch.empty(1000, device="meta")  # stands for a device
+    assert bytes_to_copy(lambda: copy_of(values, values)) >= 2 * values.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_snapshot_of_a_gpu_lies_in_host_memory() -> None:
+    values = torch.randn(3, 5, device="cuda")
+    buffer = SnapshotBuffer()
+    for room_bytes in (0, 1 << 16):
+        buffer.enlarge(room_bytes, NEVER)
+        before = torch.cuda.memory_allocated()
+        with buffer.snapshot():
+            made = [copy_of(values), copy_of(values, values)]
+        assert torch.cuda.memory_allocated() == before
+        assert [tensor.device.type for tensor in made] == ["cpu", "cpu"]
+        assert torch.equal(made[0], values.cpu())
+        assert torch.equal(made[1], torch.cat([values, values]).cpu())

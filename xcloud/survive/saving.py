@@ -21,7 +21,7 @@ from torch import Tensor
 from xcloud import __version__
 from xcloud.base.errors import LinkError
 from xcloud.base.project import commit
-from xcloud.comm.state import State, StateTree, copying, own_copy, states_of
+from xcloud.comm.state import State, StateTree, copying, states_of
 from xcloud.parallel.strategy import Places
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.settings import Checkpoints
@@ -226,8 +226,7 @@ def bytes_to_copy(take: Callable[[], object]) -> int:
 
     def count(tensors: tuple[Tensor, ...]) -> Tensor:
         nonlocal num_bytes
-        if tensors[0].device.type == "cpu":
-            num_bytes += _aligned(sum(tensor.nbytes for tensor in tensors))
+        num_bytes += _aligned(sum(tensor.nbytes for tensor in tensors))
         return tensors[0]
 
     with copying(count):
@@ -236,8 +235,9 @@ def bytes_to_copy(take: Callable[[], object]) -> int:
 
 
 class SnapshotBuffer:
-    """Host memory for one snapshot at a time, kept for the next one. What does not fit, and
-    tensors of other devices, get memory of their own."""
+    """Host memory for one snapshot at a time, of tensors of any device, kept for the next one: on
+    a GPU the copy would need room that training does not have. What does not fit gets host memory
+    of its own."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -267,15 +267,18 @@ class SnapshotBuffer:
     def _copy(self, tensors: tuple[Tensor, ...]) -> Tensor:
         like, num_bytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
         end = self._used + num_bytes
-        if like.device.type != "cpu" or end > len(self._memory):
-            return own_copy(tensors)
-        place = self._memory[self._used : end].view(like.dtype)
-        self._used = _aligned(end)
+        if end > len(self._memory):
+            place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
+        else:
+            place = self._memory[self._used : end].view(like.dtype)
+            self._used = _aligned(end)
         with torch.no_grad():
             if len(tensors) == 1:
                 return place.view(like.shape).copy_(like)
-            place = place.view(-1, *like.shape[1:])
-            return torch.cat([tensor.detach() for tensor in tensors], out=place)
+            rows = place.view(sum(map(len, tensors)), *like.shape[1:])
+            for own, tensor in zip(rows.split([*map(len, tensors)]), tensors, strict=True):
+                own.copy_(tensor)
+            return rows
 
 
 def _aligned(num_bytes: int) -> int:

@@ -266,7 +266,8 @@ class Trainer(StatefulParts):
         for stage in self.stages.values():
             stage.buffer.zero()
         m, num_passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
-        pieces = self.feed.begin(step, m, num_passes)
+        with self.pipeline.clock.during("fetch"):  # the weight of a batch may take a look at it
+            pieces = self.feed.begin(step, m, num_passes)
         parts.begin(step)
         loss = torch.zeros((), device=self.pipeline.device)
         for first in range(0, num_passes * m, m):
