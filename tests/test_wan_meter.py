@@ -1,5 +1,6 @@
 """What a step sent between clouds, and how an evaluation's predictions come together."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,26 @@ def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> N
     event = meter.describe(StepReport(2, 1.0, StepClock(), 0.1, None, None, 0, 0.0))
 
     assert event["line_busy_s"] == {"forward": {"c": 1.25}, "backward": {"a": 0.75}}
+
+
+def test_a_step_sends_what_all_links_to_other_clouds_carried_since_the_last() -> None:
+    """Bytes of whole frames, by the kind of their traffic; what no step counts is left out."""
+    before, behind, control = (LinkRecord(to=cloud) for cloud in "aca")
+    wiring: Any = SimpleNamespace(
+        ends=SimpleNamespace(records=[before, behind, control], is_emulated=False),
+        boundaries=SimpleNamespace(wan_sends=[]), replicas=None, tied=None,
+    )  # fmt: skip
+    before.num_bytes[Kind.GRADIENT] += 1_000_000  # of an earlier step
+    meter = WanMeter(wiring, Reporter(1, "b", lambda lines: None), False)
+    before.num_bytes += Counter({Kind.GRADIENT: 700, Kind.ACTIVATION: 5, Kind.ALIVE: 1})
+    behind.num_bytes += Counter({Kind.ACTIVATION: 11_000, Kind.EVALUATION: 1 << 30})
+    control.num_bytes += Counter({Kind.NORM: 20, Kind.REPORT: 300, Kind.GRADIENT: 40})
+
+    event = meter.describe(StepReport(2, 1.0, StepClock(), 0.1, None, None, 0, 0.0))
+
+    assert event["sent"] == {"forward": 11_005, "backward": 740, "other": 321}
+    again = meter.describe(StepReport(3, 1.0, StepClock(), 0.1, None, None, 0, 0.0))
+    assert again["sent"] == {"forward": 0, "backward": 0, "other": 0}
 
 
 def test_a_long_split_is_gathered_sample_by_sample_without_copying_the_rest() -> None:
