@@ -8,8 +8,12 @@ A row names a level of every factor of FACTORS. `experiment` builds it, or the p
 from __future__ import annotations
 
 import itertools
+import os
+import pickle
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import FileStore
 
 from tests.event_lines import steps_done
 from tests.pipelines import in_threads
@@ -29,6 +34,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.gloo_link import GlooTransport
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.transport import Meeting
 from xcloud.comm.channel import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import PerBoundary, Phase, Phased
@@ -63,6 +69,7 @@ from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training
 
 HIDDEN, STEPS, SAVED = 8, 6, 3
+_PROCESSES_WITHIN_S = 120.0  # a run that hangs is found by this
 
 
 class PairStage(Stage):
@@ -202,6 +209,7 @@ FACTORS: dict[str, dict[str, Any]] = {
     },
     "on_divergence": {"stop": "stop", "skip": "skip"},
     "evaluate_every": {"0": 0, "2": 2},
+    "stages": {"whole": False, "sharded": True},
 }  # fmt: skip
 
 FIRST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
@@ -222,6 +230,7 @@ NAMES = {
     "defences": r"security[./]defences",
     "on_divergence": r"on_divergence",
     "evaluate_every": r"evaluate_every",
+    "stages": r"shard",
 }
 
 
@@ -230,7 +239,7 @@ def experiment(row: Row, max_steps: int = STEPS) -> Experiment:
     chosen = {factor: FACTORS[factor][{**FIRST, **row}[factor]] for factor in FACTORS}
     found = Experiment(
         name="combination",
-        cluster=ClusterLayout(chosen["clouds"], "free"),
+        cluster=ClusterLayout(_dealt(chosen["clouds"], chosen["stages"]), "free"),
         tracker=NullTracker(),
         task=ToyTask(),
         model=PairModel(chosen["ends"], chosen["frozen"]),
@@ -256,6 +265,15 @@ def experiment(row: Row, max_steps: int = STEPS) -> Experiment:
     return found
 
 
+def _dealt(clouds: Mapping[str, Cloud], is_sharded: bool) -> dict[str, Cloud]:
+    """With stages sharded in every cloud of several ranks; in the first, if there is none."""
+    several = [name for name, cloud in clouds.items() if cloud.num_ranks > 1] or [*clouds][:1]
+    return {
+        name: replace(cloud, shard=is_sharded and name in several)
+        for name, cloud in clouds.items()
+    }
+
+
 def refusal(row: Row) -> str:
     """Why the product refuses a row; empty if it does not."""
     try:
@@ -271,7 +289,8 @@ def random_rows(seed: int, wanted: int) -> Iterator[dict[str, str]]:
     for _ in range(wanted):
         factor = draw.choice(["clouds", "strategy"])
         row = _allowed({factor: draw.choice([*FACTORS[factor]])}, draw)
-        for factor in draw.sample([*FACTORS], len(FACTORS)):
+        others = [factor for factor in FACTORS if factor != "stages"]  # a process for each rank
+        for factor in draw.sample(others, len(others)):
             row = _first_allowed([{**row, factor: level} for level in _mixed(factor, draw)], row)
         yield row
 
@@ -331,7 +350,8 @@ def covering_rows(seed: int = 1) -> tuple[list[dict[str, str]], list[dict[str, s
 
 
 def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
-    """All ranks of a job in threads, from the newest checkpoint of the folder."""
+    """Run all ranks of a job in threads, from the newest checkpoint of the folder; in processes
+    where stages are sharded, as torch's FSDP knows one rank in a process."""
     run_dir.mkdir(parents=True, exist_ok=True)
     world = MemoryWorld(job.cluster.num_ranks)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
@@ -341,6 +361,9 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     settings = table["setting"]
     held = {r: RankCheckpoints.of(job, r, run_dir, settings).table() for r in job.roster.saving}
     step, _ = newest_common(held, str)
+
+    if any(getattr(cloud, "shard", False) for cloud in job.cluster.clouds.values()):
+        return _run_processes(job, run_dir, step)
 
     def one(rank: int) -> None:
         transport: Any = world.transport(rank)
@@ -353,6 +376,35 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         rank_process.live(job, run_dir, settings, verdict, process, transport)
 
     in_threads([partial(one, rank) for rank in ranks])
+
+
+def _run_processes(job: Job, run_dir: Path, from_step: int) -> None:
+    meeting = run_dir / f"meeting-{from_step}"
+    (run_dir / "job").write_bytes(pickle.dumps(job))
+    command = [sys.executable, "-m", "tests.combinations", str(run_dir), str(meeting)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(from_step), str(rank)], env=environment)
+        for rank in range(job.cluster.num_ranks)
+    ]
+    try:
+        codes = [rank.wait(_PROCESSES_WITHIN_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(codes), f"the ranks ended with {codes}"
+
+
+def _rank_in_a_process(run_dir: Path, meeting: Path, from_step: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    job: Job = pickle.loads((run_dir / "job").read_bytes())  # a test's own
+    CheckpointFolder.prune = lambda *of: None  # type: ignore[method-assign]
+    store = FileStore(str(meeting), job.cluster.num_ranks)
+    transport = GlooTransport(Meeting(rank, job.cluster.num_ranks, store))
+    process = rank_process.Process(StopSignal())
+    verdict = Verdict(from_step=from_step, attempt=1)
+    rank_process.live(job, run_dir, table_of({})["setting"], verdict, process, transport)
+    os._exit(0)
 
 
 def losses(run_dir: Path) -> dict[tuple[int, int], float]:
@@ -379,3 +431,12 @@ def whole(row: Row) -> Experiment:
     own = experiment(row)
     layout = ClusterLayout({"local": Cloud(1, [*range(own.cluster.num_stages)])}, "free")
     return replace(own, cluster=layout, strategy=Strategy())
+
+
+if __name__ == "__main__":
+    # By its name: what was pickled is of that module, not of this one.
+    from tests import combinations
+
+    combinations._rank_in_a_process(
+        Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    )

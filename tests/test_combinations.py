@@ -75,6 +75,17 @@ def test_a_row_of_any_settings_equals_its_reference(
 
 
 @pytest.mark.slow
+def test_a_stage_that_is_sharded_over_ranks_equals_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(
+        {**FIRST, "clouds": "lanes", "stages": "sharded", "schedule": "1f1b"},
+        tmp_path,
+        monkeypatch,
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_pairs_of_settings_equal_their_reference_or_are_refused_by_name(

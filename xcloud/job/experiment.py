@@ -68,9 +68,9 @@ class Experiment(PipelineJob):
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
             raise ConfigError(
-                f"schedule.num_micro_batches is {micro_batches}, but {fewest} ranks of this "
-                "cluster hold the same stage, and each needs a micro-batch; set it to at least "
-                f"{fewest}"
+                f"schedule.num_micro_batches is {micro_batches}, but with strategy="
+                f"{self.strategy.name} {fewest} ranks of this cluster hold the same stage, and "
+                f"each needs a micro-batch; set it to at least {fewest}"
             )
         if self.training.batch_size < self.num_pieces:
             raise ConfigError(
