@@ -12,8 +12,10 @@ from xcloud.training.settings import Optimizer, Training
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
-def test_the_norm_over_all_stages_is_that_of_torch(layout: str, clip_norm: float) -> None:
+@pytest.mark.parametrize(("clip_norm", "num_passes"), [(0.05, 1), (1e6, 1), (1e6, 2)])
+def test_the_norm_over_all_stages_is_that_of_torch(
+    layout: str, clip_norm: float, num_passes: int
+) -> None:
     plan = BatchPlan(40, 8, 1)
     stages = [ToyStage(stage, 3) for stage in range(3)]
     batch = samples(plan.ids(1))
@@ -28,7 +30,8 @@ def test_the_norm_over_all_stages_is_that_of_torch(layout: str, clip_norm: float
     assert (norm > clip_norm) == (clip_norm < 1), "one of the two is clipped"
     expected = [[p.grad for p in stage.parameters()] for stage in stages]
 
-    training = Training(1, batch_size=8, optimizer=Optimizer(0.1, 1, clip_norm=clip_norm))
+    optimizer = Optimizer(0.1, 1, clip_norm=clip_norm)
+    training = Training(1, batch_size=8, accumulate_steps=num_passes, optimizer=optimizer)
     job = ranks(LAYOUTS[layout], training, plan=plan)
     reports = update(job, 1)
 
