@@ -276,7 +276,7 @@ class SnapshotBuffer:
             if len(tensors) == 1:
                 return place.view(like.shape).copy_(like)
             rows = place.view(sum(map(len, tensors)), *like.shape[1:])
-            for own, tensor in zip(rows.split([*map(len, tensors)]), tensors, strict=True):
+            for own, tensor in zip(torch.split(rows, [*map(len, tensors)]), tensors, strict=True):
                 own.copy_(tensor)
             return rows
 
