@@ -145,7 +145,8 @@ class Torchrun(Run):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--max-restarts", "50", "--monitor-interval", "0.1",
                  "--nproc-per-node", str(self.num_ranks),
-                 "-m", "xcloud", "worker", str(file), "--run-dir", str(self.first)]  # fmt: skip
+                 "-m", "xcloud", "worker", str(file), "--roll-back",
+                 "--run-dir", str(self.first)]  # fmt: skip
         environment = {
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
@@ -206,7 +207,7 @@ class Machines(Run):
             if rank == 0:
                 machines = importlib.import_module("xcloud.launch.several_machines")
                 machines._start_monitor = _standing_by(self.first / LOG)
-            words = ["worker", str(file), "--run-dir", str(folder)]
+            words = ["worker", str(file), "--roll-back", "--run-dir", str(folder)]
             importlib.import_module("xcloud.__main__").main(words)
 
         environment = {

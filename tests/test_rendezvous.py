@@ -12,15 +12,16 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tests.pipelines import in_threads
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import ConfigError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster import rendezvous
 from xcloud.cluster.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
-from xcloud.join import addresses
+from xcloud.join import addresses, restarts
 from xcloud.join.addresses import choose_interface, own_address, store_at, why_unreachable
-from xcloud.join.restarts import Doorbell, FailureDetector, unreachable
+from xcloud.join.restarts import Doorbell, FailureDetector, Line, Word, unreachable
 from xcloud.launch import failures
 from xcloud.launch.torchrun import Machines, StopAsked, _endings, _place, _tell
 
@@ -91,21 +92,53 @@ def test_why_ranks_that_reach_the_store_have_no_connection_is_said_with_what_to_
         assert "127.0." in text and "loopback" in text and "GLOO_SOCKET_IFNAME" in text
 
 
-def test_a_rank_that_has_come_and_cannot_be_reached_is_named_with_its_port() -> None:
+def test_a_rank_that_has_come_and_cannot_be_reached_is_named_with_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restarts, "_REFUSED_FOR_S", 1.0)
     store, lost = dist.HashStore(), list[LinkError]()
     here, there = (Doorbell(store, rank, "127.0.0.1", "the store") for rank in (0, 1))
     assert here.why_not(1) is None and there.why_not(0) is None
     assert here.why_not(2) is None  # it has not come
     closed = free_port()
-    store.set("address.1", f"127.0.0.1 {closed}")
     detector = FailureDetector(0, "rank {}".format, 30.0, lost.append)
     detector.why_not = here.why_not
+    store.set("address.1", f"127.0.0.1 {closed}")
     detector.watch(1, store)
     wait_for(lambda: bool(lost), 20)
     assert f"127.0.0.1:{closed} (connection refused)" in str(lost[0])
     assert str(lost[0]).startswith("rank 1 cannot be reached: both reach the store at the store")
     here.close()
     there.close()
+
+
+def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> None:
+    """Rank 0 of the first attempt is gone, and so is the port that it listened on."""
+    store, lost = dist.HashStore(), list[LinkError]()
+    asked, released = threading.Event(), threading.Event()
+    answers = iter(["connection refused", None])
+    detector = FailureDetector(1, "rank {}".format, 30.0, lost.append)
+
+    def why_not(peer: int) -> str | None:
+        answer = next(answers)
+        if answer:
+            asked.set()
+            released.wait(30)
+        return answer
+
+    detector.why_not = why_not
+    detector.watch(0, PrefixStore("given up", store))
+    stale = detector._lines[0]
+    assert asked.wait(20)
+    detector.watch(0, PrefixStore("next", store))
+    line = Line(PrefixStore("next", store), 0, 30.0)
+    released.set()
+    stale.join(20)
+    line.send(Word.ALIVE, 0)
+    assert line.receive("rank 1") == (Word.ALIVE, 1)
+    assert not stale.is_alive() and not lost
+    line.send(Word.LEFT, 0)
+    detector._lines[0].join(20)
 
 
 @pytest.mark.parametrize(

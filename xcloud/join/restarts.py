@@ -63,6 +63,7 @@ GRACE_S = 1.0  # in which the main thread may find a better reason to end
 STORE = -1  # in the place of a rank: where the ranks meet
 _LOOK_EVERY_S = 0.2
 _RING_WITHIN_S = 10.0
+_REFUSED_FOR_S = 20.0  # a rank that begins again has not yet said where it listens now
 
 
 def enter_late(
@@ -142,13 +143,17 @@ class Doorbell:
 
     def why_not(self, peer: int) -> str | None:
         """Return why this rank has no connection to `peer`, which has come; None if it has."""
-        host, _, port = value_of(self._store, f"address.{peer}").rpartition(" ")
-        if not host or not port.isdecimal():
-            return None  # it does not say
-        why = why_unreachable(host, int(port), _RING_WITHIN_S)
-        if why is None:
-            return None
-        return unreachable(why, self._place, self._address, f"{host}:{port}")
+        until_s = time.monotonic() + _REFUSED_FOR_S
+        while True:
+            host, _, port = value_of(self._store, f"address.{peer}").rpartition(" ")
+            if not host or not port.isdecimal():
+                return None  # it does not say
+            why = why_unreachable(host, int(port), _RING_WITHIN_S)
+            if why is None:
+                return None
+            if "refused" not in why or time.monotonic() > until_s:
+                return unreachable(why, self._place, self._address, f"{host}:{port}")
+            time.sleep(_LOOK_EVERY_S)
 
 
 def unreachable(why: str, store: str, here: str, there: str) -> str:
@@ -188,7 +193,8 @@ def watch(meeting: Meeting, detector: FailureDetector, layout: Layout) -> None:
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
                     life = life_of(store.clone(), rank, beginning)
-                    detector.watch(rank, life, layout.ranks_in(layout.cloud_of(rank)))
+                    cloud = layout.ranks_in(layout.cloud_of(rank))
+                    detector.watch(rank, life, cloud, at_once=False)
 
     threading.Thread(target=greet, name="greeting", daemon=True).start()
 
@@ -288,16 +294,19 @@ class FailureDetector:
         self.over = threading.Event()  # nothing ends this rank any more
         threading.Thread(target=self._look, name="liveness", daemon=True).start()
 
-    def watch(self, peer: int, store: Store, anew: Collection[int] = ()) -> None:
+    def watch(
+        self, peer: int, store: Store, anew: Collection[int] = (), at_once: bool = True
+    ) -> None:
         """From now on `peer` is here: rank 0 calls it for each other rank, these for rank 0, with
-        the same part of the store, which nothing else uses. It replaces an earlier line to that
-        rank once it is joined, for a word in the store alone says nothing.
+        the same part of the store, which nothing else uses.
 
         anew: ranks that begin again with it: what befell them before is forgotten.
+        at_once: it replaces an earlier line to that rank; else only once it is joined, where a
+        number in the store is all that says so.
         """
         thread = threading.Thread(target=self._follow, args=(peer, store, anew), daemon=True)
         with self._changed:
-            if peer not in self._lines:
+            if at_once or peer not in self._lines:
                 self._lines[peer] = thread
             self._greetings[peer] = thread
             thread.start()
@@ -361,8 +370,10 @@ class FailureDetector:
         this, told = threading.current_thread(), set[int]()
         try:
             if (why := self.why_not(peer)) is not None:
-                self._unreached[peer] = why
-                return self._lose(Word.ENDED, peer)
+                if self._lines[peer] is this:
+                    self._unreached[peer] = why
+                    self._lose(Word.ENDED, peer)
+                return
             line = Line(store, int(self._rank != 0), self._lost_after_s)
             self._joined(peer, anew)
             self._hear(peer)

@@ -63,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
     parser.add_argument("--parent", type=int, help="process to end with, set by rank 0")
     parser.add_argument(
-        "--past", type=int, default=0, help="events of earlier attempts, set by rank 0"
+        "--past", type=int, help="how many events are of earlier attempts, set by rank 0"
     )
     parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
@@ -82,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _monitor(
-    run_dir: Path, experiment: Path, parent: int | None, is_again: bool, past: int
+    run_dir: Path, experiment: Path, parent: int | None, is_again: bool, past: int | None
 ) -> int:
     try:
         monitor = monitor_of(run_dir, experiment)
@@ -99,7 +99,7 @@ def _monitor(
         return 1
 
 
-def _follow(monitor: Monitor, parent: int, is_again: bool, past: int) -> int:
+def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> int:
     monitor.past = past
     monitor.start(is_again)
     essential, run_dir = monitor.experiment.roster.essential, monitor.run.run_dir
