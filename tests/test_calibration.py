@@ -28,7 +28,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 def measured(weights: Weights, cache: Path, seed: int = 0, **settings: Any) -> Basis:
     split = Split(**({"layer": 1, "rank": 5, "calibration_texts": 30} | settings))
-    return measured_basis(split, model().lower(weights), SIZES, TEXT, where(cache, seed=seed))
+    lower = model().lower(weights)
+    basis, _ = measured_basis(split, lower, SIZES, TEXT, where(cache, seed=seed))
+    return basis
 
 
 @torch.no_grad()
@@ -90,7 +92,7 @@ def test_the_owners_basis_is_measured_on_the_samples_themselves(
     tmp_path: Path, weights: Weights
 ) -> None:
     split = Split(1, 5, "pca", anchor="mean")
-    basis = measured_basis(
+    basis, _ = measured_basis(
         split, model().lower(weights), SIZES, None, where(tmp_path, samples=own_pairs)
     )
 
@@ -106,14 +108,9 @@ def test_the_owners_basis_is_measured_on_the_samples_themselves(
 def test_a_kept_basis_has_an_anchor_for_every_place(tmp_path: Path, weights: Weights) -> None:
     for max_length in (16, 12):
         place = where(tmp_path, max_length=max_length, samples=own_pairs)
-        assert (
-            len(
-                measured_basis(
-                    Split(1, 5, "orthogonal"), model().lower(weights), SIZES, None, place
-                ).anchor
-            )
-            == max_length
-        )
+        split, lower = Split(1, 5, "orthogonal"), model().lower(weights)
+        basis, _ = measured_basis(split, lower, SIZES, None, place)
+        assert len(basis.anchor) == max_length
 
 
 def test_it_is_measured_once(tmp_path: Path, weights: Weights) -> None:

@@ -289,7 +289,11 @@ def test_a_strategy_deals_the_clouds_to_replicas() -> None:
         }
         for arguments in (
             ("strategy=data_parallel",),
-            ("strategy=data_parallel", "cluster=one_cloud"),
+            (
+                "strategy=data_parallel",
+                "cluster=one_cloud",
+                "cluster.clouds.cloud.one_stage_per_rank=false",
+            ),
             ("strategy=hybrid", "strategy.replicas=1"),
             ("strategy=hybrid", *FOUR),
         )
@@ -321,7 +325,7 @@ def test_the_headline_says_what_a_strategy_does() -> None:
           "xcloud.cluster.layout.Cloud", "+cluster.clouds.d.stages=[3]",
           "+cluster.clouds.d._target_=xcloud.cluster.layout.Cloud",
           "cluster.clouds.owner.stages=[0,4]", "cluster.clouds.other.stages=[1]"],
-         "they name their stages"),
+         "its clouds name their stages"),
         (["+cluster.clouds.cloud_b.replica=1", "+cluster.clouds.cloud_b.stages=[0]"],
          "strategy=pipeline never averages"),
         (["strategy=data_parallel", "+security.holders.source=[cloud_a]"],

@@ -24,7 +24,8 @@ def test_the_ideal_of_a_pipeline_of_equal_stages_is_formula_2() -> None:
     )
     assert found.step_s == pytest.approx(formula_s, rel=1e-3)
     weights = 4 * STAGE_BYTES  # with gradients and two moments
-    assert list(found.memory.values()) == [weights + m * b * SAMPLE_BYTES] * p
+    in_flight = m * b * SAMPLE_BYTES  # kept for the backward; as much may queue at each boundary
+    assert list(found.memory.values()) == [weights + n * in_flight for n in (2, 3, 2)]
 
 
 def test_replicas_share_the_work_and_one_rank_of_two_has_half_of_the_micro_batches() -> None:

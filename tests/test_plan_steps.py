@@ -76,6 +76,7 @@ def test_every_rank_does_its_share_of_its_stages_in_the_order_of_the_schedule(se
         for schedule in some_schedules(draw):
             program = Simulator(schedule, layout, agrees=True, num_passes=num_passes)
             m = schedule.num_micro_batches
+            fitted = schedule.for_lanes(layout.num_stages, layout.num_lanes)
             for rank, stage in product(range(layout.num_ranks), range(layout.num_stages)):
                 done = [
                     o.action for o in program.ops[rank] if o.action and o.action.stage == stage
@@ -83,7 +84,7 @@ def test_every_rank_does_its_share_of_its_stages_in_the_order_of_the_schedule(se
                 order = [
                     action._replace(micro_batch=first + action.micro_batch)
                     for first in range(0, num_passes * m, m)
-                    for action in schedule.actions(stage, layout.num_stages)
+                    for action in fitted.actions(stage, layout.num_stages)
                     if layout.owner(stage, action.micro_batch) == rank
                 ]
                 assert done == order

@@ -47,7 +47,9 @@ INTERFACES = {
 def test_the_interface_that_faces_the_first_machine_is_taken_unless_another_is_named(
     route: str, set_to: str | None, taken: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": set_to} if set_to else {})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", set_to or "")  # put back afterwards in any case
+    if set_to is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
     monkeypatch.setattr(addresses, "own_address", lambda host: route)
     assert choose_interface("first.example") == address

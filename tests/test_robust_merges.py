@@ -182,7 +182,9 @@ def own_merge(contributions: Sequence[Contribution]) -> list[Tensor]:
     return Median()(contributions)
 
 
-@pytest.mark.parametrize("merge", [*ROBUST, own_merge], ids=lambda merge: getattr(merge, "__name__", repr(merge)))
+@pytest.mark.parametrize(
+    "merge", [*ROBUST, own_merge], ids=lambda merge: getattr(merge, "__name__", repr(merge))
+)
 def test_only_merges_that_bound_nothing_are_left_to_one_replica_each(merge: Merge) -> None:
     shapes = {"w": torch.Size((4, 3))}
 
